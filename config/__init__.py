@@ -1,0 +1,270 @@
+"""What the scripts share: settings, one-line errors, and files that are never half written.
+
+A script declares a dataclass of `setting(...)` fields and calls `load` on its arguments: Python
+config files and `--key=value` flags, applied left to right. Presets live beside this file.
+Standard library only, so that `--help` need not wait for torch.
+"""
+
+import dataclasses
+import difflib
+import os
+import reprlib
+import runpy
+import sys
+import time
+import traceback
+import types
+import typing
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+STARTED = time.monotonic()  # when the script began: this is the first module that each imports
+
+
+class UserError(Exception):
+    """A mistake a person can mend, or the machine's refusal, told in one line (exit status 2)."""
+
+
+def run(main, *args):
+    """Call `main(*args)` as a script does: a UserError becomes one line on stderr and status 2.
+
+    Ctrl-C exits with 130; any other exception is a bug of ours and keeps its traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    script = Path(sys.argv[0]).name
+    try:
+        main(*args)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"{script}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{script}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader left, as `| head` does; Python would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+@contextmanager
+def replacing(path):
+    """Yield a binary file that takes the place of `path` once it is written whole and on disk.
+
+    Until then, and after any failure, a reader sees what was there before. Raises UserError where
+    the disk or its permissions refuse.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _sync_folder(folder):
+    """Make a rename durable; Windows cannot open folders and needs no such step."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def setting(default, explanation, *, bounds=None, group=None):
+    """A dataclass field with the line that `--help` prints for it.
+
+    `bounds` is an interval such as "[0, 1)"; `group` opens a new heading in `--help`.
+    """
+    metadata = {"explanation": explanation, "bounds": bounds, "group": group}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def load(settings_class, argv, resolvers=None):
+    """Build `settings_class` from config files and flags, applied left to right.
+
+    `resolvers` maps a setting to a function that turns its value into a concrete one ("auto" into
+    "cpu", say). A setting so resolved is concrete already when a config file reads it, and a flag
+    for it counts there even if it stands further right. Raises UserError for every mistake.
+    """
+    fields = _fields(settings_class)
+    values = {name: field.default for name, field in fields.items()}
+    steps = _parse_arguments(settings_class, argv)
+    resolvers = resolvers or {}
+    for name, resolve in resolvers.items():
+        flags = [value for key, value in steps if key == name]
+        values[name] = resolve(flags[-1] if flags else values[name])
+    for key, value in steps:
+        values.update(_run_config_file(fields, values, value) if key is None else {key: value})
+    for name, resolve in resolvers.items():
+        values[name] = resolve(values[name])
+    return settings_class(**values)
+
+
+def answer_early(settings_class):
+    """Answer `--help` and misspelt flags, before a script imports anything slow."""
+    _parse_arguments(settings_class, sys.argv[1:])
+
+
+def changed(settings):
+    """The settings that differ from their defaults, as a dict."""
+    pairs = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
+    return {field.name: value for field, value in pairs if value != field.default}
+
+
+def nearest(name, known, otherwise=""):
+    """'; did you mean NAME?' for the closest of `known`, or `otherwise`."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else otherwise
+
+
+def _fields(settings_class):
+    return {field.name: field for field in dataclasses.fields(settings_class)}
+
+
+def _parse_arguments(settings_class, argv):
+    """Arguments as a list of (setting, value) for flags and (None, path) for config files."""
+    fields, steps, rest = _fields(settings_class), [], list(argv)
+    if {"-h", "--help"} & set(argv):
+        print(_help_text(settings_class))
+        sys.exit(0)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            steps.append((None, _config_file(argument)))
+            continue
+        key, equals, text = argument[2:].partition("=")
+        if key not in fields:
+            hint = nearest(key, fields, "; --help lists the settings")
+            raise UserError(f"unknown setting --{key}{hint}")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"--{key} needs a value: --{key}=VALUE")
+            text = rest.pop(0)
+        value = _parse(fields[key], text, f"--{key}")
+        steps.append((key, _check(fields[key], value, f"--{key}")))
+    return steps
+
+
+def _config_file(argument):
+    path = Path(argument)
+    if path.is_file() and path.suffix == ".py":
+        return path
+    if path.is_file():
+        raise UserError(f"{path} is not a config file: those are Python files, *.py")
+    if "=" in argument:
+        raise UserError(f"settings are written --key=value, not {argument}")
+    presets = [f"config/{preset.name}" for preset in sorted(Path(__file__).parent.glob("[!_]*.py"))]
+    hint = nearest(argument, presets, f"; at hand: {', '.join(presets)}")
+    raise UserError(f"there is no config file {argument}{hint}")
+
+
+def _run_config_file(fields, values, path):
+    """Run a Python config file with the current values as names; return the settings it changed."""
+    try:
+        names = runpy.run_path(str(path), init_globals=values)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}") from error
+    taken = {}
+    for name, value in names.items():
+        if name in fields:
+            if value is not values[name]:
+                taken[name] = _check(fields[name], value, f"{path}: {name}")
+        elif not (name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
+            hint = nearest(name, fields, "; a helper's name starts with _")
+            raise UserError(f"{path}: unknown setting {name}{hint}")
+    return taken
+
+
+def _place(error, path):
+    """'file line N' of the last line of `path` that an exception passed through."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"{path} line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f"{path} line {lines[-1]}" if lines else str(path)
+
+
+def _check(field, value, label):
+    """`value` as the field's type (an int becomes a float), inside the field's bounds."""
+    options, bounds = _options(field.type), field.metadata["bounds"]
+    if not any(_fits(value, option) for option in options):
+        raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
+    if bounds and isinstance(value, int | float) and not _inside(value, bounds):
+        raise UserError(f"{label} must lie in {bounds}, not {reprlib.repr(value)}")
+    return float(value) if float in options and type(value) is int else value
+
+
+def _parse(field, text, label):
+    """The value of the field's type that a flag's text spells."""
+    for option in _options(field.type):
+        if option in (int, float):
+            with suppress(ValueError):
+                return option(text)
+        elif option is str:
+            return text
+        elif option is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        else:
+            for choice in _choices(option):
+                if text == str(choice):
+                    return choice
+    raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(text)}")
+
+
+def _options(kind):
+    """The members of a union type, or the type alone."""
+    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if is_union else (kind,)
+
+
+def _choices(option):
+    """The values that a Literal or None stands for; none for the other types."""
+    return (None,) if option is types.NoneType else typing.get_args(option)
+
+
+def _fits(value, option):
+    if option is float:
+        return type(value) in (int, float)
+    if option in (bool, int, str):
+        return type(value) is option
+    return any(type(value) is type(choice) and value == choice for choice in _choices(option))
+
+
+def _inside(value, bounds):
+    low, high = (float(end) for end in bounds[1:-1].split(","))
+    above = low < value or (bounds[0] == "[" and value == low)
+    return above and (value < high or (bounds[-1] == "]" and value == high))
+
+
+def _type_name(field):
+    """How `--help` and errors call the field's type, as 'auto, True or False' or 'int or None'."""
+    names = []
+    for option in _options(field.type):
+        choices = (True, False) if option is bool else _choices(option)
+        names += [str(choice) for choice in choices] or [option.__name__]
+    return " or ".join(", ".join(names).rsplit(", ", 1))
+
+
+def _help_text(settings_class):
+    script = Path(sys.argv[0]).name
+    summary = (settings_class.__doc__ or "").strip()
+    lines = [f"python {script} [config/NAME.py ...] [--key=value ...]", "", summary]
+    for field in dataclasses.fields(settings_class):
+        if field.metadata["group"]:
+            lines += ["", field.metadata["group"]]
+        kind, bounds = _type_name(field), field.metadata["bounds"]
+        about = f"{kind} in {bounds}" if bounds else kind
+        lines.append(f"  --{field.name}={field.default!r}")
+        lines.append(f"      {field.metadata['explanation']} ({about})")
+    return "\n".join(lines)
