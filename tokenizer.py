@@ -1,0 +1,128 @@
+"""Text to token ids and back, for characters and for GPT-2's byte pairs.
+
+A tokenizer travels as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and inside each
+checkpoint. Ids are uint16: no vocabulary here is larger than 65,536.
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from config import UserError
+
+LARGEST_VOCABULARY = 2**16
+END_OF_TEXT = "<|endoftext|>"
+
+
+class CharTokenizer:
+    """One id per character, that is, per Unicode code point."""
+
+    kind = "char"
+    separator = "\n\n"  # between documents of a folder
+
+    def __init__(self, characters):
+        """`characters`: the vocabulary as a string; a character's id is its place in it."""
+        self.characters = characters
+        self.vocab_size = len(characters)
+        self._points = _code_points(characters)
+        self._ids = np.full(int(self._points.max()) + 1, -1, dtype=np.int32)
+        self._ids[self._points] = np.arange(self.vocab_size)
+
+    @classmethod
+    def from_text(cls, text):
+        """The tokenizer of the characters that occur in `text`, in the order of code points."""
+        points = np.unique(_code_points(text))
+        if len(points) > LARGEST_VOCABULARY:
+            raise UserError(
+                f"the text has {len(points):,} distinct characters, more than the "
+                f"{LARGEST_VOCABULARY:,} that uint16 ids can tell apart; use --tokenizer=gpt2"
+            )
+        return cls(_text(points))
+
+    @property
+    def start(self):
+        """What a sample continues when nothing else is asked for."""
+        return "\n" if "\n" in self.characters else self.characters[0]
+
+    def encode(self, text):
+        """Ids of `text`, uint16 of shape (len(text),); UserError names a foreign character."""
+        points = _code_points(text)
+        known = points < len(self._ids)
+        ids = np.where(known, self._ids[np.where(known, points, 0)], -1)
+        if len(ids) and ids.min() < 0:
+            at = int(np.argmax(ids < 0))
+            raise UserError(
+                f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
+                f"{self.vocab_size} characters of the vocabulary"
+            )
+        return ids.astype(np.uint16)
+
+    def decode(self, ids):
+        """The text of a sequence of ids."""
+        return _text(self._points[np.asarray(ids, dtype=np.int64)])
+
+    def to_dict(self):
+        return {"kind": self.kind, "characters": self.characters}
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte pair encoding, by tiktoken, which fetches its two files on first use."""
+
+    kind = "gpt2"
+    separator = END_OF_TEXT
+    start = "\n"
+    vocab_size = 50257
+
+    @classmethod
+    def from_text(cls, text):
+        """The same for every text."""
+        return cls()
+
+    @cached_property
+    def _encoding(self):
+        import tiktoken  # here, so that work on characters does without it
+
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except OSError as error:  # what requests raises, too
+            raise UserError(
+                f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); connect once, "
+                "or set TIKTOKEN_CACHE_DIR to a folder that holds its files"
+            ) from error
+
+    def encode(self, text):
+        """Ids of `text`, uint16; <|endoftext|> in it becomes the one token of that name."""
+        ids = self._encoding.encode(text, allowed_special={END_OF_TEXT})
+        return np.array(ids, dtype=np.uint16)
+
+    def decode(self, ids):
+        """The text of a sequence of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self._encoding.decode([int(i) for i in ids])
+
+    def to_dict(self):
+        return {"kind": self.kind}
+
+
+KINDS = {kind.kind: kind for kind in (CharTokenizer, GPT2Tokenizer)}
+
+
+def from_dict(data):
+    """The tokenizer that `to_dict` described. Raises UserError for anything else."""
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind == GPT2Tokenizer.kind:
+        return GPT2Tokenizer()
+    characters = data.get("characters") if kind == CharTokenizer.kind else None
+    if not isinstance(characters, str) or not 1 <= len(characters) <= LARGEST_VOCABULARY:
+        raise UserError(f"not a tokenizer that folio knows, one of {', '.join(KINDS)}")
+    if len(set(characters)) < len(characters):
+        raise UserError("the tokenizer's characters do not differ from each other")
+    return CharTokenizer(characters)
+
+
+def _code_points(text):
+    """Code points of `text` as uint32, without a Python loop; lone surrogates pass."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+
+
+def _text(points):
+    return points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
