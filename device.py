@@ -1,0 +1,186 @@
+"""What the machine at hand can do: device, number format, compiler, peak speed.
+
+Each `auto` setting is resolved here, to a concrete value and the reason for it in a few words.
+"""
+
+import re
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+
+import torch
+
+from config import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Dense peak in TFLOP/s of 16-bit and of fp32 products (TF32 where the card has it), from NVIDIA's
+# data sheets; a sheet's figures "with sparsity" are halved. The first pattern that fits counts.
+GPU_PEAKS = (
+    (r"\bB200\b", 2250, 1125),
+    (r"\bH100 PCIe\b", 756, 378),
+    (r"\b(H100|H200|GH200)\b", 989, 494),
+    (r"\bA100\b", 312, 156),
+    (r"\bA40\b", 149.7, 74.8),
+    (r"\bA10\b", 125, 62.5),
+    (r"\bL40S\b", 362, 183),
+    (r"\bL4\b", 121, 60),
+    (r"\bV100\b", 125, 15.7),
+    (r"\bT4\b", 65, 8.1),
+    (r"\bRTX 4090$", 165.2, 82.6),
+    (r"\bRTX 3090$", 71, 35.6),
+)
+
+# Compiling for a CPU takes 10 to 20 s and makes a step about a tenth shorter.
+CPU_COMPILE_PAYS_AFTER_S = 600
+CPU_SHARE_OF_PEAK = 0.3  # what training of small models reaches of the matmul peak
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and how to compute on it; `summary` says what was chosen and why, in one line."""
+
+    device: str
+    dtype: str
+    compile: bool
+    summary: str
+
+    @property
+    def peak(self):
+        """(FLOP/s, source) of the device's matrix products in `dtype`."""
+        return peak_flops(self.device, self.dtype)
+
+    def autocast(self):
+        """A context in which matrix products run in `dtype`."""
+        if self.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(kind_of(self.device), dtype=DTYPES[self.dtype])
+
+    def synchronize(self):
+        """Wait until the device has done what it was given; a CPU always has."""
+        if kind_of(self.device) != "cpu":
+            getattr(torch, kind_of(self.device)).synchronize()
+
+
+def choose_machine(device, dtype, compile, run_flops=0.0):
+    """The Machine for a resolved device and settings that may be 'auto'.
+
+    `run_flops` is the work ahead, in FLOPs, which decides whether compiling for a CPU pays.
+    """
+    dtype, why_dtype = resolve_dtype(dtype, device)
+    compile, why_compile = resolve_compile(compile, device, dtype, run_flops)
+    summary = (
+        f"{device} ({describe_device(device)}), {dtype} ({why_dtype}), "
+        f"{'compiled' if compile else 'not compiled'} ({why_compile})"
+    )
+    return Machine(device, dtype, compile, summary)
+
+
+def resolve_device(name):
+    """A device that is there: 'auto' becomes cuda, mps or cpu. Raises UserError for others."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise UserError(f"device must be auto, cpu, cuda, cuda:N or mps, not {name!r}")
+    torch_here = f"this torch ({torch.__version__})"
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"device=mps, but {torch_here} sees no Apple GPU; use --device=auto")
+    if name.startswith("cuda"):
+        cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not cards:
+            raise UserError(f"device={name}, but {torch_here} sees no CUDA GPU; use --device=auto")
+        if int(name.partition(":")[2] or 0) >= cards:
+            raise UserError(f"device={name}, but GPUs are numbered 0 to {cards - 1} here")
+    return name
+
+
+def describe_device(device):
+    """The card's name, or, for a CPU, its threads and whether that is for lack of a GPU."""
+    kind = kind_of(device)
+    if kind == "cuda":
+        return torch.cuda.get_device_name(device)
+    if kind == "mps":
+        return "Apple GPU"
+    threads = f"{torch.get_num_threads()} threads"
+    return threads if resolve_device("auto") != "cpu" else f"no GPU found; {threads}"
+
+
+def kind_of(device):
+    """'cuda' for 'cuda:1', as torch's autocast and scaler want it."""
+    return torch.device(device).type
+
+
+def resolve_dtype(name, device):
+    """(dtype name, reason): bf16 where the hardware multiplies in it, else fp16 or fp32."""
+    kind = kind_of(device)
+    if name != "auto":
+        return name, "as set"
+    if kind == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16", "the GPU multiplies in it"
+        return "float16", "with a loss scaler, as the GPU has no bfloat16"
+    if kind == "cpu" and _cpu_multiplies_bf16():
+        return "bfloat16", "the CPU multiplies in it"
+    return "float32", f"no fast bfloat16 on this {'CPU' if kind == 'cpu' else 'device'}"
+
+
+def _cpu_multiplies_bf16():
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(unit, False) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def resolve_compile(setting, device, dtype, run_flops):
+    """(whether to compile, reason) for a run of `run_flops` FLOPs."""
+    kind = kind_of(device)
+    if setting != "auto":
+        return setting, "as set"
+    if kind == "cpu":
+        run_seconds = run_flops / (CPU_SHARE_OF_PEAK * peak_flops(device, dtype)[0])
+        pays = run_seconds > CPU_COMPILE_PAYS_AFTER_S
+        return pays, "the run is long enough" if pays else "the run is too short to earn it"
+    return kind == "cuda", f"{'worth it' if kind == 'cuda' else 'not worth it'} on {kind}"
+
+
+def compile_or_fall_back(model, trial):
+    """`model` compiled, or `model` itself with one line of warning where the compiler fails.
+
+    The compiler works on first use, so `trial(compiled)` must use the model as training will.
+    """
+    try:
+        compiled = torch.compile(model)
+        trial(compiled)
+        return compiled
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a missing or broken tool chain raises
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        print(f"compiling failed, so this run is not compiled ({cause})", file=sys.stderr)
+        torch.compiler.reset()
+        return model
+
+
+def peak_flops(device, dtype):
+    """(FLOP/s, source): the data sheet's dense peak where the GPU is known, else a measured one."""
+    if kind_of(device) == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for pattern, half, single in GPU_PEAKS:
+            if re.search(pattern, name):
+                return (single if dtype == "float32" else half) * 1e12, f"data sheet, {name}"
+    return _measured_peak(device, DTYPES[dtype]), "measured by a matrix product"
+
+
+@cache
+def _measured_peak(device, dtype, size=1024, repeats=7):
+    """FLOP/s of the median of a few square matrix products."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # reading one number waits for the product
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / median(seconds[1:])

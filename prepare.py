@@ -1,0 +1,362 @@
+"""Turn text into token files: data/<dataset>/{train.bin, val.bin, meta.json}.
+
+    python prepare.py                                        tiny Shakespeare, by characters
+    python prepare.py --dataset=shakespeare                  the same in GPT-2's byte pairs
+    python prepare.py --dataset=pydocs                       Python's own reference, no network
+    python prepare.py --input=FILE_OR_FOLDER --dataset=NAME  your own text
+
+The bins hold little-endian uint16 token ids and nothing else; the first 90 % of the characters
+are for training and the rest for validation. This file alone reads and writes that folder.
+"""
+
+import hashlib
+import json
+import pickle
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from config import UserError, load, nearest, replacing, run, setting
+from tokenizer import KINDS, CharTokenizer, GPT2Tokenizer, from_dict
+
+FORMAT = 1
+TOKEN = np.dtype("<u2")
+DATA = Path("data")
+KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # and their tokens
+
+SHAKESPEARE_URLS = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
+)
+SHAKESPEARE_BYTES = 1_115_394
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Turn text into token files for train.py: data/<dataset>/{train.bin, val.bin, meta.json}."""
+
+    dataset: str | None = setting(
+        None, "shakespeare_char (if not set), shakespeare, pydocs, or a name for your own text"
+    )
+    input: str | None = setting(None, "your own UTF-8 text: a file, or a folder of files")
+    tokenizer: Literal["char", "gpt2"] | None = setting(
+        None, "a token per character, or GPT-2's byte pairs, as for shakespeare; char if not set"
+    )
+    url: str | None = setting(None, "another address to download tiny Shakespeare from")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus, where it came from, and the sha256 of its bytes."""
+
+    text: str
+    source: str
+    sha256: str
+
+
+def main(argv=None):
+    config = load(PrepareConfig, sys.argv[1:] if argv is None else argv)
+    if config.input and not config.dataset:
+        name = Path(config.input).resolve().stem
+        raise UserError(f"name the dataset that --input becomes, as in --dataset={name}")
+    name = config.dataset or "shakespeare_char"
+    folder = dataset_folder(name)
+    kind = config.tokenizer or ("char" if config.input else KNOWN.get(name, "char"))
+    if config.input:
+        text = read_input(Path(config.input), KINDS[kind].separator)
+    else:
+        text = corpus(name, folder, config.url)
+    meta = write_dataset(folder, text, KINDS[kind].from_text(text.text))
+    print(
+        f"{folder}: {len(text.text):,} characters, vocabulary {meta['vocab_size']:,} ({kind}), "
+        f"{meta['train']['tokens']:,} train and {meta['val']['tokens']:,} validation tokens"
+    )
+
+
+# Reading and writing a dataset's folder
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A prepared dataset: memory-mapped uint16 ids, and what they stand for."""
+
+    train: np.ndarray
+    val: np.ndarray
+    tokenizer: CharTokenizer | GPT2Tokenizer
+    val_bytes_per_token: float | None  # None where only nanoGPT's files tell
+
+
+def dataset_folder(name):
+    """data/<name>. Raises UserError for a name that leads elsewhere."""
+    if not name or name in (".", "..") or set(name) & set('/\\:*?"<>|\0'):
+        raise UserError(f"a dataset's name is a plain folder name, not {name!r}")
+    return DATA / name
+
+
+def write_dataset(folder, text, tokenizer):
+    """Write both splits and meta.json, each file whole or not at all; return the meta."""
+    cut = int(0.9 * len(text.text))
+    meta = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.to_dict(),
+        "vocab_size": tokenizer.vocab_size,
+        "source": text.source,
+        "source_sha256": text.sha256,
+    }
+    splits = {"train": text.text[:cut], "val": text.text[cut:]}
+    ids = {split: tokenizer.encode(part) for split, part in splits.items()}
+    for split, part in splits.items():
+        if len(ids[split]) < 2:
+            raise UserError(
+                f"{text.source} is too short to split: its {len(text.text)} characters leave "
+                f"{len(ids[split])} of the 2 tokens that {split} needs at least"
+            )
+        meta[split] = {"tokens": len(ids[split]), "bytes": len(part.encode())}
+    for split in splits:
+        with replacing(folder / f"{split}.bin") as file:
+            file.write(ids[split].astype(TOKEN).tobytes())
+    with replacing(folder / "meta.json") as file:
+        file.write(json.dumps(meta, indent=1).encode())
+    return meta
+
+
+def load_dataset(name):
+    """The prepared dataset data/<name>, folio's or nanoGPT's.
+
+    Raises UserError where a file is missing, damaged or does not fit the others.
+    """
+    folder = dataset_folder(name)
+    if not (folder / "train.bin").is_file():
+        raise UserError(f"{folder}/train.bin is missing; {_how_to_make(name)}")
+    meta = _read_meta_json(folder)
+    train, val = (_read_bin(folder / f"{split}.bin", meta.get(split)) for split in ("train", "val"))
+    counts = meta.get("val")
+    per_token = counts["bytes"] / counts["tokens"] if counts else None
+    return Dataset(train, val, load_tokenizer(name), per_token)
+
+
+def load_tokenizer(name):
+    """The tokenizer of data/<name>: from meta.json, nanoGPT's meta.pkl, else GPT-2's.
+
+    That nanoGPT's folders without a meta.pkl hold GPT-2 tokens is nanoGPT's own rule.
+    """
+    folder = dataset_folder(name)
+    meta = _read_meta_json(folder)
+    try:
+        if meta:
+            return from_dict(meta["tokenizer"])
+        if (folder / "meta.pkl").exists():
+            return _tokenizer_from_pickle(folder / "meta.pkl")
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from error
+    return GPT2Tokenizer()
+
+
+def _how_to_make(name):
+    """The command that prepares the dataset, and what is prepared already."""
+    text = "" if name in KNOWN else " --input=FILE_OR_FOLDER"
+    command = f"python prepare.py --dataset={name}{text}"
+    ready = sorted(path.parent.name for path in DATA.glob("*/train.bin"))
+    return f"make it by {command}" + (f", or choose from {', '.join(ready)}" if ready else "")
+
+
+def _read_meta_json(folder):
+    """meta.json as a dict, {} where there is none; UserError where it lacks what folio wrote."""
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(path.read_bytes())
+        if meta["format"] > FORMAT:
+            raise UserError(f"{path} was written by a later folio (format {meta['format']})")
+        sizes = [meta[split][unit] for split in ("train", "val") for unit in ("tokens", "bytes")]
+        if not all(type(size) is int and size > 0 for size in sizes) or "tokenizer" not in meta:
+            raise ValueError("token counts or tokenizer missing")
+        return meta
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}); prepare the dataset again") from error
+
+
+def _read_bin(path, counts):
+    """A split's ids, memory-mapped; `counts` is what meta.json says of it, if there is one."""
+    try:
+        size = path.stat().st_size
+        if size == 0 or size % TOKEN.itemsize:
+            raise UserError(f"{path} is damaged: its {size:,} bytes are no uint16 tokens")
+        ids = np.memmap(path, dtype=TOKEN, mode="r")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if counts and counts["tokens"] != len(ids):
+        raise UserError(
+            f"{path} holds {len(ids):,} tokens and not the {counts['tokens']:,} of meta.json; "
+            "prepare the dataset again"
+        )
+    return ids
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers; refuses whatever could run code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it wants to load {module}.{name}")
+
+
+def _tokenizer_from_pickle(path):
+    """The character tokenizer of nanoGPT's meta.pkl: {vocab_size, itos, stoi}."""
+    try:
+        with open(path, "rb") as file:
+            meta = _PlainUnpickler(file).load()
+        characters = [meta["itos"][i] for i in range(meta["vocab_size"])]
+    except Exception as error:  # a damaged or hostile pickle fails in any way at all
+        raise UserError(f"meta.pkl is not nanoGPT's character table ({error})") from error
+    if not all(isinstance(c, str) and len(c) == 1 for c in characters):
+        raise UserError("meta.pkl has tokens that are not single characters")
+    return from_dict({"kind": "char", "characters": "".join(characters)})
+
+
+# Where text comes from
+
+
+def corpus(name, folder, url=None):
+    """The text of a dataset that folio knows by name."""
+    if name not in KNOWN:
+        hint = nearest(name, KNOWN, f"; without it folio makes {', '.join(KNOWN)}")
+        raise UserError(f"dataset {name} needs its text, --input=FILE_OR_FOLDER{hint}")
+    if name == "pydocs":
+        return pydocs()
+    return shakespeare(folder / "input.txt", (url,) if url else SHAKESPEARE_URLS)
+
+
+def pydocs():
+    """The language reference that Python carries for its help(): a corpus without a network."""
+    from pydoc_data import topics
+
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return Text(text, "pydoc_data.topics", hashlib.sha256(text.encode()).hexdigest())
+
+
+def shakespeare(path, urls):
+    """Tiny Shakespeare from `path`, downloaded to there where it is missing."""
+    if not path.exists():
+        raw = download(urls, SHAKESPEARE_BYTES, SHAKESPEARE_SHA256, path)
+        with replacing(path) as file:
+            file.write(raw)
+    text = read_text(path)
+    if text.sha256 != SHAKESPEARE_SHA256:
+        raise UserError(
+            f"{path} is not tiny Shakespeare (its sha256 is {text.sha256[:8]}…, not "
+            f"{SHAKESPEARE_SHA256[:8]}…): move it away, or use it by --input={path} --dataset=NAME"
+        )
+    return text
+
+
+def read_input(path, separator):
+    """The text of a UTF-8 file, or of all files in a folder, sorted by path, `separator` between.
+
+    Hidden files do not count; any other that is not text is an error rather than skipped.
+    """
+    if not path.is_dir():
+        return read_text(path)
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    files = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+    text = separator.join(read_text(file).text for file in files)
+    return Text(text, str(path), hashlib.sha256(text.encode()).hexdigest())
+
+
+def read_text(path):
+    """The text of a UTF-8 file."""
+    try:
+        return decode_text(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def decode_text(raw, source):
+    """UTF-8 bytes as Text, line ends and all, but without a byte order mark."""
+    try:
+        return Text(raw.decode("utf-8-sig"), source, hashlib.sha256(raw).hexdigest())
+    except UnicodeDecodeError as error:
+        offset = len(raw) - len(error.object) + error.start  # the codec drops the mark first
+        raise UserError(
+            f"{source} is not UTF-8 text: byte {offset:,} is 0x{raw[offset]:02x}; "
+            "convert it, or leave it out"
+        ) from error
+
+
+# Downloading
+
+
+class _RefusedError(Exception):
+    """One attempt failed; `lasting` where another would fail alike."""
+
+    def __init__(self, reason, lasting):
+        super().__init__(reason)
+        self.lasting = lasting
+
+
+def download(urls, size, sha256, path, attempts=3, timeout_s=(10, 30), pause_s=1.0):
+    """The bytes of that size and sha256 from the first of `urls` that delivers them.
+
+    Each is tried up to `attempts` times, with growing pauses; `timeout_s` is for connecting and for
+    each read. Raises UserError, with the ways on, where all fail; `path` is where the file may be
+    put by hand.
+    """
+    reasons = {}
+    for attempt in range(attempts):
+        for url in [url for url in urls if url not in reasons or not reasons[url].lasting]:
+            try:
+                return _fetch(url, size, sha256, timeout_s)
+            except _RefusedError as error:
+                reasons[url] = error
+        if all(why.lasting for why in reasons.values()):
+            break
+        if attempt + 1 < attempts:
+            time.sleep(pause_s * 2**attempt)
+    tried = "; ".join(f"{urlsplit(url).netloc or url}: {why}" for url, why in reasons.items())
+    raise UserError(
+        f"tiny Shakespeare could not be downloaded ({tried}). Three ways on: put the file at "
+        f"{path}; use your own text by --input=FILE --dataset=NAME; or use Python's docs by "
+        "--dataset=pydocs"
+    )
+
+
+def _fetch(url, size, sha256, timeout_s):
+    """The bytes at `url`, in memory, so that a cut download leaves nothing behind."""
+    import requests  # here, so that train.py and --help do without it
+    from tqdm import tqdm
+
+    received = bytearray()
+    try:
+        with (
+            requests.get(url, stream=True, timeout=timeout_s) as response,
+            tqdm(total=size, unit="B", unit_scale=True, desc="download", disable=None) as bar,
+        ):
+            response.raise_for_status()
+            for chunk in response.iter_content(2**16):
+                received += chunk
+                bar.update(len(chunk))
+                if len(received) > size:
+                    break
+    except requests.HTTPError as error:
+        status = error.response.status_code
+        raise _RefusedError(f"HTTP {status}", lasting=status < 500 and status != 429) from error
+    except requests.Timeout as error:
+        raise _RefusedError("timed out", lasting=False) from error
+    except requests.ConnectionError as error:
+        raise _RefusedError("no connection, or it broke off", lasting=False) from error
+    except requests.RequestException as error:
+        cut = isinstance(error, requests.exceptions.ChunkedEncodingError)
+        raise _RefusedError("the connection broke off" if cut else str(error), not cut) from error
+    if hashlib.sha256(received).hexdigest() != sha256:
+        raise _RefusedError("it sent other bytes than tiny Shakespeare's", lasting=True)
+    return bytes(received)
+
+
+if __name__ == "__main__":
+    run(main)
