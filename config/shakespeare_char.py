@@ -1,0 +1,35 @@
+# A GPT of characters that writes like Shakespeare, in minutes. First: python prepare.py
+
+out_dir = "out-shakespeare-char"
+dataset = "shakespeare_char"
+eval_interval = 250
+eval_iters = 200
+log_interval = 10
+
+# 10.6 M parameters: on a GPU a few minutes
+n_layer = 6
+n_head = 6
+n_embd = 384
+block_size = 256
+batch_size = 64
+gradient_accumulation_steps = 1
+dropout = 0.2
+
+learning_rate = 1e-3  # small models bear higher rates
+min_lr = 1e-4
+max_iters = 5000
+lr_decay_iters = 5000
+warmup_iters = 100
+beta2 = 0.99  # a step has few tokens, so remember more of them
+
+# Without a GPU that would take hours; this takes a minute or two.
+if device == "cpu":
+    n_layer = 4
+    n_head = 4
+    n_embd = 128
+    block_size = 64
+    batch_size = 12
+    dropout = 0.0
+    max_iters = 2000
+    lr_decay_iters = 2000
+    print("config/shakespeare_char.py: no GPU in use, so this is the small model for a CPU")
