@@ -175,8 +175,9 @@ def peak_flops(device, dtype):
 
 
 @cache
-def _measured_peak(device, dtype, size=1024, repeats=7):
-    """FLOP/s of the median of a few square matrix products."""
+def _measured_peak(device, dtype, repeats=7):
+    """FLOP/s of the median of a few square matrix products, large enough for the device."""
+    size = 512 if kind_of(device) == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
     for _ in range(repeats + 1):

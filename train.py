@@ -103,9 +103,9 @@ def main(argv=None):
     dataset = load_dataset(config.dataset)
     resumed = ckpt.load(ckpt.newest(config.out_dir)) if config.init_from == "resume" else None
     model_config = make_model_config(config, dataset.tokenizer)
-    check_data(dataset, model_config, config.dataset)
     if resumed:
         check_resumed(resumed, model_config, dataset.tokenizer)
+    check_data(dataset, model_config, config.dataset)
     train(config, dataset, model_config, resumed)
 
 

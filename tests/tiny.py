@@ -1,0 +1,93 @@
+"""A dataset and a model small enough for tests, and files as nanoGPT writes them."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import prepare
+import train
+from config import load
+from model import GPT, GPTConfig
+
+VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
+SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
+SETTINGS = {
+    **SHAPE,
+    "out_dir": "out",
+    "dataset": "verse",
+    "batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "max_iters": 6,
+    "eval_interval": 3,
+    "eval_iters": 100,
+    "warmup_iters": 2,
+    "learning_rate": 1e-2,
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": False,
+}
+
+
+def flags(**settings):
+    """SETTINGS, some of them changed, as arguments of train.py."""
+    return [f"--{name}={value}" for name, value in (SETTINGS | settings).items()]
+
+
+def settings(**changes):
+    """A TrainConfig for the same."""
+    return load(train.TrainConfig, flags(**changes))
+
+
+def prepare_verse(name="verse", text=VERSE * 20):
+    Path("verse.txt").write_text(text, encoding="utf-8")
+    prepare.main(["--input=verse.txt", f"--dataset={name}"])
+
+
+def log_events(out_dir="out"):
+    return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
+
+
+def saved(name="ckpt.pt", out_dir="out"):
+    """A checkpoint's plain content."""
+    return torch.load(Path(out_dir, name), weights_only=True)
+
+
+def write_nanogpt_dataset(name="verse", text=VERSE * 20):
+    """data/<name> as nanoGPT's character datasets are: two bins and a pickled table."""
+    folder = Path("data", name)
+    folder.mkdir(parents=True)
+    characters = sorted(set(text))
+    stoi = {character: i for i, character in enumerate(characters)}
+    itos = dict(enumerate(characters))
+    ids = np.array([stoi[character] for character in text], dtype=np.uint16)
+    cut = int(0.9 * len(ids))
+    ids[:cut].tofile(folder / "train.bin")
+    ids[cut:].tofile(folder / "val.bin")
+    meta = {"vocab_size": len(characters), "itos": itos, "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return len(characters)
+
+
+def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
+    """out/ckpt.pt with nanoGPT's keys, after one AdamW step, as a compiled model leaves it."""
+    torch.manual_seed(7)
+    args = {**SHAPE, "bias": False, "vocab_size": vocab_size, "dropout": 0.0}
+    model = GPT(GPTConfig(**args))
+    optimizer = train.make_optimizer(model, settings())
+    idx = torch.arange(8)[None]
+    model(idx, idx)[1].backward()
+    optimizer.step()
+    Path("out").mkdir()
+    content = {
+        "model": {prefix + name: tensor for name, tensor in model.state_dict().items()},
+        "optimizer": optimizer.state_dict(),
+        "model_args": args,
+        "iter_num": 3,
+        "best_val_loss": torch.tensor(2.5),
+        "config": {"dataset": dataset, "out_dir": "out"},
+    }
+    torch.save(content, Path("out", "ckpt.pt"))
+    return model
