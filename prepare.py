@@ -11,13 +11,14 @@ are for training and the rest for validation. This file alone reads and writes t
 
 import hashlib
 import json
+import os
 import pickle
+import platform
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -62,16 +63,20 @@ class Text:
 
 def main(argv=None):
     config = load(PrepareConfig, sys.argv[1:] if argv is None else argv)
-    if config.input and not config.dataset:
-        name = Path(config.input).resolve().stem
+    if config.input == "":
+        raise UserError("--input is empty: it names a file or a folder")
+    if config.input and config.dataset is None:
+        name = Path(config.input).resolve().stem or "mine"
         raise UserError(f"name the dataset that --input becomes, as in --dataset={name}")
-    name = config.dataset or "shakespeare_char"
+    name = "shakespeare_char" if config.dataset is None else config.dataset
     folder = dataset_folder(name)
     kind = config.tokenizer or ("char" if config.input else KNOWN.get(name, "char"))
     if config.input:
         text = read_input(Path(config.input), KINDS[kind].separator)
     else:
         text = corpus(name, folder, config.url)
+    if not text.text:
+        raise UserError(f"{text.source} is empty")
     meta = write_dataset(folder, text, KINDS[kind].from_text(text.text))
     print(
         f"{folder}: {len(text.text):,} characters, vocabulary {meta['vocab_size']:,} ({kind}), "
@@ -132,7 +137,7 @@ def load_dataset(name):
     Raises UserError where a file is missing, damaged or does not fit the others.
     """
     folder = dataset_folder(name)
-    if not (folder / "train.bin").is_file():
+    if not os.path.isfile(folder / "train.bin"):
         raise UserError(f"{folder}/train.bin is missing; {_how_to_make(name)}")
     meta = _read_meta_json(folder)
     train, val = (_read_bin(folder / f"{split}.bin", meta.get(split)) for split in ("train", "val"))
@@ -179,7 +184,7 @@ def _read_meta_json(folder):
         return meta
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the dataset again") from error
 
 
@@ -229,6 +234,8 @@ def corpus(name, folder, url=None):
         hint = nearest(name, KNOWN, f"; without it folio makes {', '.join(KNOWN)}")
         raise UserError(f"dataset {name} needs its text, --input=FILE_OR_FOLDER{hint}")
     if name == "pydocs":
+        if url:
+            raise UserError("--url is for tiny Shakespeare: pydocs needs no address")
         return pydocs()
     return shakespeare(folder / "input.txt", (url,) if url else SHAKESPEARE_URLS)
 
@@ -238,7 +245,8 @@ def pydocs():
     from pydoc_data import topics
 
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    return Text(text, "pydoc_data.topics", hashlib.sha256(text.encode()).hexdigest())
+    source = f"pydoc_data.topics of Python {platform.python_version()}"
+    return Text(text, source, hashlib.sha256(text.encode()).hexdigest())
 
 
 def shakespeare(path, urls):
@@ -261,7 +269,7 @@ def read_input(path, separator):
 
     Hidden files do not count; any other that is not text is an error rather than skipped.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir would raise where a name is too long
         return read_text(path)
     found = sorted(file for file in path.rglob("*") if file.is_file())
     files = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
@@ -318,12 +326,17 @@ def download(urls, size, sha256, path, attempts=3, timeout_s=(10, 30), pause_s=1
             break
         if attempt + 1 < attempts:
             time.sleep(pause_s * 2**attempt)
-    tried = "; ".join(f"{urlsplit(url).netloc or url}: {why}" for url, why in reasons.items())
+    tried = "; ".join(f"{_host(url)}: {why}" for url, why in reasons.items())
     raise UserError(
         f"tiny Shakespeare could not be downloaded ({tried}). Three ways on: put the file at "
         f"{path}; use your own text by --input=FILE --dataset=NAME; or use Python's docs by "
         "--dataset=pydocs"
     )
+
+
+def _host(url):
+    """The host of an address, even of one that is none."""
+    return url.partition("://")[2].partition("/")[0] or url
 
 
 def _fetch(url, size, sha256, timeout_s):
@@ -346,15 +359,17 @@ def _fetch(url, size, sha256, timeout_s):
     except requests.HTTPError as error:
         status = error.response.status_code
         raise _RefusedError(f"HTTP {status}", lasting=status < 500 and status != 429) from error
-    except requests.Timeout as error:
-        raise _RefusedError("timed out", lasting=False) from error
-    except requests.ConnectionError as error:
-        raise _RefusedError("no connection, or it broke off", lasting=False) from error
-    except requests.RequestException as error:
-        cut = isinstance(error, requests.exceptions.ChunkedEncodingError)
-        raise _RefusedError("the connection broke off" if cut else str(error), not cut) from error
+    except (requests.Timeout, requests.ConnectionError) as error:
+        stalled = "timed out" in str(error)  # in the midst of a body that is a ConnectionError, too
+        reason = "timed out" if stalled else "no connection, or it broke off"
+        raise _RefusedError(reason, lasting=False) from error
+    except requests.exceptions.ChunkedEncodingError as error:
+        raise _RefusedError("the connection broke off", lasting=False) from error
+    except (requests.RequestException, ValueError) as error:  # no address at all is a ValueError
+        raise _RefusedError(str(error), lasting=True) from error
     if hashlib.sha256(received).hexdigest() != sha256:
-        raise _RefusedError("it sent other bytes than tiny Shakespeare's", lasting=True)
+        lasting = len(received) >= size
+        raise _RefusedError("it sent other bytes than tiny Shakespeare's", lasting)
     return bytes(received)
 
 

@@ -84,7 +84,7 @@ class GPT2Tokenizer:
 
         try:
             return tiktoken.get_encoding("gpt2")
-        except OSError as error:  # what requests raises, too
+        except (OSError, ValueError) as error:  # no network, or a file that is not the right one
             raise UserError(
                 f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); connect once, "
                 "or set TIKTOKEN_CACHE_DIR to a folder that holds its files"

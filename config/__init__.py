@@ -72,8 +72,8 @@ def replacing(path):
 
 
 def _sync_folder(folder):
-    """Make a rename durable; Windows cannot open folders and needs no such step."""
-    if os.name == "posix":
+    """Make a rename durable, where the system lets one open and sync a folder."""
+    with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -104,10 +104,10 @@ def load(settings_class, argv, resolvers=None):
     for name, resolve in resolvers.items():
         flags = [value for key, value in steps if key == name]
         values[name] = resolve(flags[-1] if flags else values[name])
+        steps = [(key, values[name] if key == name else value) for key, value in steps]
     for key, value in steps:
         values.update(_run_config_file(fields, values, value) if key is None else {key: value})
-    for name, resolve in resolvers.items():
-        values[name] = resolve(values[name])
+        values.update({name: resolve(values[name]) for name, resolve in resolvers.items()})
     return settings_class(**values)
 
 
@@ -158,11 +158,11 @@ def _parse_arguments(settings_class, argv):
 
 def _config_file(argument):
     path = Path(argument)
-    if path.is_file() and path.suffix == ".py":
+    if os.path.isfile(path):  # Path.is_file would raise where a name is too long
+        if path.suffix != ".py":
+            raise UserError(f"{path} is not a config file: those are Python files, *.py")
         return path
-    if path.is_file():
-        raise UserError(f"{path} is not a config file: those are Python files, *.py")
-    if "=" in argument:
+    if "=" in argument or argument.startswith("-"):
         raise UserError(f"settings are written --key=value, not {argument}")
     presets = [f"config/{preset.name}" for preset in sorted(Path(__file__).parent.glob("[!_]*.py"))]
     hint = nearest(argument, presets, f"; at hand: {', '.join(presets)}")
@@ -174,7 +174,8 @@ def _run_config_file(fields, values, path):
     try:
         names = runpy.run_path(str(path), init_globals=values)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}") from error
+        message = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {message}") from error
     taken = {}
     for name, value in names.items():
         if name in fields:
@@ -199,15 +200,30 @@ def _check(field, value, label):
     """`value` as the field's type (an int becomes a float), inside the field's bounds."""
     options, bounds = _options(field.type), field.metadata["bounds"]
     if not any(_fits(value, option) for option in options):
-        raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
+        raise UserError(f"{label} must be {_type_name(field)}, not {_shortened(value)}")
+    if float in options and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise UserError(f"{label} must be a number that fits a float") from None
     if bounds and isinstance(value, int | float) and not _inside(value, bounds):
-        raise UserError(f"{label} must lie in {bounds}, not {reprlib.repr(value)}")
-    return float(value) if float in options and type(value) is int else value
+        raise UserError(f"{label} must lie in {bounds}, not {_shortened(value)}")
+    return value
+
+
+def _shortened(value):
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python spells no integer of thousands of digits
+        return f"so long a value ({type(value).__name__})"
 
 
 def _parse(field, text, label):
     """The value of the field's type that a flag's text spells."""
-    for option in _options(field.type):
+    options = _options(field.type)
+    if text == "None" and types.NoneType in options:
+        return None
+    for option in options:
         if option in (int, float):
             with suppress(ValueError):
                 return option(text)
@@ -219,7 +235,7 @@ def _parse(field, text, label):
             for choice in _choices(option):
                 if text == str(choice):
                     return choice
-    raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(text)}")
+    raise UserError(f"{label} must be {_type_name(field)}, not {_shortened(text)}")
 
 
 def _options(kind):

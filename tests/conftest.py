@@ -1,0 +1,34 @@
+"""Shared by the tests: how hypothesis searches, and GPT-2's tokenizer."""
+
+import os
+
+import pytest
+import tiktoken
+from hypothesis import settings
+
+from tokenizer import END_OF_TEXT, GPT2Tokenizer
+
+# the same examples in every run, however slow the machine
+settings.register_profile("folio", derandomize=True, deadline=None, database=None)
+settings.load_profile("folio")
+
+
+@pytest.fixture
+def gpt2():
+    """GPT-2's tokenizer; skips the test where tiktoken's files are not at hand."""
+    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
+        pytest.skip("TIKTOKEN_CACHE_DIR names no folder with tiktoken's files")
+    return GPT2Tokenizer()
+
+
+@pytest.fixture
+def gpt2_of_bytes(monkeypatch):
+    """GPT2Tokenizer over a vocabulary without merges: ids are bytes, and 256 is END_OF_TEXT."""
+    encoding = tiktoken.Encoding(
+        "bytes",
+        pat_str=r"[\s\S]",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={END_OF_TEXT: 256},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
+    return GPT2Tokenizer()
