@@ -49,7 +49,12 @@ def save(path, checkpoint):
         "scaler": checkpoint.scaler,
     }
     with replacing(path) as file:
-        torch.save(plain, file)
+        try:
+            torch.save(plain, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch hides a full disk behind its own
+                raise error.__context__ from error
+            raise
 
 
 def _model_args(config):
@@ -65,18 +70,26 @@ def load(path):
     """
     path = Path(path)
     try:
-        plain = torch.load(path, map_location="cpu", weights_only=True)
+        plain = _read(path)
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}{_hint(path)}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # a damaged or hostile file fails in many ways, all of them here
-        cause = type(error).__name__
-        raise UserError(f"{path} is damaged or not a checkpoint ({cause})") from error
     try:
         return _from_plain(plain, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # the content may be anything at all
         raise UserError(f"{path} is not a checkpoint that folio knows ({error})") from error
+
+
+def _read(path):
+    with open(path, "rb") as file:
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
+            cause = type(error).__name__
+            raise UserError(f"{path} is damaged or not a checkpoint ({cause})") from error
 
 
 def _from_plain(plain, path):
@@ -104,10 +117,10 @@ def _plain_names(weights):
 
 def _hint(path):
     """The way on where a checkpoint is missing: other runs at hand, or a first one."""
-    runs = sorted(str(found.parent) for found in Path().glob(f"*/{BEST}"))
+    runs = {str(found.parent) for found in Path().glob(f"*/{BEST}")} - {str(path.parent)}
     if not runs:
         return "; train one first: python train.py config/shakespeare_char.py"
-    return nearest(str(path.parent), runs, f"; runs at hand: {', '.join(runs)}")
+    return nearest(str(path.parent), runs, f"; runs at hand: {', '.join(sorted(runs))}")
 
 
 def newest(out_dir):
@@ -118,10 +131,10 @@ def newest(out_dir):
 
 def build_model(checkpoint):
     """The GPT of a checkpoint, on the CPU. Raises UserError where its weights do not fit."""
-    model = GPT(checkpoint.model_config)
     try:
+        model = GPT(checkpoint.model_config)
         model.load_state_dict(checkpoint.weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}") from error
     return model
@@ -133,12 +146,17 @@ def restore_optimizer(checkpoint, optimizer, scaler):
     Learning rate, weight decay and betas stay those of `optimizer`. Raises UserError where the
     state belongs to other parameters.
     """
+    if checkpoint.optimizer is None:
+        raise UserError(f"{checkpoint.path} has no optimiser's state to go on from")
     try:
-        moments = {"state": checkpoint.optimizer["state"]}
-        optimizer.load_state_dict(optimizer.state_dict() | moments)
+        state = {"state": checkpoint.optimizer["state"]}
+        optimizer.load_state_dict(optimizer.state_dict() | state)
+        for parameter, moments in optimizer.state.items():
+            if moments["exp_avg"].shape != parameter.shape:
+                raise ValueError("its moments have other shapes")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(
             f"{checkpoint.path}: the optimiser's state does not fit: {error}"
         ) from error
-    if checkpoint.scaler and scaler.is_enabled():
+    if checkpoint.scaler:
         scaler.load_state_dict(checkpoint.scaler)

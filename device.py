@@ -21,6 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # data sheets; a sheet's figures "with sparsity" are halved. The first pattern that fits counts.
 GPU_PEAKS = (
     (r"\bB200\b", 2250, 1125),
+    (r"\bH[12]00 NVL\b", 835, 417),
     (r"\bH100 PCIe\b", 756, 378),
     (r"\b(H100|H200|GH200)\b", 989, 494),
     (r"\bA100\b", 312, 156),
@@ -28,6 +29,7 @@ GPU_PEAKS = (
     (r"\bA10\b", 125, 62.5),
     (r"\bL40S\b", 362, 183),
     (r"\bL4\b", 121, 60),
+    (r"\bV100-PCIE\b", 112, 14),
     (r"\bV100\b", 125, 15.7),
     (r"\bT4\b", 65, 8.1),
     (r"\bRTX 4090$", 165.2, 82.6),
@@ -61,8 +63,10 @@ class Machine:
 
     def synchronize(self):
         """Wait until the device has done what it was given; a CPU always has."""
-        if kind_of(self.device) != "cpu":
-            getattr(torch, kind_of(self.device)).synchronize()
+        if kind_of(self.device) == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif kind_of(self.device) == "mps":
+            torch.mps.synchronize()
 
 
 def choose_machine(device, dtype, compile, run_flops=0.0):
@@ -169,7 +173,7 @@ def peak_flops(device, dtype):
     if kind_of(device) == "cuda":
         name = torch.cuda.get_device_name(device)
         for pattern, half, single in GPU_PEAKS:
-            if re.search(pattern, name):
+            if re.search(pattern, name) and "MIG" not in name:  # that is a slice of the card
                 return (single if dtype == "float32" else half) * 1e12, f"data sheet, {name}"
     return _measured_peak(device, DTYPES[dtype]), "measured by a matrix product"
 

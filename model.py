@@ -156,8 +156,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x[:, -1:]), None
         logits = self.lm_head(x)
-        # In float32, which autocast on a CPU would not see to.
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
     def _check(self, idx):
@@ -200,7 +199,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, limit=None
 
     idx: (B, T) int64, any T >= 1; the model sees the last block_size tokens. Only ids below
     `limit` are drawn: a vocabulary padded for speed has ids that no tokenizer knows. `generator`
-    supplies the randomness. Returns (B, T + max_new_tokens).
+    supplies the randomness. The model should be in eval mode. Returns (B, T + max_new_tokens).
     """
     for _ in range(max_new_tokens):
         logits, _ = model(idx[:, -model.config.block_size :])

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import tiktoken
+import torch
 from hypothesis import settings
 
 from tokenizer import END_OF_TEXT, GPT2Tokenizer
@@ -11,6 +12,8 @@ from tokenizer import END_OF_TEXT, GPT2Tokenizer
 # the same examples in every run, however slow the machine
 settings.register_profile("folio", derandomize=True, deadline=None, database=None)
 settings.load_profile("folio")
+
+torch.set_num_threads(1)  # tiny tensors gain nothing from more, and lose where cores are busy
 
 
 @pytest.fixture

@@ -1,0 +1,361 @@
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from model import ACTIVATIONS, GPT, GPTConfig, flops_per_token, generate, num_params, sample_next
+
+SMALL = {"block_size": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
+SHAPES = (
+    {},
+    {"n_layer": 0},
+    {"bias": False},
+    {"tie_weights": False},
+    {"n_layer": 0, "bias": False, "tie_weights": False},
+    {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 11},
+)
+
+
+def random_model(**changes):
+    """A GPT in eval mode whose every parameter, norms and biases too, matters to the logits."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**(SMALL | changes))).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.2)
+    return model
+
+
+def random_ids(model, rows=3, length=None):
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    shape = (rows, length or config.block_size)
+    return torch.randint(config.vocab_size, shape, generator=generator)
+
+
+def next_tokens(idx):
+    """The token after each; the last of a row has none and does not count."""
+    return torch.cat((idx[:, 1:], torch.full((len(idx), 1), -1)), dim=1)
+
+
+def all_logits(model, idx):
+    with torch.no_grad():
+        return model(idx, idx)[0]
+
+
+# GPT-2, against transformers
+
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored (in, out) there
+
+
+def turned(name, tensor):
+    return tensor.T if name.endswith(CONV1D) else tensor
+
+
+def twin(model):
+    """The same GPT in transformers; biases that `model` lacks are zero there."""
+    config = model.config
+    names = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.block_size,
+            n_embd=config.n_embd,
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            activation_function=names[config.activation],
+            resid_pdrop=config.dropout,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            tie_word_embeddings=config.tie_weights,
+            attn_implementation="eager",
+        )
+    ).train(model.training)
+    ours = model.state_dict()
+    theirs.load_state_dict(
+        {
+            name: turned(name, ours.get(name, torch.zeros_like(tensor)))
+            for name, tensor in theirs.state_dict().items()
+        }
+    )
+    return theirs
+
+
+def error(ours, theirs):
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_layer": 1, "n_head": 1},
+        {"activation": "gelu_tanh", "n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32},
+        {"activation": "relu", "n_layer": 2, "n_head": 3, "n_embd": 48, "tie_weights": False},
+        {"bias": False},
+    ],
+    ids=str,
+)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(changes):
+    ours = random_model(**changes)
+    theirs = twin(ours)
+    idx = random_ids(ours)
+    logits, loss = ours(idx, next_tokens(idx))
+    reference = theirs(idx, labels=idx)  # moves the labels by one itself
+    assert error(logits, reference.logits) < 1e-5
+    assert error(loss, reference.loss) < 1e-5
+    loss.backward()
+    reference.loss.backward()
+    gradients = {name: turned(name, p.grad) for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert error(parameter.grad, gradients[name]) < 1e-5, name
+
+
+def test_dropout_falls_where_it_does_in_transformers():
+    ours = random_model(dropout=0.4).train()
+    theirs = twin(ours)
+    idx = random_ids(ours)
+    torch.manual_seed(2)  # both draw the same masks in the same order
+    loss = ours(idx, next_tokens(idx))[1]
+    torch.manual_seed(2)
+    assert error(loss, theirs(idx, labels=idx).loss) < 1e-5
+
+
+def test_training_drops_anew_in_every_step():
+    model = random_model(dropout=0.4).train()
+    idx = random_ids(model)
+    assert not torch.equal(all_logits(model, idx), all_logits(model, idx))
+
+
+def test_evaluation_drops_nothing():
+    idx = random_ids(random_model())
+    assert torch.equal(all_logits(random_model(dropout=0.4), idx), all_logits(random_model(), idx))
+
+
+# Parameters
+
+
+def test_names_and_their_order_are_those_of_nanogpt():
+    assert list(random_model(n_layer=1).state_dict()) == [
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+        "transformer.h.0.ln_1.weight",
+        "transformer.h.0.ln_1.bias",
+        "transformer.h.0.attn.c_attn.weight",
+        "transformer.h.0.attn.c_attn.bias",
+        "transformer.h.0.attn.c_proj.weight",
+        "transformer.h.0.attn.c_proj.bias",
+        "transformer.h.0.ln_2.weight",
+        "transformer.h.0.ln_2.bias",
+        "transformer.h.0.mlp.c_fc.weight",
+        "transformer.h.0.mlp.c_fc.bias",
+        "transformer.h.0.mlp.c_proj.weight",
+        "transformer.h.0.mlp.c_proj.bias",
+        "transformer.ln_f.weight",
+        "transformer.ln_f.bias",
+        "lm_head.weight",
+    ]
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_a_tied_head_is_the_embedding_itself(tie_weights):
+    model = random_model(tie_weights=tie_weights)
+    assert (model.lm_head.weight is model.transformer.wte.weight) == tie_weights
+
+
+def test_weights_start_as_those_of_gpt2():
+    torch.manual_seed(0)
+    shape = {"n_layer": 8, "n_embd": 64, "block_size": 64, "vocab_size": 64, "tie_weights": False}
+    for name, parameter in GPT(GPTConfig(**(SMALL | shape))).named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(2 * 8) if name.endswith("c_proj.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert parameter.mean().item() == pytest.approx(0, abs=0.1 * std), name
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_num_params_counts_what_is_there(changes):
+    model = random_model(**changes)
+    assert num_params(model.config) == sum(p.numel() for p in model.parameters())
+
+
+def test_gpt2_has_124_million_parameters():
+    assert num_params(GPTConfig(vocab_size=50257)) == 124_439_808
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_flops_per_token_are_those_that_torch_counts(changes):
+    model = random_model(**changes)
+    idx = random_ids(model)
+    # the counter does not know the kernel that fuses attention on a CPU
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(idx, idx)[1].backward()
+    assert counter.get_total_flops() == flops_per_token(model.config) * idx.numel()
+
+
+# Forward
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias", "tie_weights", "n_layer"),
+    list(product(ACTIVATIONS, (True, False), (True, False), (0, 2))),
+)
+def test_a_later_token_changes_no_earlier_logit(activation, bias, tie_weights, n_layer):
+    model = random_model(activation=activation, bias=bias, tie_weights=tie_weights, n_layer=n_layer)
+    T = model.config.block_size
+    same = random_ids(model, rows=1).repeat(T, 1)
+    changed = same.clone()
+    changed.diagonal().add_(1).remainder_(model.config.vocab_size)  # token t in row t
+    before, after = all_logits(model, same), all_logits(model, changed)
+    for t in range(T):
+        assert torch.equal(before[t, :t], after[t, :t])
+        assert not torch.equal(before[t, t:], after[t, t:])
+
+
+def test_without_layers_only_the_last_token_counts():
+    model = random_model(n_layer=0)
+    idx = random_ids(model)
+    others = torch.cat((idx.flip(0)[:, :-1], idx[:, -1:]), dim=1)
+    assert torch.equal(model(idx)[0], model(others)[0])
+
+
+def test_without_targets_there_is_one_logit_row_and_no_loss():
+    model = random_model()
+    idx = random_ids(model)
+    logits, loss = model(idx)
+    assert loss is None
+    assert logits.shape == (3, 1, 37)
+    assert torch.allclose(logits, all_logits(model, idx)[:, -1:], atol=1e-6)
+
+
+def test_loss_is_the_mean_surprise_of_the_targets_that_count():
+    model = random_model()
+    idx = random_ids(model)
+    targets = idx.masked_fill(idx % 3 == 0, -1)
+    logits, loss = model(idx, targets)
+    surprise = -logits.double().log_softmax(-1).gather(-1, idx[..., None])[..., 0]
+    assert loss.item() == pytest.approx(surprise[targets != -1].mean().item(), rel=1e-6)
+
+
+def test_bfloat16_loses_little_and_none_of_it_in_the_loss():
+    model = random_model()
+    idx = random_ids(model)
+    full = model(idx, idx)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, loss = model(idx, idx)
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    assert loss.item() == pytest.approx(full.item(), rel=1e-2)
+    exact = F.cross_entropy(logits.double().flatten(0, 1), idx.flatten())
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_embd": 15}, "n_embd=15 is not divisible by n_head=2"),
+        ({"n_head": 0}, "n_head must be at least 1, not 0"),
+        ({"n_embd": 0}, "n_embd must be at least 1, not 0"),
+        ({"block_size": 0}, "block_size must be at least 1, not 0"),
+        ({"vocab_size": -1}, "vocab_size must be at least 1, not -1"),
+        ({"n_layer": -1}, "n_layer must not be negative"),
+        ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), not 1.0"),
+        ({"dropout": math.nan}, r"dropout must lie in \[0, 1\), not nan"),
+        ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, not swish"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**(SMALL | changes))
+
+
+@pytest.mark.parametrize(
+    ("idx", "message"),
+    [
+        ([[0] * 9], "context of 9 tokens does not fit block_size=8"),
+        ([[]], "context of 0 tokens"),
+        ([[0, 1], [37, 2]], "token id 37 is outside vocab_size=37"),
+        ([[0, -1]], "token id -1 is outside vocab_size=37"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_named(idx, message):
+    with pytest.raises(ValueError, match=message):
+        random_model()(torch.tensor(idx, dtype=torch.int64))
+
+
+# Sampling
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_greedy_text_is_the_likeliest_token_of_a_sliding_window_again_and_again(length):
+    model = random_model()
+    idx = expected = random_ids(model, length=length)
+    for _ in range(10):
+        likeliest = all_logits(model, expected[:, -8:])[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat((expected, likeliest), dim=1)
+    assert generate(model, idx, 10, temperature=0).tolist() == expected.tolist()
+
+
+def test_the_same_seed_draws_the_same_text():
+    model = random_model()
+    idx = random_ids(model, length=2)
+    first, again, other = (generate(model, idx, 20, generator=generator(s)) for s in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_likeliest_one_of_many_is_greedy():
+    model = random_model()
+    idx = random_ids(model, length=2)
+    greedy = generate(model, idx, 20, temperature=0)
+    assert torch.equal(generate(model, idx, 20, top_k=1), greedy)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 30}, {"top_k": 2}], ids=str)
+def test_ids_from_the_limit_on_are_never_drawn(options):
+    model = random_model()
+    idx = random_ids(model, length=1)
+    new = generate(model, idx, 50, limit=5, generator=generator(), **options)[:, 1:]
+    assert new.max() < 5
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-40, 1e-5])
+def test_hardly_any_temperature_is_greedy(temperature):
+    logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.1, 0.2]])
+    assert sample_next(logits, temperature).tolist() == [[0], [2]]
+
+
+def drawn(logits, draws=20_000, **options):
+    """How often each id is drawn."""
+    rows = torch.tensor(logits).expand(draws, -1)
+    ids = sample_next(rows, generator=generator(), **options)
+    return torch.bincount(ids.flatten(), minlength=len(logits)).double()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_ids_are_drawn_as_often_as_their_probability_says(temperature):
+    logits = [2.0, 1.0, 0.0, -1.0, 0.5]
+    weights = [math.exp(logit / temperature) for logit in logits]
+    expected = 20_000 * torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    counts = drawn(logits, temperature=temperature)
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 23.5  # the bound for 4 degrees of freedom that 1 of 10,000 draws exceeds
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, range(4))])
+def test_top_k_keeps_the_likeliest_ids_alone(top_k, kept):
+    counts = drawn([0.0, 1.0, -0.5, 0.5], top_k=top_k)
+    assert set(counts.nonzero().flatten().tolist()) == set(kept)
+
+
+def test_top_k_keeps_what_ties_with_the_last_id_kept():
+    assert (drawn([0.0, 1.0, 1.0], top_k=1) > 0).tolist() == [False, True, True]
