@@ -234,6 +234,7 @@ def test_the_peak_of_a_known_card_is_its_data_sheets(card, half, single, machine
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
     ],
 )
 def test_the_peak_of_a_card_with_a_similar_name_is_measured(card, machine_with, measured):
