@@ -8,7 +8,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from model import ACTIVATIONS, GPT, GPTConfig, flops_per_token, generate, num_params, sample_next
+import model as model_module
+from model import (
+    ACTIVATIONS,
+    GPT,
+    GPTConfig,
+    attend,
+    attend_plainly,
+    flops_per_token,
+    generate,
+    num_params,
+    sample_next,
+)
 
 SMALL = {"block_size": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
 SHAPES = (
@@ -359,3 +370,33 @@ def test_top_k_keeps_the_likeliest_ids_alone(top_k, kept):
 
 def test_top_k_keeps_what_ties_with_the_last_id_kept():
     assert (drawn([0.0, 1.0, 1.0], top_k=1) > 0).tolist() == [False, True, True]
+
+
+# The two ways to attend
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4), (1, 2, 33, 16)])
+def test_plain_attention_is_torchs_kernel(shape):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, *shape).unbind()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.allclose(attend_plainly(q, k, v), expected, atol=1e-6)
+
+
+def test_dropout_of_plain_attention_keeps_the_mean_and_drops_its_share():
+    torch.manual_seed(0)
+    q = k = torch.zeros(1, 1, 400, 8)
+    v = torch.eye(400)[None, None]
+    weights = attend_plainly(q, k, v, dropout=0.25)[0, 0, -1]  # 1/400 each without dropout
+    assert (weights == 0).float().mean() == pytest.approx(0.25, abs=0.07)
+    assert weights.max() == pytest.approx(1 / 400 / 0.75)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "plain"),
+    [(torch.bfloat16, 512, True), (torch.bfloat16, 513, False), (torch.float32, 8, False)],
+)
+def test_attention_is_plain_for_short_bfloat16_on_a_cpu(dtype, length, plain, monkeypatch):
+    monkeypatch.setattr(model_module, "attend_plainly", lambda q, k, v, dropout: "plain")
+    x = torch.zeros(1, 1, length, 2, dtype=dtype)
+    assert (isinstance(attend(x, x, x), str)) == plain
