@@ -82,6 +82,13 @@ class TrainConfig:
     compile: Literal["auto"] | bool = setting("auto", "compile the model before training")
     backend: str = setting("nccl", "nanoGPT's; not used on one process")
 
+    def __post_init__(self):
+        if self.decay_lr and (self.min_lr or 0) > self.learning_rate:
+            raise UserError(
+                f"min_lr={self.min_lr} is above learning_rate={self.learning_rate}: the rate would "
+                "rise instead of decay; lower --min_lr, or leave it out of the config"
+            )
+
 
 if __name__ == "__main__":
     run(answer_early, TrainConfig)  # --help and slips of the pen should not wait for torch

@@ -359,6 +359,11 @@ def test_an_out_dir_that_cannot_be_written_is_named(verse, folder):
         train.main(tiny.flags())
 
 
+def test_a_rate_that_would_decay_upwards_is_refused(verse):
+    with pytest.raises(UserError, match=r"min_lr=0.1 is above learning_rate=0.01"):
+        train.main(tiny.flags(min_lr=0.1))
+
+
 def test_many_processes_are_refused(verse, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="one process"):
