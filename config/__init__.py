@@ -7,6 +7,7 @@ Standard library only, so that `--help` need not wait for torch.
 
 import dataclasses
 import difflib
+import errno
 import os
 import reprlib
 import runpy
@@ -31,20 +32,27 @@ def run(main, *args):
     Ctrl-C exits with 130; any other exception is a bug of ours and keeps its traceback.
     """
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        if stream:  # a closed one is None
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     script = Path(sys.argv[0]).name
     try:
         main(*args)
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except UserError as error:
         print(f"{script}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{script}: interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader left, as `| head` does; Python would complain once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again
+        if error.errno == errno.EPIPE:  # the reader left, as `| head` does
+            sys.exit(141)
+        print(f"{script}: no space is left where the output goes", file=sys.stderr)
+        sys.exit(2)
 
 
 @contextmanager
@@ -105,9 +113,16 @@ def load(settings_class, argv, resolvers=None):
         flags = [value for key, value in steps if key == name]
         values[name] = resolve(flags[-1] if flags else values[name])
         steps = [(key, values[name] if key == name else value) for key, value in steps]
-    for key, value in steps:
-        values.update(_run_config_file(fields, values, value) if key is None else {key: value})
-        values.update({name: resolve(values[name]) for name, resolve in resolvers.items()})
+    for place, (key, value) in enumerate(steps):
+        if key is None:
+            later = {key for key, _ in steps[place:]}
+            taken = _run_config_file(fields, values, value)
+            for name in resolvers.keys() & taken.keys():
+                decided = name in later  # by a flag further right
+                taken[name] = values[name] if decided else _resolve(resolvers, name, taken, value)
+            values.update(taken)
+        else:
+            values[key] = value
     return settings_class(**values)
 
 
@@ -149,7 +164,8 @@ def _parse_arguments(settings_class, argv):
             raise UserError(f"unknown setting --{key}{hint}")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise UserError(f"--{key} needs a value: --{key}=VALUE")
+                kind = _type_name(fields[key])
+                raise UserError(f"--{key} needs a value: --{key}=VALUE, {kind}")
             text = rest.pop(0)
         value = _parse(fields[key], text, f"--{key}")
         steps.append((key, _check(fields[key], value, f"--{key}")))
@@ -157,7 +173,9 @@ def _parse_arguments(settings_class, argv):
 
 
 def _config_file(argument):
-    path = Path(argument)
+    path, preset = Path(argument), Path(__file__).parent.parent / argument
+    if not os.path.isfile(path) and os.path.isfile(preset):
+        path = preset  # from whatever folder the script is called
     if os.path.isfile(path):  # Path.is_file would raise where a name is too long
         if path.suffix != ".py":
             raise UserError(f"{path} is not a config file: those are Python files, *.py")
@@ -182,9 +200,16 @@ def _run_config_file(fields, values, path):
             if value is not values[name]:
                 taken[name] = _check(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
-            hint = nearest(name, fields, "; a helper's name starts with _")
+            hint = nearest(name, fields, "; --help lists them, and a helper's name starts with _")
             raise UserError(f"{path}: unknown setting {name}{hint}")
     return taken
+
+
+def _resolve(resolvers, name, taken, path):
+    try:
+        return resolvers[name](taken[name])
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _place(error, path):

@@ -105,7 +105,7 @@ def test_a_flag_becomes_a_value_of_the_settings_type(argv, key, value):
 
 @pytest.mark.parametrize("argv", [["--steps"], ["--steps", "--bias=True"]])
 def test_a_flag_without_a_value_is_told(argv):
-    assert complaint(*argv) == "--steps needs a value: --steps=VALUE"
+    assert complaint(*argv) == "--steps needs a value: --steps=VALUE, int"
 
 
 # Config files
@@ -137,6 +137,27 @@ def test_the_device_is_resolved_when_a_config_file_reads_it(argv, seen):
     config_file("name = device", "read.py")
     config_file("device = 'auto'", "auto.py")
     assert load(Settings, argv, {"device": resolve}).name == seen
+
+
+def refuse_cuda(device):
+    if device == "cuda":
+        raise UserError("no cuda here")
+    return resolve(device)
+
+
+def test_a_flag_rescues_a_config_file_from_a_device_that_is_not_there():
+    file = config_file("device = 'cuda'")
+    assert load(Settings, [file, "--device=cpu"], {"device": refuse_cuda}).device == "cpu"
+
+
+def test_a_device_that_is_not_there_names_the_config_file_that_wants_it():
+    with pytest.raises(UserError, match="^a.py: no cuda here$"):
+        load(Settings, ["--device=cpu", config_file("device = 'cuda'")], {"device": refuse_cuda})
+
+
+def test_a_preset_is_found_from_any_folder():
+    with pytest.raises(UserError, match="unknown setting out_dir"):  # so it was read
+        load(Settings, ["config/shakespeare_char.py"])
 
 
 def test_a_device_that_a_config_file_sets_is_resolved_too():
@@ -177,7 +198,10 @@ def test_a_config_file_gives_values_of_the_settings_type(text, key, value):
         ("--stepz=1", "unknown setting --stepz; did you mean steps?"),
         ("--zzz", "unknown setting --zzz; --help lists the settings"),
         ("near.py", "near.py: unknown setting stepz; did you mean steps?"),
-        ("far.py", "far.py: unknown setting zzz; a helper's name starts with _"),
+        (
+            "far.py",
+            "far.py: unknown setting zzz; --help lists them, and a helper's name starts with _",
+        ),  # noqa: E501
     ],
 )
 def test_an_unknown_setting_is_told_with_the_nearest(argument, message):
@@ -405,6 +429,16 @@ def test_ctrl_c_exits_with_130(capsys):
 def test_a_bug_keeps_its_traceback(bug):
     with pytest.raises(type(bug)):
         run(raising(bug))
+
+
+def test_a_full_disk_behind_stdout_is_told_in_one_line():
+    script = "from config import run; run(lambda: print('x' * 10**6))"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 2
+    assert done.stderr.decode() == "-c: no space is left where the output goes\n"
 
 
 def test_run_passes_arguments_and_returns_when_all_is_well():
