@@ -43,7 +43,9 @@ class PrepareConfig:
     """Turn text into token files for train.py: data/<dataset>/{train.bin, val.bin, meta.json}."""
 
     dataset: str | None = setting(
-        None, "shakespeare_char (if not set), shakespeare, pydocs, or a name for your own text"
+        None,
+        "shakespeare_char (if not set), shakespeare, pydocs, or a name for your own text",
+        group="Corpus",
     )
     input: str | None = setting(None, "your own UTF-8 text: a file, or a folder of files")
     tokenizer: Literal["char", "gpt2"] | None = setting(
@@ -71,6 +73,8 @@ def main(argv=None):
     name = "shakespeare_char" if config.dataset is None else config.dataset
     folder = dataset_folder(name)
     kind = config.tokenizer or ("char" if config.input else KNOWN.get(name, "char"))
+    if config.url and (config.input or name == "pydocs"):
+        raise UserError("--url is for tiny Shakespeare alone")
     if config.input:
         text = read_input(Path(config.input), KINDS[kind].separator)
     else:
@@ -79,7 +83,8 @@ def main(argv=None):
         raise UserError(f"{text.source} is empty")
     meta = write_dataset(folder, text, KINDS[kind].from_text(text.text))
     print(
-        f"{folder}: {len(text.text):,} characters, vocabulary {meta['vocab_size']:,} ({kind}), "
+        f"{folder}: {len(text.text):,} characters of {text.source}, "
+        f"vocabulary {meta['vocab_size']:,} ({kind}), "
         f"{meta['train']['tokens']:,} train and {meta['val']['tokens']:,} validation tokens"
     )
 
@@ -123,11 +128,11 @@ def write_dataset(folder, text, tokenizer):
                 f"{len(ids[split])} of the 2 tokens that {split} needs at least"
             )
         meta[split] = {"tokens": len(ids[split]), "bytes": len(part.encode())}
+    with replacing(folder / "meta.json") as file:  # first, as its counts betray a bin that is not
+        file.write(json.dumps(meta, indent=1).encode())  # of this text, or not there
     for split in splits:
         with replacing(folder / f"{split}.bin") as file:
             file.write(ids[split].astype(TOKEN).tobytes())
-    with replacing(folder / "meta.json") as file:
-        file.write(json.dumps(meta, indent=1).encode())
     return meta
 
 
@@ -234,10 +239,10 @@ def corpus(name, folder, url=None):
         hint = nearest(name, KNOWN, f"; without it folio makes {', '.join(KNOWN)}")
         raise UserError(f"dataset {name} needs its text, --input=FILE_OR_FOLDER{hint}")
     if name == "pydocs":
-        if url:
-            raise UserError("--url is for tiny Shakespeare: pydocs needs no address")
         return pydocs()
-    return shakespeare(folder / "input.txt", (url,) if url else SHAKESPEARE_URLS)
+    places = [folder / "input.txt", *(DATA / known / "input.txt" for known in KNOWN)]
+    path = next((place for place in places if place.exists()), places[0])
+    return shakespeare(path, (url,) if url else SHAKESPEARE_URLS)
 
 
 def pydocs():
@@ -267,14 +272,22 @@ def shakespeare(path, urls):
 def read_input(path, separator):
     """The text of a UTF-8 file, or of all files in a folder, sorted by path, `separator` between.
 
-    Hidden files do not count; any other that is not text is an error rather than skipped.
+    Hidden files do not count; any other that cannot be read as text is an error, not skipped.
     """
     if not os.path.isdir(path):  # Path.is_dir would raise where a name is too long
         return read_text(path)
-    found = sorted(file for file in path.rglob("*") if file.is_file())
+    try:
+        tree = list(os.walk(path, onerror=_raise))
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+    found = sorted(Path(folder, name) for folder, _, names in tree for name in names)
     files = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
     text = separator.join(read_text(file).text for file in files)
-    return Text(text, str(path), hashlib.sha256(text.encode()).hexdigest())
+    return Text(text, f"{path} ({len(files)} files)", hashlib.sha256(text.encode()).hexdigest())
+
+
+def _raise(error):
+    raise error
 
 
 def read_text(path):
@@ -287,6 +300,8 @@ def read_text(path):
 
 def decode_text(raw, source):
     """UTF-8 bytes as Text, line ends and all, but without a byte order mark."""
+    if b"\0" in raw:
+        raise UserError(f"{source} is not UTF-8 text: byte {raw.index(0):,} is NUL, as in UTF-16")
     try:
         return Text(raw.decode("utf-8-sig"), source, hashlib.sha256(raw).hexdigest())
     except UnicodeDecodeError as error:

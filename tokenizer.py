@@ -92,7 +92,11 @@ class GPT2Tokenizer:
 
     def encode(self, text):
         """Ids of `text`, uint16; <|endoftext|> in it becomes the one token of that name."""
-        ids = self._encoding.encode(text, allowed_special={END_OF_TEXT})
+        encoding = self._encoding
+        try:
+            ids = encoding.encode(text, allowed_special={END_OF_TEXT})
+        except ValueError as error:  # it gives up on a million equal characters in a row
+            raise UserError(f"tiktoken cannot encode the text ({error})") from error
         return np.array(ids, dtype=np.uint16)
 
     def decode(self, ids):

@@ -133,6 +133,16 @@ def test_gpt2_files_out_of_reach_are_told_with_the_ways_on(error, monkeypatch):
     assert "TIKTOKEN_CACHE_DIR" in message
 
 
+def test_a_text_that_tiktoken_gives_up_on_is_told(monkeypatch):
+    class Weary:
+        def encode(self, text, allowed_special):
+            raise ValueError("max stack size exceeded")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: Weary())
+    with pytest.raises(UserError, match="cannot encode the text .max stack size exceeded"):
+        GPT2Tokenizer().encode("a" * 9)
+
+
 def test_gpt2_as_data_needs_no_files(monkeypatch):
     monkeypatch.delattr(tiktoken, "get_encoding")
     data = GPT2Tokenizer.from_text("any").to_dict()
