@@ -33,6 +33,10 @@ class Checkpoint:
     seed: int | None = None
     path: Path | None = None  # where it was read from
 
+    def fits(self, tokenizer):
+        """Whether the vocabulary is the model's, which may be rounded up to a multiple of 64."""
+        return 0 <= self.model_config.vocab_size - tokenizer.vocab_size < 64
+
 
 def save(path, checkpoint):
     """Write a checkpoint whole or not at all. Raises UserError where the disk refuses."""

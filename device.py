@@ -72,8 +72,10 @@ class Machine:
 def choose_machine(device, dtype, compile, run_flops=0.0):
     """The Machine for a resolved device and settings that may be 'auto'.
 
-    `run_flops` is the work ahead, in FLOPs, which decides whether compiling for a CPU pays.
+    `run_flops` is the work ahead, in FLOPs, which decides whether compiling for a CPU pays. Lets
+    what stays in float32 use TF32, where the device has it.
     """
+    torch.set_float32_matmul_precision("high")
     dtype, why_dtype = resolve_dtype(dtype, device)
     compile, why_compile = resolve_compile(compile, device, dtype, run_flops)
     summary = (

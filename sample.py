@@ -78,12 +78,11 @@ def tokenizer_of(checkpoint):
             tokenizer = load_tokenizer(checkpoint.config.get("dataset", "openwebtext"))
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
-    size = checkpoint.model_config.vocab_size
-    if not 0 <= size - tokenizer.vocab_size < 64:  # rounded up to a multiple of 64 at most
-        dataset = checkpoint.config.get("dataset")
+    if not checkpoint.fits(tokenizer):
         raise UserError(
-            f"{checkpoint.path} has {size:,} tokens, but its tokenizer {tokenizer.vocab_size:,}; "
-            f"if the checkpoint is nanoGPT's, put its meta.pkl into data/{dataset}"
+            f"{checkpoint.path} has {checkpoint.model_config.vocab_size:,} tokens, but its "
+            f"tokenizer {tokenizer.vocab_size:,}; if the checkpoint is nanoGPT's, put its meta.pkl "
+            f"into data/{checkpoint.config.get('dataset')}"
         )
     return tokenizer
 
@@ -107,21 +106,24 @@ def write(checkpoint, tokenizer, ids, config, machine):
     """Yield num_samples texts that begin with `ids`, each drawn by a generator of its own."""
     ids = torch.from_numpy(ids.astype(np.int64))[None].to(machine.device)
     model = ckpt.build_model(checkpoint).eval().to(machine.device)
-    if machine.compile:
-        model = compile_or_fall_back(model, lambda compiled: compiled(ids))
-    for index in range(config.num_samples):
+
+    def draw(model, index, length):
         seed = int(np.random.SeedSequence([config.seed, index]).generate_state(1, np.uint64)[0])
         with machine.autocast():
-            row = generate(
+            return generate(
                 model,
                 ids,
-                config.max_new_tokens,
+                length,
                 temperature=config.temperature,
                 top_k=config.top_k,
                 limit=tokenizer.vocab_size,
                 generator=torch.Generator(machine.device).manual_seed(seed),
             )
-        yield tokenizer.decode(row[0].tolist())
+
+    if machine.compile:
+        model = compile_or_fall_back(model, lambda compiled: draw(compiled, 0, length=1))
+    for index in range(config.num_samples):
+        yield tokenizer.decode(draw(model, index, config.max_new_tokens)[0].tolist())
 
 
 if __name__ == "__main__":

@@ -109,11 +109,14 @@ def main(argv=None):
         raise UserError("folio trains in one process: start it by python, not by torchrun")
     dataset = load_dataset(config.dataset)
     resumed = ckpt.load(ckpt.newest(config.out_dir)) if config.init_from == "resume" else None
-    model_config = make_model_config(config, dataset.tokenizer)
+    model_config = make_model_config(config, dataset.tokenizer, resumed)
     if resumed:
         check_resumed(resumed, model_config, dataset.tokenizer)
     check_data(dataset, model_config, config.dataset)
-    train(config, dataset, model_config, resumed)
+    if resumed and resumed.step >= config.max_iters and not config.eval_only:
+        print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
+    else:
+        train(config, dataset, model_config, resumed)
 
 
 # The run
@@ -135,6 +138,7 @@ def train(config, dataset, model_config, resumed):
     steps = config.max_iters - (resumed.step if resumed else 0)
     flops = flops_per_token(model_config) * tokens_per_step(config) * steps
     machine = choose_machine(config.device, config.dtype, config.compile, flops)
+    config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
     tell_start(config, dataset, model_config, machine)
     state = make_state(config, model_config, machine, resumed)
     start = state.step
@@ -148,25 +152,27 @@ def train(config, dataset, model_config, resumed):
         while True:
             done = state.step >= config.max_iters
             due = done or state.step % config.eval_interval == 0
+            rate = learning_rate_at(state.step, config)
             if due and not (resumed and state.step == start):  # it was evaluated before it stopped
                 with report.evaluating():
                     losses = evaluate(model, dataset, config, machine)
-                report.evaluated(state.step, losses)
-                keep(state, losses["val"], config, model_config, dataset.tokenizer)
+                    report.evaluated(state.step, losses, rate)
+                    keep(state, losses["val"], config, model_config, dataset.tokenizer)
             if done:
                 break
-            rate = learning_rate_at(state.step, config)
             loss = take_step(model, state, dataset.train, rate, config, machine)
             report.stepped(state.step, loss, rate)
             state.step += 1
-    tell_end(state, config, start)
+    tell_end(state, config)
 
 
-def make_model_config(config, tokenizer):
+def make_model_config(config, tokenizer, resumed):
     """The model's shape: the settings of the same names, and the tokenizer's vocabulary."""
     names = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size"}
     size = tokenizer.vocab_size
-    if tokenizer.kind == "gpt2":
+    if resumed and resumed.fits(tokenizer):
+        size = resumed.model_config.vocab_size
+    elif tokenizer.kind == "gpt2":
         size += -size % 64  # GPUs multiply faster so, and nanoGPT does it
     try:
         return GPTConfig(vocab_size=size, **{name: getattr(config, name) for name in names})
@@ -207,7 +213,6 @@ def check_resumed(resumed, model_config, tokenizer):
 def make_state(config, model_config, machine, resumed):
     """A new model and optimiser, or those of a checkpoint; hyperparameters are the settings'."""
     torch.manual_seed(config.seed)
-    torch.set_float32_matmul_precision("high")  # TF32 where autocast leaves float32, if it is there
     if resumed:
         model = ckpt.build_model(dataclasses.replace(resumed, model_config=model_config))
     else:
@@ -224,10 +229,12 @@ def make_state(config, model_config, machine, resumed):
 def rehearse(config, machine, ids, model):
     """Make the compiler do its work, and fail if it must, on shapes as in training."""
     x, y = windows(ids, np.zeros(config.batch_size, np.int64), config.block_size, machine.device)
-    with machine.autocast():
-        loss = model(x, y)[1]
-    loss.backward()
-    model.zero_grad(set_to_none=True)
+    try:
+        with machine.autocast():
+            loss = model(x, y)[1]
+        loss.backward()
+    finally:
+        model.zero_grad(set_to_none=True)
     split_loss(model, ids[: config.block_size + 1], config, machine)
 
 
@@ -236,7 +243,8 @@ def keep(state, val_loss, config, model_config, tokenizer):
     if state.step == 0:
         return
     best = val_loss < state.best_val_loss
-    state.best_val_loss = min(val_loss, state.best_val_loss)
+    if best:
+        state.best_val_loss = val_loss
     checkpoint = ckpt.Checkpoint(
         model_config=model_config,
         weights=state.model.state_dict(),
@@ -357,18 +365,20 @@ def split_loss(model, ids, config, machine):
     Windows do not overlap, so of a whole split block_size - 1 tokens at most are left out. The
     last batch is filled up to the size of the others with targets that do not count.
     """
-    model.eval()
     B, T = config.batch_size, config.block_size
     count = min((len(ids) - 1) // T, config.eval_iters * B)
     starts = np.linspace(0, len(ids) - 1 - T, count).astype(np.int64)
     total = torch.zeros((), device=machine.device)
-    for first in range(0, count, B):
-        rows = min(B, count - first)
-        x, y = windows(ids, np.resize(starts[first : first + rows], B), T, machine.device)
-        y[rows:] = -1
-        with machine.autocast():
-            total += model(x, y)[1] * rows
-    model.train()
+    model.eval()
+    try:
+        for first in range(0, count, B):
+            rows = min(B, count - first)
+            x, y = windows(ids, np.resize(starts[first : first + rows], B), T, machine.device)
+            y[rows:] = -1
+            with machine.autocast():
+                total += model(x, y)[1] * rows
+    finally:
+        model.train()
     return total / count
 
 
@@ -377,8 +387,9 @@ def split_loss(model, ids, config, machine):
 
 def tell_start(config, dataset, model_config, machine):
     """Say what is about to be trained, on what, and how."""
-    differing = " ".join(f"{name}={value}" for name, value in changed(config).items())
-    print(f"settings: {differing or 'all at their defaults'}")
+    told_below = ("device", "dtype", "compile")
+    pairs = [f"{name}={value}" for name, value in changed(config).items() if name not in told_below]
+    print(f"settings: {' '.join(pairs) or 'all at their defaults'}")
     print(
         f"dataset: {config.dataset}, {len(dataset.train):,} train and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}"
@@ -402,19 +413,18 @@ def evaluation_line(step, losses):
     return line
 
 
-def tell_end(state, config, start):
-    if start >= config.max_iters:
-        print(f"{config.out_dir} is at step {start} already; train on with a larger --max_iters")
-        return
-    best = Path(config.out_dir, ckpt.BEST)
-    print(f"done; best val loss {state.best_val_loss:.4f} is in {best}")
-    print(f"write with it: python sample.py --out_dir={config.out_dir}")
+def tell_end(state, config):
+    """Say where the best model is and how to use it, if there is one."""
+    if state.best_val_loss < math.inf:
+        best = Path(config.out_dir, ckpt.BEST)
+        print(f"done; best val loss {state.best_val_loss:.4f} is in {best}")
+        print(f"write with it: python sample.py --out_dir={config.out_dir}")
 
 
 class Report:
     """Tells of steps and evaluations: progress bar, console lines in nanoGPT's shape, log.jsonl.
 
-    Speeds are means since the line before, without the time of evaluations.
+    Speeds are means since the line before.
     """
 
     def __init__(self, config, machine, model_config, step):
@@ -443,15 +453,16 @@ class Report:
 
     @contextmanager
     def evaluating(self):
+        """A context for evaluating and saving, which no step's time includes."""
         self._pause()
         start = time.perf_counter()
         yield
         self.resumed_at = time.perf_counter()
         self.evaluation_s = self.resumed_at - start
 
-    def evaluated(self, step, losses):
+    def evaluated(self, step, losses, rate):
         self._say(evaluation_line(step, losses))
-        event = {"loss": losses["val"], "train_loss": losses["train"]}
+        event = {"loss": losses["val"], "lr": rate, "train_loss": losses["train"]}
         rest = {name: losses[name] for name in ("perplexity", "bits_per_byte") if name in losses}
         self._write(step, "val", step * self.tokens_per_step, **event, **rest)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 import sample
 import train
@@ -70,6 +71,15 @@ def test_the_checkpoint_is_all_that_sampling_needs(capsys):
     for path in Path("data/verse").iterdir():
         path.unlink()
     assert texts(capsys, "--start=Shall")[0].startswith("Shall")
+
+
+def test_a_long_prompt_does_not_look_like_a_broken_compiler(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda model: seen.append("compiled") or model)
+    prompt = f"--start={tiny.VERSE[:40]}"
+    sample.main([*QUICK, prompt, "--compile=True"])
+    assert seen == ["compiled"]
+    assert "compiling failed" not in capsys.readouterr().err
 
 
 def test_notes_do_not_mix_with_the_text(capsys):

@@ -169,12 +169,12 @@ def test_the_model_touches_no_files_and_no_arguments():
 
 NANOGPT_ON_A_GPU = {
     "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 64, "dropout": 0.2,
-    "learning_rate": 1e-3, "min_lr": 1e-4, "max_iters": 5000, "lr_decay_iters": 5000,
-    "beta2": 0.99, "warmup_iters": 100, "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-3, "max_iters": 5000, "beta2": 0.99, "warmup_iters": 100,
+    "gradient_accumulation_steps": 1,
 }  # fmt: skip
 NANOGPT_ON_A_CPU = NANOGPT_ON_A_GPU | {
     "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "dropout": 0.0,
-    "max_iters": 2000, "lr_decay_iters": 2000,
+    "max_iters": 2000,
 }  # fmt: skip
 
 
@@ -185,6 +185,8 @@ def test_the_shakespeare_preset_is_nanogpts_recipe_for_the_machine(device, recip
     preset = str(ROOT / "config" / "shakespeare_char.py")
     settings = config.load(train.TrainConfig, [preset], {"device": lambda _: device})
     assert {name: getattr(settings, name) for name in recipe} == recipe
+    assert train.learning_rate_at(settings.max_iters, settings) == pytest.approx(1e-4)
+    assert train.learning_rate_at(settings.max_iters - 1, settings) > 1e-4
     assert len(capsys.readouterr().out.splitlines()) == lines
 
 

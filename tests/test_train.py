@@ -1,5 +1,6 @@
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from config import UserError
 from device import choose_machine
 from model import GPT, GPTConfig
 from prepare import load_dataset
+from tokenizer import GPT2Tokenizer
 
 CPU = choose_machine("cpu", "float32", False)
 
@@ -228,6 +230,7 @@ def test_a_run_leaves_its_best_its_last_and_its_log(verse, folder):
     assert last["iter_num"] == 6
     assert last["tokenizer"] == verse.tokenizer.to_dict()
     assert last["config"]["learning_rate"] == 1e-2
+    assert last["config"]["dtype"] == "float32"
 
 
 def test_the_console_keeps_the_shapes_that_people_parse(verse, capsys):
@@ -251,7 +254,7 @@ def test_the_log_has_a_line_for_each_event(verse):
     steps = {"step", "split", "loss", "lr", "tokens", "elapsed_s", "tokens_per_s", "mfu"}
     assert set(events[1]) == steps
     assert events[-1]["tokens"] == 6 * 4 * 8
-    assert {"train_loss", "perplexity", "bits_per_byte"} < set(events[-1])
+    assert {"lr", "train_loss", "perplexity", "bits_per_byte"} < set(events[-1])
 
 
 def test_the_machine_and_what_differs_from_the_defaults_are_told(verse, capsys):
@@ -274,6 +277,16 @@ def test_ckpt_is_the_best_on_validation_and_last_the_newest(verse, monkeypatch):
     train.main(tiny.flags(max_iters=9))
     assert (tiny.saved("ckpt.pt")["iter_num"], tiny.saved("last.pt")["iter_num"]) == (6, 9)
     assert tiny.saved("last.pt")["best_val_loss"] == 2.0
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(verse, monkeypatch, folder, capsys):
+    fake_losses(monkeypatch, 1.0, math.nan, 2.0)
+    train.main(tiny.flags())
+    assert tiny.saved("ckpt.pt")["iter_num"] == 6
+    fake_losses(monkeypatch, 1.0, math.nan, math.nan)
+    train.main(tiny.flags(out_dir="out-nan"))
+    assert not (folder / "out-nan" / "ckpt.pt").exists()
+    assert "ckpt.pt" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_always_save_checkpoint_keeps_the_newest_in_ckpt_too(verse, monkeypatch):
@@ -301,7 +314,7 @@ def test_a_resumed_run_ends_where_one_that_never_stopped_does(verse, dropout):
 def test_a_finished_run_says_how_to_go_on(verse, capsys):
     train.main(tiny.flags())
     train.main(tiny.flags(init_from="resume"))
-    assert "out is at step 6 already" in capsys.readouterr().out
+    assert "out/last.pt is at step 6; train on" in capsys.readouterr().out
 
 
 def test_resuming_takes_hyperparameters_from_the_settings(verse):
@@ -408,6 +421,14 @@ def test_nanogpts_config_and_dataset_train_unchanged(folder):
     assert tiny.saved("last.pt")["iter_num"] == 6
 
 
+def test_a_vocabulary_that_is_not_rounded_up_is_kept_on_resuming():
+    model_config = train.make_model_config(tiny.settings(), GPT2Tokenizer(), None)
+    assert model_config.vocab_size == 50304
+    exact = ckpt.Checkpoint(replace(model_config, vocab_size=50257), {}, 0, 1.0, {})
+    resumed = train.make_model_config(tiny.settings(), GPT2Tokenizer(), exact)
+    assert resumed.vocab_size == 50257
+
+
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_nanogpts_checkpoint_is_resumed_with_its_moments(folder, prefix):
     size = tiny.write_nanogpt_dataset()
@@ -441,6 +462,16 @@ def test_a_compiler_that_fails_leaves_the_run_as_if_it_were_off(verse, monkeypat
     train.main(tiny.flags(compile=True))
     assert "not compiled (no compiler here)" in capsys.readouterr().err
     assert same_tensors(tiny.saved("last.pt")["model"], tiny.saved("last.pt", "out-plain")["model"])
+
+
+def test_a_trial_that_fails_while_evaluating_leaves_the_model_in_training():
+    model = tiny_model(dropout=0.5)
+    model.register_forward_pre_hook(lambda *_: print(1 / torch.is_grad_enabled()))
+    ids = np.zeros(100, dtype=np.uint16)
+    with pytest.raises(ZeroDivisionError):
+        train.rehearse(tiny.settings(), CPU, ids, model)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.slow
