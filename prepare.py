@@ -148,7 +148,7 @@ def load_dataset(name):
     train, val = (_read_bin(folder / f"{split}.bin", meta.get(split)) for split in ("train", "val"))
     counts = meta.get("val")
     per_token = counts["bytes"] / counts["tokens"] if counts else None
-    return Dataset(train, val, load_tokenizer(name), per_token)
+    return Dataset(train, val, _tokenizer(folder, meta), per_token)
 
 
 def load_tokenizer(name):
@@ -157,7 +157,10 @@ def load_tokenizer(name):
     That nanoGPT's folders without a meta.pkl hold GPT-2 tokens is nanoGPT's own rule.
     """
     folder = dataset_folder(name)
-    meta = _read_meta_json(folder)
+    return _tokenizer(folder, _read_meta_json(folder))
+
+
+def _tokenizer(folder, meta):
     try:
         if meta:
             return from_dict(meta["tokenizer"])

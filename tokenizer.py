@@ -11,6 +11,7 @@ import numpy as np
 from config import UserError
 
 LARGEST_VOCABULARY = 2**16
+CODE_POINTS = 0x110000  # of Unicode
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -25,13 +26,16 @@ class CharTokenizer:
         self.characters = characters
         self.vocab_size = len(characters)
         self._points = _code_points(characters)
-        self._ids = np.full(int(self._points.max()) + 1, -1, dtype=np.int32)
+        self._ids = np.full(CODE_POINTS, -1, dtype=np.int32)
         self._ids[self._points] = np.arange(self.vocab_size)
 
     @classmethod
     def from_text(cls, text):
         """The tokenizer of the characters that occur in `text`, in the order of code points."""
-        points = np.unique(_code_points(text))
+        occurs = np.zeros(CODE_POINTS, dtype=bool)
+        for _, points in _pieces(text):
+            occurs[points] = True
+        points = np.flatnonzero(occurs)
         if len(points) > LARGEST_VOCABULARY:
             raise UserError(
                 f"the text has {len(points):,} distinct characters, more than the "
@@ -46,16 +50,17 @@ class CharTokenizer:
 
     def encode(self, text):
         """Ids of `text`, uint16 of shape (len(text),); UserError names a foreign character."""
-        points = _code_points(text)
-        known = points < len(self._ids)
-        ids = np.where(known, self._ids[np.where(known, points, 0)], -1)
-        if len(ids) and ids.min() < 0:
-            at = int(np.argmax(ids < 0))
-            raise UserError(
-                f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
-                f"{self.vocab_size} characters of the vocabulary"
-            )
-        return ids.astype(np.uint16)
+        ids = np.empty(len(text), dtype=np.uint16)
+        for start, points in _pieces(text):
+            piece = self._ids[points]
+            if piece.min() < 0:
+                at = start + int(np.argmax(piece < 0))
+                raise UserError(
+                    f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among "
+                    f"the {self.vocab_size} characters of the vocabulary"
+                )
+            ids[start : start + len(piece)] = piece
+        return ids
 
     def decode(self, ids):
         """The text of a sequence of ids."""
@@ -94,10 +99,10 @@ class GPT2Tokenizer:
         """Ids of `text`, uint16; <|endoftext|> in it becomes the one token of that name."""
         encoding = self._encoding
         try:
-            ids = encoding.encode(text, allowed_special={END_OF_TEXT})
+            ids = encoding.encode_to_numpy(text, allowed_special={END_OF_TEXT})
         except ValueError as error:  # it gives up on a million equal characters in a row
             raise UserError(f"tiktoken cannot encode the text ({error})") from error
-        return np.array(ids, dtype=np.uint16)
+        return ids.astype(np.uint16)
 
     def decode(self, ids):
         """The text of a sequence of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -121,6 +126,12 @@ def from_dict(data):
     if len(set(characters)) < len(characters):
         raise UserError("the tokenizer's characters do not differ from each other")
     return CharTokenizer(characters)
+
+
+def _pieces(text, size=2**20):
+    """(where it starts, its code points) of each piece: a long text is not held as uint32 whole."""
+    for start in range(0, len(text), size):
+        yield start, _code_points(text[start : start + size])
 
 
 def _code_points(text):

@@ -139,12 +139,14 @@ def train(config, dataset, model_config, resumed):
     flops = flops_per_token(model_config) * tokens_per_step(config) * steps
     machine = choose_machine(config.device, config.dtype, config.compile, flops)
     config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
-    tell_start(config, dataset, model_config, machine)
+    print_start(config, dataset, model_config, machine)
     state = make_state(config, model_config, machine, resumed)
     start = state.step
     model = state.model
     if machine.compile:
-        model = compile_or_fall_back(model, partial(rehearse, config, machine, dataset.train))
+        model = compile_or_fall_back(
+            model, partial(warm_up_compiler, config, machine, dataset.train)
+        )
     if config.eval_only:
         print(evaluation_line(state.step, evaluate(model, dataset, config, machine)))
         return
@@ -157,13 +159,13 @@ def train(config, dataset, model_config, resumed):
                 with report.evaluating():
                     losses = evaluate(model, dataset, config, machine)
                     report.evaluated(state.step, losses, rate)
-                    keep(state, losses["val"], config, model_config, dataset.tokenizer)
+                    save_checkpoints(state, losses["val"], config, model_config, dataset.tokenizer)
             if done:
                 break
             loss = take_step(model, state, dataset.train, rate, config, machine)
             report.stepped(state.step, loss, rate)
             state.step += 1
-    tell_end(state, config)
+    print_end(state, config)
 
 
 def make_model_config(config, tokenizer, resumed):
@@ -226,7 +228,7 @@ def make_state(config, model_config, machine, resumed):
     return state
 
 
-def rehearse(config, machine, ids, model):
+def warm_up_compiler(config, machine, ids, model):
     """Make the compiler do its work, and fail if it must, on shapes as in training."""
     x, y = windows(ids, np.zeros(config.batch_size, np.int64), config.block_size, machine.device)
     try:
@@ -238,7 +240,7 @@ def rehearse(config, machine, ids, model):
     split_loss(model, ids[: config.block_size + 1], config, machine)
 
 
-def keep(state, val_loss, config, model_config, tokenizer):
+def save_checkpoints(state, val_loss, config, model_config, tokenizer):
     """Write last.pt, and ckpt.pt where validation is at its best, but nothing before step 1."""
     if state.step == 0:
         return
@@ -385,7 +387,7 @@ def split_loss(model, ids, config, machine):
 # What is told and written
 
 
-def tell_start(config, dataset, model_config, machine):
+def print_start(config, dataset, model_config, machine):
     """Say what is about to be trained, on what, and how."""
     told_below = ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(config).items() if name not in told_below]
@@ -413,7 +415,7 @@ def evaluation_line(step, losses):
     return line
 
 
-def tell_end(state, config):
+def print_end(state, config):
     """Say where the best model is and how to use it, if there is one."""
     if state.best_val_loss < math.inf:
         best = Path(config.out_dir, ckpt.BEST)

@@ -99,6 +99,14 @@ def test_a_sample_starts_with_a_new_line_where_the_vocabulary_has_one(characters
     assert CharTokenizer(characters).start == start
 
 
+def test_a_text_of_millions_is_encoded_whole_and_its_foreign_character_found():
+    tokenizer = CharTokenizer("ab")
+    text = "a" * 1_500_000 + "b" * 1_500_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(UserError, match="'c' .* at position 3000000 "):
+        tokenizer.encode(text + "c")
+
+
 # GPT-2's byte pairs; `gpt2_of_bytes` needs no files from tiktoken, `gpt2` does
 
 
@@ -135,7 +143,7 @@ def test_gpt2_files_out_of_reach_are_told_with_the_ways_on(error, monkeypatch):
 
 def test_a_text_that_tiktoken_gives_up_on_is_told(monkeypatch):
     class Weary:
-        def encode(self, text, allowed_special):
+        def encode_to_numpy(self, text, allowed_special):
             raise ValueError("max stack size exceeded")
 
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: Weary())

@@ -469,7 +469,7 @@ def test_a_trial_that_fails_while_evaluating_leaves_the_model_in_training():
     model.register_forward_pre_hook(lambda *_: print(1 / torch.is_grad_enabled()))
     ids = np.zeros(100, dtype=np.uint16)
     with pytest.raises(ZeroDivisionError):
-        train.rehearse(tiny.settings(), CPU, ids, model)
+        train.warm_up_compiler(tiny.settings(), CPU, ids, model)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
