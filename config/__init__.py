@@ -102,28 +102,35 @@ def load(settings_class, argv, resolvers=None):
     """Build `settings_class` from config files and flags, applied left to right.
 
     `resolvers` maps a setting to a function that turns its value into a concrete one ("auto" into
-    "cpu", say). A setting so resolved is concrete already when a config file reads it, and a flag
-    for it counts there even if it stands further right. Raises UserError for every mistake.
+    "cpu", say). A config file reads such a setting resolved, and as a flag further right decides
+    it, if one does. Raises UserError for every mistake.
     """
-    fields = _fields(settings_class)
+    fields, resolvers = _fields(settings_class), resolvers or {}
     values = {name: field.default for name, field in fields.items()}
+    origins = {}
     steps = _parse_arguments(settings_class, argv)
-    resolvers = resolvers or {}
-    for name, resolve in resolvers.items():
-        flags = [value for key, value in steps if key == name]
-        values[name] = resolve(flags[-1] if flags else values[name])
-        steps = [(key, values[name] if key == name else value) for key, value in steps]
     for place, (key, value) in enumerate(steps):
         if key is None:
-            later = {key for key, _ in steps[place:]}
-            taken = _run_config_file(fields, values, value)
-            for name in resolvers.keys() & taken.keys():
-                decided = name in later  # by a flag further right
-                taken[name] = values[name] if decided else _resolve(resolvers, name, taken, value)
-            values.update(taken)
+            decided = {name: flag for name, flag in steps[place:] if name in resolvers}
+            labels = origins | {name: f"--{name}" for name in decided}
+            seen = _resolved(values | decided, resolvers, labels)
+            taken = _run_config_file(fields, seen, value)
         else:
-            values[key] = value
-    return settings_class(**values)
+            taken = {key: value}
+        values.update(taken)
+        origins.update(dict.fromkeys(taken, value if key is None else f"--{key}"))
+    return settings_class(**_resolved(values, resolvers, origins))
+
+
+def _resolved(values, resolvers, origins):
+    """`values` with the concrete ones of `resolvers`; an error names where the value is from."""
+    concrete = dict(values)
+    for name, resolve in resolvers.items():
+        try:
+            concrete[name] = resolve(values[name])
+        except UserError as error:
+            raise UserError(f"{origins.get(name, name)}: {error}") from error
+    return concrete
 
 
 def answer_early(settings_class):
@@ -203,13 +210,6 @@ def _run_config_file(fields, values, path):
             hint = nearest(name, fields, "; --help lists them, and a helper's name starts with _")
             raise UserError(f"{path}: unknown setting {name}{hint}")
     return taken
-
-
-def _resolve(resolvers, name, taken, path):
-    try:
-        return resolvers[name](taken[name])
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def _place(error, path):
