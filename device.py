@@ -36,7 +36,8 @@ GPU_PEAKS = (
     (r"\bRTX 3090$", 71, 35.6),
 )
 
-# Compiling for a CPU takes 10 to 20 s and makes a step about a tenth shorter.
+# Compiling for two cores took up to a minute, and made the step of the small Shakespeare model a
+# tenth shorter.
 CPU_COMPILE_PAYS_AFTER_S = 600
 CPU_SHARE_OF_PEAK = 0.3  # what training of small models reaches of the matmul peak
 
