@@ -34,8 +34,9 @@ class Checkpoint:
     path: Path | None = None  # where it was read from
 
     def fits(self, tokenizer):
-        """Whether the vocabulary is the model's, which may be rounded up to a multiple of 64."""
-        return 0 <= self.model_config.vocab_size - tokenizer.vocab_size < 64
+        """Whether the model's vocabulary is the tokenizer's, as it is or rounded up to 64s."""
+        size = tokenizer.vocab_size
+        return self.model_config.vocab_size in (size, size + -size % 64)
 
 
 def save(path, checkpoint):
@@ -121,6 +122,8 @@ def _plain_names(weights):
 
 def _hint(path):
     """The way on where a checkpoint is missing: other runs at hand, or a first one."""
+    if path.with_name(LAST).exists():
+        return f", only {LAST}: no evaluation was the best so far"
     runs = {str(found.parent) for found in Path().glob(f"*/{BEST}")} - {str(path.parent)}
     if not runs:
         return "; train one first: python train.py config/shakespeare_char.py"

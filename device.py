@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def peak(self):
-        """(FLOP/s, source) of the device's matrix products in `dtype`."""
+        """(FLOP/s, source) of products in `dtype`; measured, once, where no data sheet is known."""
         return peak_flops(self.device, self.dtype)
 
     def autocast(self):
@@ -113,7 +113,8 @@ def describe_device(device):
         return torch.cuda.get_device_name(device)
     if kind == "mps":
         return "Apple GPU"
-    threads = f"{torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    threads = f"{count} thread{'s' if count > 1 else ''}"
     return threads if resolve_device("auto") != "cpu" else f"no GPU found; {threads}"
 
 
@@ -150,7 +151,7 @@ def resolve_compile(setting, device, dtype, run_flops):
         run_seconds = run_flops / (CPU_SHARE_OF_PEAK * peak_flops(device, dtype)[0])
         pays = run_seconds > CPU_COMPILE_PAYS_AFTER_S
         return pays, "the run is long enough" if pays else "the run is too short to earn it"
-    return kind == "cuda", f"{'worth it' if kind == 'cuda' else 'not worth it'} on {kind}"
+    return (True, "worth it on cuda") if kind == "cuda" else (False, f"not worth it on {kind}")
 
 
 def compile_or_fall_back(model, trial):
@@ -173,11 +174,10 @@ def compile_or_fall_back(model, trial):
 
 def peak_flops(device, dtype):
     """(FLOP/s, source): the data sheet's dense peak where the GPU is known, else a measured one."""
-    if kind_of(device) == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for pattern, half, single in GPU_PEAKS:
-            if re.search(pattern, name) and "MIG" not in name:  # that is a slice of the card
-                return (single if dtype == "float32" else half) * 1e12, f"data sheet, {name}"
+    name = torch.cuda.get_device_name(device) if kind_of(device) == "cuda" else ""
+    for pattern, half, single in GPU_PEAKS:
+        if re.search(pattern, name) and "MIG" not in name:  # MIG: a slice of the card
+            return (single if dtype == "float32" else half) * 1e12, f"data sheet, {name}"
     return _measured_peak(device, DTYPES[dtype]), "measured by a matrix product"
 
 

@@ -55,8 +55,9 @@ class GPTConfig:
 def attend(q, k, v, dropout=0.0):
     """Causal attention: (B, n_head, T, head size) each -> the same shape.
 
-    torch's own kernel, but for bfloat16 on a CPU: there that one is slow backwards. On two AMD
-    cores plain products took a quarter of its time at T=128, half at 512, and more from 1024 on.
+    torch's own kernel, except for bfloat16 on a CPU, where its backward pass is slow: forward and
+    backward on two AMD cores, plain products took 1/4 of its time at T=128, 1/2 at 512, and more
+    than it from 1024 on.
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
         return attend_plainly(q, k, v, dropout)
@@ -179,7 +180,7 @@ class GPT(nn.Module):
         T, config = idx.shape[1], self.config
         if not 1 <= T <= config.block_size:
             raise ValueError(f"a context of {T} tokens does not fit block_size={config.block_size}")
-        # Elsewhere than on the CPU, reading ids would stall the device; compiled code checks them.
+        # Elsewhere reading ids would stall the device, and compiled kernels check them themselves.
         if idx.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = (int(end) for end in idx.aminmax())
             if low < 0 or high >= config.vocab_size:
@@ -230,7 +231,7 @@ def sample_next(logits, temperature=1.0, top_k=None, generator=None):
     Temperature 0 takes the likeliest. `top_k` keeps the k likeliest and whatever ties with the
     last of them.
     """
-    if temperature < 1e-5:  # what float32 cannot divide by picks the likeliest, too
+    if temperature < 1e-5:  # the same in effect, and smaller ones would overflow float32
         return logits.argmax(dim=-1, keepdim=True)
     logits = logits.float() / temperature
     if top_k is not None:

@@ -28,7 +28,7 @@ from tokenizer import KINDS, CharTokenizer, GPT2Tokenizer, from_dict
 FORMAT = 1
 TOKEN = np.dtype("<u2")
 DATA = Path("data")
-KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # and their tokens
+KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # name: tokenizer
 
 SHAKESPEARE_URLS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -53,6 +53,15 @@ class PrepareConfig:
     )
     url: str | None = setting(None, "another address to download tiny Shakespeare from")
 
+    def __post_init__(self):
+        if self.input == "":
+            raise UserError("--input is empty: it names a file or a folder")
+        if self.input and self.dataset is None:
+            name = Path(self.input).resolve().stem or "mine"
+            raise UserError(f"name the dataset that --input becomes, as in --dataset={name}")
+        if self.url and (self.input or self.dataset == "pydocs"):
+            raise UserError("--url is for tiny Shakespeare alone")
+
 
 @dataclass(frozen=True)
 class Text:
@@ -65,16 +74,9 @@ class Text:
 
 def main(argv=None):
     config = load(PrepareConfig, sys.argv[1:] if argv is None else argv)
-    if config.input == "":
-        raise UserError("--input is empty: it names a file or a folder")
-    if config.input and config.dataset is None:
-        name = Path(config.input).resolve().stem or "mine"
-        raise UserError(f"name the dataset that --input becomes, as in --dataset={name}")
     name = "shakespeare_char" if config.dataset is None else config.dataset
     folder = dataset_folder(name)
     kind = config.tokenizer or ("char" if config.input else KNOWN.get(name, "char"))
-    if config.url and (config.input or name == "pydocs"):
-        raise UserError("--url is for tiny Shakespeare alone")
     if config.input:
         text = read_input(Path(config.input), KINDS[kind].separator)
     else:
@@ -99,7 +101,7 @@ class Dataset:
     train: np.ndarray
     val: np.ndarray
     tokenizer: CharTokenizer | GPT2Tokenizer
-    val_bytes_per_token: float | None  # None where only nanoGPT's files tell
+    val_bytes_per_token: float | None  # None for nanoGPT's folders, which do not tell bytes
 
 
 def dataset_folder(name):
@@ -128,8 +130,9 @@ def write_dataset(folder, text, tokenizer):
                 f"{len(ids[split])} of the 2 tokens that {split} needs at least"
             )
         meta[split] = {"tokens": len(ids[split]), "bytes": len(part.encode())}
-    with replacing(folder / "meta.json") as file:  # first, as its counts betray a bin that is not
-        file.write(json.dumps(meta, indent=1).encode())  # of this text, or not there
+    # First, so that its counts expose bins that do not follow; equal counts would pass.
+    with replacing(folder / "meta.json") as file:
+        file.write(json.dumps(meta, indent=1).encode())
     for split in splits:
         with replacing(folder / f"{split}.bin") as file:
             file.write(ids[split].astype(TOKEN).tobytes())
@@ -243,8 +246,10 @@ def corpus(name, folder, url=None):
         raise UserError(f"dataset {name} needs its text, --input=FILE_OR_FOLDER{hint}")
     if name == "pydocs":
         return pydocs()
-    places = [folder / "input.txt", *(DATA / known / "input.txt" for known in KNOWN)]
-    path = next((place for place in places if place.exists()), places[0])
+    folders = (folder, DATA / "shakespeare_char", DATA / "shakespeare")  # one text serves both
+    path = next(
+        (f / "input.txt" for f in folders if (f / "input.txt").exists()), folder / "input.txt"
+    )
     return shakespeare(path, (url,) if url else SHAKESPEARE_URLS)
 
 
@@ -275,7 +280,8 @@ def shakespeare(path, urls):
 def read_input(path, separator):
     """The text of a UTF-8 file, or of all files in a folder, sorted by path, `separator` between.
 
-    Hidden files do not count; any other that cannot be read as text is an error, not skipped.
+    Hidden files do not count, nor do folders behind links; any other file that cannot be read as
+    text is an error, not skipped.
     """
     if not os.path.isdir(path):  # Path.is_dir would raise where a name is too long
         return read_text(path)
@@ -335,7 +341,9 @@ def download(urls, size, sha256, path, attempts=3, timeout_s=(10, 30), pause_s=1
     """
     reasons = {}
     for attempt in range(attempts):
-        for url in [url for url in urls if url not in reasons or not reasons[url].lasting]:
+        for url in urls:
+            if url in reasons and reasons[url].lasting:
+                continue
             try:
                 return _fetch(url, size, sha256, timeout_s)
             except _RefusedError as error:

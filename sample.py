@@ -43,7 +43,7 @@ class SampleConfig:
 
 
 if __name__ == "__main__":
-    run(answer_early, SampleConfig)  # --help and slips of the pen should not wait for torch
+    run(answer_early, SampleConfig)  # --help and misspelt flags should not wait for torch
 
 import numpy as np
 import torch
@@ -71,18 +71,21 @@ def main(argv=None):
 
 def tokenizer_of(checkpoint):
     """The tokenizer that travels in the checkpoint; for nanoGPT's, that of its dataset's folder."""
+    dataset = checkpoint.config.get("dataset", "openwebtext")
     try:
         if checkpoint.tokenizer:
             tokenizer = from_dict(checkpoint.tokenizer)
         else:
-            tokenizer = load_tokenizer(checkpoint.config.get("dataset", "openwebtext"))
+            tokenizer = load_tokenizer(dataset)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
     if not checkpoint.fits(tokenizer):
+        way_on = (
+            "" if checkpoint.tokenizer else f"; put the meta.pkl it began with into data/{dataset}"
+        )
         raise UserError(
             f"{checkpoint.path} has {checkpoint.model_config.vocab_size:,} tokens, but its "
-            f"tokenizer {tokenizer.vocab_size:,}; if the checkpoint is nanoGPT's, put its meta.pkl "
-            f"into data/{checkpoint.config.get('dataset')}"
+            f"tokenizer {tokenizer.vocab_size:,}{way_on}"
         )
     return tokenizer
 

@@ -122,7 +122,7 @@ def from_dict(data):
         return GPT2Tokenizer()
     characters = data.get("characters") if kind == CharTokenizer.kind else None
     if not isinstance(characters, str) or not 1 <= len(characters) <= LARGEST_VOCABULARY:
-        raise UserError(f"not a tokenizer that folio knows, one of {', '.join(KINDS)}")
+        raise UserError(f"its tokenizer is damaged or unknown: folio knows {', '.join(KINDS)}")
     if len(set(characters)) < len(characters):
         raise UserError("the tokenizer's characters do not differ from each other")
     return CharTokenizer(characters)

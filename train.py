@@ -30,7 +30,7 @@ class TrainConfig:
     eval_interval: int = setting(2000, "steps between evaluations", bounds="[1, inf)")
     log_interval: int = setting(1, "steps between log lines", bounds="[1, inf)")
     eval_iters: int = setting(
-        200, "batches per evaluation of a split, at most the whole split", bounds="[1, inf)"
+        200, "batches per split and evaluation; the whole split if that is less", bounds="[1, inf)"
     )
     eval_only: bool = setting(False, "evaluate once and stop, writing nothing")
     always_save_checkpoint: bool = setting(
@@ -39,7 +39,9 @@ class TrainConfig:
     init_from: Literal["scratch", "resume"] = setting(
         "scratch", "start a model, or continue the newest state in out_dir"
     )
-    seed: int = setting(1337, "of weights, batches and dropout", bounds="[0, 9223372036854775807]")
+    seed: int = setting(
+        1337, "fixes initial weights, batches and dropout", bounds="[0, 9223372036854775807]"
+    )
 
     wandb_log: bool = setting(False, "not there yet; log.jsonl has the figures", group="Logging")
     wandb_project: str = setting("owt", "nanoGPT's; not used yet")
@@ -53,16 +55,20 @@ class TrainConfig:
     block_size: int = setting(1024, "tokens per sequence: the context", bounds="[1, inf)")
 
     n_layer: int = setting(12, "blocks; 0 is the bigram baseline", bounds="[0, inf)", group="Model")
-    n_head: int = setting(12, "attention heads; they divide n_embd", bounds="[1, inf)")
-    n_embd: int = setting(768, "width", bounds="[1, inf)")
-    dropout: float = setting(0.0, "0.1 and more where the text is short", bounds="[0, 1)")
+    n_head: int = setting(12, "attention heads; must divide n_embd", bounds="[1, inf)")
+    n_embd: int = setting(768, "width of the residual stream", bounds="[1, inf)")
+    dropout: float = setting(
+        0.0, "share of activations to drop; 0.1 to 0.3 for short texts", bounds="[0, 1)"
+    )
     bias: bool = setting(False, "biases in linear layers and layer norms")
-    activation: Literal["gelu", "gelu_tanh", "relu"] = setting("gelu", "of the MLP")
+    activation: Literal["gelu", "gelu_tanh", "relu"] = setting("gelu", "activation of the MLP")
     tie_weights: bool = setting(True, "the output head shares the token embedding")
 
-    learning_rate: float = setting(6e-4, "the highest", bounds="[0, inf)", group="Optimiser")
+    learning_rate: float = setting(
+        6e-4, "the highest, after warm-up", bounds="[0, inf)", group="Optimiser"
+    )
     max_iters: int = setting(600_000, "steps to train", bounds="[1, inf)")
-    weight_decay: float = setting(0.1, "of the matrices", bounds="[0, inf)")
+    weight_decay: float = setting(0.1, "AdamW's, of matrices and embeddings", bounds="[0, inf)")
     beta1: float = setting(0.9, "AdamW's momentum", bounds="[0, 1)")
     beta2: float = setting(0.95, "AdamW's memory of squared gradients", bounds="[0, 1)")
     grad_clip: float = setting(1.0, "largest gradient norm; 0 is no limit", bounds="[0, inf)")
@@ -83,6 +89,8 @@ class TrainConfig:
     backend: str = setting("nccl", "nanoGPT's; not used on one process")
 
     def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if self.decay_lr and (self.min_lr or 0) > self.learning_rate:
             raise UserError(
                 f"min_lr={self.min_lr} is above learning_rate={self.learning_rate}: the rate would "
@@ -91,7 +99,7 @@ class TrainConfig:
 
 
 if __name__ == "__main__":
-    run(answer_early, TrainConfig)  # --help and slips of the pen should not wait for torch
+    run(answer_early, TrainConfig)  # --help and misspelt flags should not wait for torch
 
 import numpy as np
 import torch
@@ -176,10 +184,7 @@ def make_model_config(config, tokenizer, resumed):
         size = resumed.model_config.vocab_size
     elif tokenizer.kind == "gpt2":
         size += -size % 64  # GPUs multiply faster so, and nanoGPT does it
-    try:
-        return GPTConfig(vocab_size=size, **{name: getattr(config, name) for name in names})
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return GPTConfig(vocab_size=size, **{name: getattr(config, name) for name in names})
 
 
 def check_data(dataset, model_config, name):
@@ -258,9 +263,9 @@ def save_checkpoints(state, val_loss, config, model_config, tokenizer):
         tokenizer=tokenizer.to_dict(),
         seed=config.seed,
     )
-    ckpt.save(Path(config.out_dir, ckpt.LAST), checkpoint)
     if best or config.always_save_checkpoint:
         ckpt.save(Path(config.out_dir, ckpt.BEST), checkpoint)
+    ckpt.save(Path(config.out_dir, ckpt.LAST), checkpoint)  # after what its best_val_loss is of
 
 
 # One step
@@ -274,6 +279,7 @@ def make_optimizer(model, config):
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
+    # Fused updates exist wherever folio runs: CPUs, CUDA and mps.
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
 
 
@@ -292,7 +298,10 @@ def learning_rate_at(step, config):
 
 
 def take_step(model, state, ids, rate, config, machine):
-    """Update the weights once from the global batch of this step; return its mean loss."""
+    """Update the weights once from the global batch of this step; return its mean loss.
+
+    `model` is state.model, or its compiled wrapper over the same weights.
+    """
     torch.manual_seed(dropout_seed(config.seed, state.step))
     for group in state.optimizer.param_groups:
         group["lr"] = rate
@@ -416,10 +425,11 @@ def evaluation_line(step, losses):
 
 
 def print_end(state, config):
-    """Say where the best model is and how to use it, if there is one."""
+    """Say where the model is and how to use it, if there is one."""
     if state.best_val_loss < math.inf:
-        best = Path(config.out_dir, ckpt.BEST)
-        print(f"done; best val loss {state.best_val_loss:.4f} is in {best}")
+        kept = "newest" if config.always_save_checkpoint else "best"
+        path = Path(config.out_dir, ckpt.BEST)
+        print(f"done; best val loss {state.best_val_loss:.4f}; the {kept} model is in {path}")
         print(f"write with it: python sample.py --out_dir={config.out_dir}")
 
 
@@ -439,7 +449,7 @@ class Report:
         self.bar = tqdm(  # drawn where stderr is a terminal
             total=config.max_iters, initial=step, unit="step", leave=False, disable=None
         )
-        self.resumed_at = time.perf_counter()
+        self.counted_at = time.perf_counter()
 
     def __enter__(self):
         return self
@@ -448,19 +458,21 @@ class Report:
         self.bar.close()
         self.log.close()
 
-    def _pause(self):
-        """Stop the clock of training steps, once the device has done them."""
+    def _count_time(self):
+        """Add the time since the last call to that of training, once the device is done."""
         self.machine.synchronize()
-        self.seconds += time.perf_counter() - self.resumed_at
+        now = time.perf_counter()
+        self.seconds += now - self.counted_at
+        self.counted_at = now
 
     @contextmanager
     def evaluating(self):
         """A context for evaluating and saving, which no step's time includes."""
-        self._pause()
-        start = time.perf_counter()
+        self._count_time()
         yield
-        self.resumed_at = time.perf_counter()
-        self.evaluation_s = self.resumed_at - start
+        now = time.perf_counter()
+        self.evaluation_s = now - self.counted_at
+        self.counted_at = now
 
     def evaluated(self, step, losses, rate):
         self._say(evaluation_line(step, losses))
@@ -473,7 +485,7 @@ class Report:
         self.steps += 1
         if step % self.config.log_interval:
             return
-        self._pause()
+        self._count_time()
         per_step = self.seconds / self.steps
         speeds = {
             "tokens_per_s": self.tokens_per_step / per_step,
@@ -486,7 +498,7 @@ class Report:
             f"{tqdm.format_interval(self._seconds_left(step + 1, per_step))} left"
         )
         self._write(step, "train", (step + 1) * self.tokens_per_step, loss=loss, lr=rate, **speeds)
-        self.seconds, self.steps, self.resumed_at = 0.0, 0, time.perf_counter()
+        self.seconds, self.steps = 0.0, 0
 
     def _seconds_left(self, step, per_step):
         steps = self.config.max_iters - step

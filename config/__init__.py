@@ -102,8 +102,8 @@ def load(settings_class, argv, resolvers=None):
     """Build `settings_class` from config files and flags, applied left to right.
 
     `resolvers` maps a setting to a function that turns its value into a concrete one ("auto" into
-    "cpu", say). A config file reads such a setting resolved, and as a flag further right decides
-    it, if one does. Raises UserError for every mistake.
+    "cpu", say). A config file reads such a setting already resolved; where a flag further right
+    sets it, the file reads that flag's value. Raises UserError for every mistake.
     """
     fields, resolvers = _fields(settings_class), resolvers or {}
     values = {name: field.default for name, field in fields.items()}
@@ -111,14 +111,14 @@ def load(settings_class, argv, resolvers=None):
     steps = _parse_arguments(settings_class, argv)
     for place, (key, value) in enumerate(steps):
         if key is None:
-            decided = {name: flag for name, flag in steps[place:] if name in resolvers}
-            labels = origins | {name: f"--{name}" for name in decided}
-            seen = _resolved(values | decided, resolvers, labels)
-            taken = _run_config_file(fields, seen, value)
+            ahead = {name: value for name, value in steps[place:] if name in resolvers}
+            labels = origins | {name: f"--{name}" for name in ahead}
+            seen = _resolved(values | ahead, resolvers, labels)
+            taken, origin = _run_config_file(fields, seen, path=value), value
         else:
-            taken = {key: value}
+            taken, origin = {key: value}, f"--{key}"
         values.update(taken)
-        origins.update(dict.fromkeys(taken, value if key is None else f"--{key}"))
+        origins.update(dict.fromkeys(taken, origin))
     return settings_class(**_resolved(values, resolvers, origins))
 
 
@@ -204,7 +204,7 @@ def _run_config_file(fields, values, path):
     taken = {}
     for name, value in names.items():
         if name in fields:
-            if value is not values[name]:
+            if value is not values[name]:  # the very object where the file did not set it
                 taken[name] = _check(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
             hint = nearest(name, fields, "; --help lists them, and a helper's name starts with _")

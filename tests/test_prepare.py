@@ -577,7 +577,7 @@ def test_a_split_that_is_missing_is_named():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("tokenizer", {"kind": "words"}, "data/own: not a tokenizer that folio knows"),
+        ("tokenizer", {"kind": "words"}, "data/own: its tokenizer is damaged or unknown"),
         ("val", {"tokens": 2}, "data/own/meta.json is damaged"),
         ("train", {"tokens": 18.0, "bytes": 18}, "data/own/meta.json is damaged"),
     ],

@@ -100,7 +100,9 @@ def test_nanogpts_checkpoint_writes_with_the_table_of_its_dataset(capsys):
 def test_nanogpts_checkpoint_without_its_table_says_where_to_put_it():
     Path("out").rename("out-folio")
     tiny.write_nanogpt_checkpoint(65, dataset="nowhere")
-    with pytest.raises(UserError, match=r"has 65 tokens.*50,257.*meta.pkl into data/nowhere"):
+    with pytest.raises(
+        UserError, match=r"has 65 tokens.*50,257.*meta.pkl it began with into data/nowhere"
+    ):
         sample.main(QUICK)
 
 

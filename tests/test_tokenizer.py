@@ -199,7 +199,9 @@ def test_each_kind_is_known_by_its_name():
     ids=lambda data: repr(data)[:40],
 )
 def test_data_of_no_tokenizer_is_refused(data):
-    with pytest.raises(UserError, match="not a tokenizer that folio knows, one of char, gpt2"):
+    with pytest.raises(
+        UserError, match="its tokenizer is damaged or unknown: folio knows char, gpt2"
+    ):
         from_dict(data)
 
 

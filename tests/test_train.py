@@ -279,6 +279,13 @@ def test_ckpt_is_the_best_on_validation_and_last_the_newest(verse, monkeypatch):
     assert tiny.saved("last.pt")["best_val_loss"] == 2.0
 
 
+def test_last_is_written_after_the_best_that_it_speaks_of(verse, monkeypatch):
+    written = []
+    monkeypatch.setattr(ckpt, "save", lambda path, checkpoint: written.append(path.name))
+    train.main(tiny.flags(max_iters=3))
+    assert written == ["ckpt.pt", "last.pt"]
+
+
 def test_a_loss_that_is_no_number_is_never_the_best(verse, monkeypatch, folder, capsys):
     fake_losses(monkeypatch, 1.0, math.nan, 2.0)
     train.main(tiny.flags())
@@ -289,10 +296,11 @@ def test_a_loss_that_is_no_number_is_never_the_best(verse, monkeypatch, folder, 
     assert "ckpt.pt" not in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_always_save_checkpoint_keeps_the_newest_in_ckpt_too(verse, monkeypatch):
+def test_always_save_checkpoint_keeps_the_newest_in_ckpt_too(verse, monkeypatch, capsys):
     fake_losses(monkeypatch, 1.0, 2.0, 3.0)
     train.main(tiny.flags(always_save_checkpoint=True))
     assert tiny.saved("ckpt.pt")["iter_num"] == 6
+    assert "best val loss 2.0000; the newest model is in out/ckpt.pt" in capsys.readouterr().out
 
 
 def test_eval_only_tells_the_loss_and_writes_nothing(verse, folder, capsys):
