@@ -36,8 +36,8 @@ GPU_PEAKS = (
     (r"\bRTX 3090$", 71, 35.6),
 )
 
-# Compiling for two cores took up to a minute, and made the step of the small Shakespeare model a
-# tenth shorter.
+# Compiling for two cores took up to a minute. It made the step of the small Shakespeare model about
+# a tenth shorter, but that of a GPU's, with dropout, a tenth longer; --compile=False prevents it.
 CPU_COMPILE_PAYS_AFTER_S = 600
 CPU_SHARE_OF_PEAK = 0.3  # what training of small models reaches of the matmul peak
 
