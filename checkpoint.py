@@ -1,17 +1,22 @@
 """Checkpoints: the one place that knows their keys, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config; folio adds
-format, tokenizer, seed and scaler. `model_args` leaves out what nanoGPT does not know wherever it
-has nanoGPT's value, so that nanoGPT reads folio's checkpoints of such models, too.
+format, tokenizer, seed, scaler, evaluated and data. `model_args` leaves out what nanoGPT does not
+know wherever it has nanoGPT's value, so that nanoGPT reads folio's checkpoints of such models, too.
 """
 
 import dataclasses
+import os
+import types
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from config import UserError, nearest, replacing
-from model import GPT, GPTConfig
+from config import UserError, nearest
+from model import GPT, GPTConfig, num_params
+from safety import refusal, replacing
 
 FORMAT = 1
 BEST, LAST = "ckpt.pt", "last.pt"  # the best on validation, and the newest
@@ -31,7 +36,10 @@ class Checkpoint:
     scaler: dict | None = None  # of the loss scaler that float16 needs
     tokenizer: dict | None = None  # tokenizer.to_dict(); nanoGPT's checkpoints have none
     seed: int | None = None
+    evaluated: int | None = None  # the step of the last evaluation that best_val_loss knows of
+    data: dict | None = None  # Dataset.fingerprint
     path: Path | None = None  # where it was read from
+    stamp: tuple | None = None  # of the file, then
 
     def fits(self, tokenizer):
         """Whether the model's vocabulary is the tokenizer's, as it is or rounded up to 64s."""
@@ -52,8 +60,10 @@ def save(path, checkpoint):
         "tokenizer": checkpoint.tokenizer,
         "seed": checkpoint.seed,
         "scaler": checkpoint.scaler,
+        "evaluated": checkpoint.evaluated,
+        "data": checkpoint.data,
     }
-    with replacing(path) as file:
+    with replacing(path) as [file]:
         try:
             torch.save(plain, file)
         except RuntimeError as error:
@@ -75,43 +85,122 @@ def load(path):
     """
     path = Path(path)
     try:
-        plain = _read(path)
+        with open(path, "rb") as file:
+            plain = _read(file, path)
+            return _from_plain(plain, path, stamp=stamp_of(file.fileno()))
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}{_hint(path)}") from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        raise refusal("read", path, error) from error
+
+
+def stamp_of(file):
+    """What tells two states of a file (path or handle) apart; None where it is gone."""
+    with suppress(FileNotFoundError):
+        stat = os.stat(file)
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return None
+
+
+def _read(file, path):
     try:
-        return _from_plain(plain, path)
+        _check_archive(file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
+        best = path.with_name(BEST)
+        other = f"; with {path.name} moved away, {best} is used" if path.name == LAST else ""
+        raise UserError(
+            f"{path} is damaged or not a checkpoint ({_short(error)})"
+            f"{other if best.exists() else ''}"
+        ) from error
+
+
+def _check_archive(file):
+    """Raise where an archive would unpack to more than its own size, or a checksum is wrong.
+
+    torch checks neither.
+    """
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+        if packed or sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
+            raise ValueError("its sizes are wrong")
+        if (wrong := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {wrong} is wrong")
+
+
+def _from_plain(plain, path, stamp):
+    try:
+        if plain.get("format", FORMAT) > FORMAT:
+            raise UserError(f"{path} was written by a later folio (format {plain['format']})")
+        checkpoint = Checkpoint(
+            model_config=_model_config(plain["model_args"]),
+            weights=_plain_names(plain["model"]),
+            step=int(plain["iter_num"]),
+            best_val_loss=float(plain["best_val_loss"]),
+            config=dict(plain["config"]),
+            optimizer=plain.get("optimizer"),
+            scaler=plain.get("scaler"),
+            tokenizer=plain.get("tokenizer"),
+            seed=plain.get("seed"),
+            evaluated=plain.get("evaluated"),
+            data=plain.get("data"),
+            path=path,
+            stamp=stamp,
+        )
+        _check(checkpoint)
+        return checkpoint
     except UserError:
         raise
     except Exception as error:  # the content may be anything at all
-        raise UserError(f"{path} is not a checkpoint that folio knows ({error})") from error
+        raise UserError(f"{path} is not a checkpoint that folio knows ({_short(error)})") from error
 
 
-def _read(path):
-    with open(path, "rb") as file:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
-            cause = type(error).__name__
-            raise UserError(f"{path} is damaged or not a checkpoint ({cause})") from error
+def _short(error):
+    """The first line of an exception, or its kind; torch explains itself at length."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def _from_plain(plain, path):
-    if plain.get("format", FORMAT) > FORMAT:
-        raise UserError(f"{path} was written by a later folio (format {plain['format']})")
-    return Checkpoint(
-        model_config=GPTConfig(**plain["model_args"]),
-        weights=_plain_names(plain["model"]),
-        step=int(plain["iter_num"]),
-        best_val_loss=float(plain["best_val_loss"]),
-        config=dict(plain["config"]),
-        optimizer=plain.get("optimizer"),
-        scaler=plain.get("scaler"),
-        tokenizer=plain.get("tokenizer"),
-        seed=plain.get("seed"),
-        path=path,
-    )
+def _model_config(args):
+    for field in dataclasses.fields(GPTConfig):
+        value = args.get(field.name, field.default)
+        kinds = (int, float) if field.name == "dropout" else (type(field.default),)
+        if type(value) not in kinds:
+            raise ValueError(f"its {field.name} is {value!r}")
+    return GPTConfig(**args)
+
+
+def _check(checkpoint):
+    """Raise ValueError where its numbers contradict each other, before any is used."""
+    weights = checkpoint.weights.values()
+    if not all(isinstance(w, torch.Tensor) and w.is_floating_point() for w in weights):
+        raise ValueError("its weights are no real numbers")
+    for tensor in _tensors([checkpoint.weights, checkpoint.optimizer, checkpoint.scaler]):
+        whole = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if not whole or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise ValueError("it has tensors without their data")
+    skipped = "lm_head.weight" if checkpoint.model_config.tie_weights else None
+    count = sum(w.numel() for name, w in checkpoint.weights.items() if name != skipped)
+    if count != (needed := num_params(checkpoint.model_config)):
+        raise ValueError(f"it has {count:,} weights, and its model {needed:,}")
+    if checkpoint.step < 0 or checkpoint.best_val_loss != checkpoint.best_val_loss:
+        raise ValueError(
+            f"its step is {checkpoint.step}, its validation loss {checkpoint.best_val_loss}"
+        )
+    if type(checkpoint.config.get("dataset", "")) is not str:
+        raise ValueError("its dataset has no name")
+    if type(checkpoint.evaluated) not in (int, types.NoneType):
+        raise ValueError("its last evaluation has no step")
+
+
+def _tensors(value):
+    """All tensors in nested dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
 def _plain_names(weights):
@@ -138,6 +227,10 @@ def newest(out_dir):
 
 def build_model(checkpoint):
     """The GPT of a checkpoint, on the CPU. Raises UserError where its weights do not fit."""
+    if not all(tensor.isfinite().all() for tensor in checkpoint.weights.values()):
+        raise UserError(
+            f"{checkpoint.path} has weights that are no finite numbers: its training went wrong"
+        )
     try:
         model = GPT(checkpoint.model_config)
         model.load_state_dict(checkpoint.weights)
@@ -161,9 +254,9 @@ def restore_optimizer(checkpoint, optimizer, scaler):
         for parameter, moments in optimizer.state.items():
             if moments["exp_avg"].shape != parameter.shape:
                 raise ValueError("its moments have other shapes")
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if checkpoint.scaler:
+            scaler.load_state_dict(checkpoint.scaler)
+    except Exception as error:  # the content may be anything at all
         raise UserError(
-            f"{checkpoint.path}: the optimiser's state does not fit: {error}"
+            f"{checkpoint.path}: the optimiser's state does not fit: {_short(error)}"
         ) from error
-    if checkpoint.scaler:
-        scaler.load_state_dict(checkpoint.scaler)

@@ -3,6 +3,7 @@
 Each `auto` setting is resolved here, to a concrete value and the reason for it in a few words.
 """
 
+import os
 import re
 import sys
 import time
@@ -170,6 +171,24 @@ def compile_or_fall_back(model, trial):
         print(f"compiling failed, so this run is not compiled ({cause})", file=sys.stderr)
         torch.compiler.reset()
         return model
+
+
+def memory_bytes(device):
+    """The memory of a device, or None where the system does not tell."""
+    if kind_of(device) == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    names = getattr(os, "sysconf_names", {})  # Windows has none
+    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_out_of_memory(error):
+    """Whether an exception says that a device had no memory left; torch has no one class for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def peak_flops(device, dtype):

@@ -10,23 +10,27 @@ are for training and the rest for validation. This file alone reads and writes t
 """
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import platform
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from config import UserError, load, nearest, replacing, run, setting
+from config import UserError, load, nearest, setting
+from safety import refusal, replacing, run, writing_to
 from tokenizer import KINDS, CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
 TOKEN = np.dtype("<u2")
+LARGEST_META = 2**24  # bytes; that of 65,536 characters has less than one million
 DATA = Path("data")
 KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # name: tokenizer
 
@@ -102,6 +106,7 @@ class Dataset:
     val: np.ndarray
     tokenizer: CharTokenizer | GPT2Tokenizer
     val_bytes_per_token: float | None  # None for nanoGPT's folders, which do not tell bytes
+    fingerprint: dict  # CRC-32 of each split's bytes
 
 
 def dataset_folder(name):
@@ -112,7 +117,7 @@ def dataset_folder(name):
 
 
 def write_dataset(folder, text, tokenizer):
-    """Write both splits and meta.json, each file whole or not at all; return the meta."""
+    """Write both splits and meta.json, all of them or none; return the meta."""
     cut = int(0.9 * len(text.text))
     meta = {
         "format": FORMAT,
@@ -121,22 +126,29 @@ def write_dataset(folder, text, tokenizer):
         "source": text.source,
         "source_sha256": text.sha256,
     }
-    splits = {"train": text.text[:cut], "val": text.text[cut:]}
-    ids = {split: tokenizer.encode(part) for split, part in splits.items()}
-    for split, part in splits.items():
-        if len(ids[split]) < 2:
+    bins = []
+    for split, part in {"train": text.text[:cut], "val": text.text[cut:]}.items():
+        ids = tokenizer.encode(part).astype(TOKEN).tobytes()
+        tokens = len(ids) // TOKEN.itemsize
+        if tokens < 2:
             raise UserError(
                 f"{text.source} is too short to split: its {len(text.text)} characters leave "
-                f"{len(ids[split])} of the 2 tokens that {split} needs at least"
+                f"{tokens} of the 2 tokens that {split} needs at least"
             )
-        meta[split] = {"tokens": len(ids[split]), "bytes": len(part.encode())}
-    # First, so that its counts expose bins that do not follow; equal counts would pass.
-    with replacing(folder / "meta.json") as file:
-        file.write(json.dumps(meta, indent=1).encode())
-    for split in splits:
-        with replacing(folder / f"{split}.bin") as file:
-            file.write(ids[split].astype(TOKEN).tobytes())
+        meta[split] = {"tokens": tokens, "bytes": len(part.encode()), "crc32": zlib.crc32(ids)}
+        bins.append(ids)
+    meta["crc32"] = _checksum(meta)
+    names = ("train.bin", "val.bin", "meta.json")
+    with writing_to(folder), replacing(*(folder / name for name in names)) as files:
+        for file, content in zip(files, [*bins, json.dumps(meta, indent=1).encode()], strict=True):
+            file.write(content)
     return meta
+
+
+def _checksum(meta):
+    """CRC-32 of what a meta.json says, but for its own checksum."""
+    rest = {key: value for key, value in meta.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def load_dataset(name):
@@ -148,10 +160,15 @@ def load_dataset(name):
     if not os.path.isfile(folder / "train.bin"):
         raise UserError(f"{folder}/train.bin is missing; {_how_to_make(name)}")
     meta = _read_meta_json(folder)
-    train, val = (_read_bin(folder / f"{split}.bin", meta.get(split)) for split in ("train", "val"))
+    tokenizer = _tokenizer(folder, meta)
+    splits, fingerprint = {}, {}
+    for split in ("train", "val"):
+        path = folder / f"{split}.bin"
+        splits[split] = _read_bin(path)
+        fingerprint[split] = _check_bin(path, splits[split], tokenizer.vocab_size, meta.get(split))
     counts = meta.get("val")
     per_token = counts["bytes"] / counts["tokens"] if counts else None
-    return Dataset(train, val, _tokenizer(folder, meta), per_token)
+    return Dataset(splits["train"], splits["val"], tokenizer, per_token, fingerprint)
 
 
 def load_tokenizer(name):
@@ -182,13 +199,22 @@ def _how_to_make(name):
     return f"make it by {command}" + (f", or choose from {', '.join(ready)}" if ready else "")
 
 
+def _read_small(path):
+    """The bytes of a file that describes a dataset. Raises ValueError for one that cannot be it."""
+    if (size := path.stat().st_size) > LARGEST_META:
+        raise ValueError(f"its {size:,} bytes are too many")
+    return path.read_bytes()
+
+
 def _read_meta_json(folder):
-    """meta.json as a dict, {} where there is none; UserError where it lacks what folio wrote."""
+    """meta.json as a dict, {} where there is none; UserError where it is not as folio wrote it."""
     path = folder / "meta.json"
     try:
-        meta = json.loads(path.read_bytes())
+        meta = json.loads(_read_small(path))
         if meta["format"] > FORMAT:
             raise UserError(f"{path} was written by a later folio (format {meta['format']})")
+        if meta.get("crc32") != _checksum(meta):
+            raise ValueError("its checksum is wrong")
         sizes = [meta[split][unit] for split in ("train", "val") for unit in ("tokens", "bytes")]
         if not all(type(size) is int and size > 0 for size in sizes) or "tokenizer" not in meta:
             raise ValueError("token counts or tokenizer missing")
@@ -199,25 +225,43 @@ def _read_meta_json(folder):
         raise UserError(f"{path} is damaged ({error}); prepare the dataset again") from error
 
 
-def _read_bin(path, counts):
-    """A split's ids, memory-mapped; `counts` is what meta.json says of it, if there is one."""
+def _read_bin(path):
+    """A split's ids, memory-mapped."""
     try:
         size = path.stat().st_size
         if size == 0 or size % TOKEN.itemsize:
             raise UserError(f"{path} is damaged: its {size:,} bytes are no uint16 tokens")
-        ids = np.memmap(path, dtype=TOKEN, mode="r")
+        return np.memmap(path, dtype=TOKEN, mode="r")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    if counts and counts["tokens"] != len(ids):
+        raise refusal("read", path, error) from error
+
+
+def _check_bin(path, ids, vocab_size, described, piece=2**24):
+    """CRC-32 of a split. Raises UserError where ids are beyond the vocabulary, or the split is not
+    the one that meta.json describes, if there is one.
+    """
+    checksum = 0
+    for start in range(0, len(ids), piece):
+        part = np.asarray(ids[start : start + piece])
+        if (largest := part.max()) >= vocab_size:
+            raise UserError(
+                f"{path} holds token {largest}, beyond its vocabulary of {vocab_size}; "
+                "prepare the dataset again"
+            )
+        checksum = zlib.crc32(part, checksum)
+    if described and (described["tokens"], described.get("crc32")) != (len(ids), checksum):
         raise UserError(
-            f"{path} holds {len(ids):,} tokens and not the {counts['tokens']:,} of meta.json; "
+            f"{path} is damaged: it holds other tokens than meta.json says; "
             "prepare the dataset again"
         )
-    return ids
+    return checksum
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers; refuses whatever could run code."""
+class _PlainUnpickler(pickle._Unpickler):
+    """Reads dicts, lists, strings and numbers; refuses whatever could run code.
+
+    In Python, since the one in C lets a file of a few bytes claim gigabytes of memory.
+    """
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it wants to load {module}.{name}")
@@ -226,8 +270,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _tokenizer_from_pickle(path):
     """The character tokenizer of nanoGPT's meta.pkl: {vocab_size, itos, stoi}."""
     try:
-        with open(path, "rb") as file:
-            meta = _PlainUnpickler(file).load()
+        meta = _PlainUnpickler(io.BytesIO(_read_small(path))).load()
         characters = [meta["itos"][i] for i in range(meta["vocab_size"])]
     except Exception as error:  # a damaged or hostile pickle fails in any way at all
         raise UserError(f"meta.pkl is not nanoGPT's character table ({error})") from error
@@ -266,7 +309,7 @@ def shakespeare(path, urls):
     """Tiny Shakespeare from `path`, downloaded to there where it is missing."""
     if not path.exists():
         raw = download(urls, SHAKESPEARE_BYTES, SHAKESPEARE_SHA256, path)
-        with replacing(path) as file:
+        with writing_to(path.parent), replacing(path) as [file]:
             file.write(raw)
     text = read_text(path)
     if text.sha256 != SHAKESPEARE_SHA256:
@@ -288,9 +331,11 @@ def read_input(path, separator):
     try:
         tree = list(os.walk(path, onerror=_raise))
     except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+        raise refusal("read", error.filename, error) from error
     found = sorted(Path(folder, name) for folder, _, names in tree for name in names)
     files = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+    if odd := [f for f in files if not os.path.isfile(f)]:  # a pipe would be waited for
+        raise UserError(f"{odd[0]} is no regular file; leave it out of {path}")
     text = separator.join(read_text(file).text for file in files)
     return Text(text, f"{path} ({len(files)} files)", hashlib.sha256(text.encode()).hexdigest())
 
@@ -304,7 +349,7 @@ def read_text(path):
     try:
         return decode_text(path.read_bytes(), str(path))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        raise refusal("read", path, error) from error
 
 
 def decode_text(raw, source):

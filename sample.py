@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import UserError, answer_early, load, run, setting
+from config import UserError, answer_early, load, setting
+from safety import run
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,22 @@
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-slower
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
 
-In this order: the settings, the run, one step, batches, evaluation, what is told and written.
+In this order: the settings, the run, its checkpoints, one step, batches, evaluation, what is told.
 """
 
 import dataclasses
-import json
 import math
 import os
+import shlex
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from config import STARTED, UserError, answer_early, changed, load, run, setting
+from config import UserError, answer_early, changed, load, setting
+from safety import Interrupted, Signals, run, writing_to
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,14 @@ class TrainConfig:
     always_save_checkpoint: bool = setting(
         False, "write ckpt.pt at every evaluation, not only at the best one"
     )
-    init_from: Literal["scratch", "resume"] = setting(
-        "scratch", "start a model, or continue the newest state in out_dir"
+    checkpoint_interval: int | None = setting(
+        None, "write last.pt every so many steps, too; None is at evaluations", bounds="[1, inf)"
+    )
+    init_from: Literal["scratch", "resume", "auto"] = setting(
+        "scratch", "start a model, continue the newest state in out_dir, or that if there is one"
+    )
+    overwrite: bool = setting(
+        False, "replace an earlier run in out_dir, which is moved to out_dir.1 otherwise"
     )
     seed: int = setting(
         1337, "fixes initial weights, batches and dropout", bounds="[0, 9223372036854775807]"
@@ -89,6 +95,8 @@ class TrainConfig:
     backend: str = setting("nccl", "nanoGPT's; not used on one process")
 
     def __post_init__(self):
+        if not self.out_dir:
+            raise UserError("out_dir is empty: it names a folder")
         if self.n_embd % self.n_head:
             raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if self.decay_lr and (self.min_lr or 0) > self.learning_rate:
@@ -103,28 +111,41 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import checkpoint as ckpt
-from device import choose_machine, compile_or_fall_back, kind_of, resolve_device
+from device import (
+    choose_machine,
+    compile_or_fall_back,
+    is_out_of_memory,
+    kind_of,
+    memory_bytes,
+    resolve_device,
+)
 from model import GPT, GPTConfig, flops_per_token, num_params
 from prepare import load_dataset
+from report import LOG, Report, evaluation_line
 
 
 def main(argv=None):
-    config = load(TrainConfig, sys.argv[1:] if argv is None else argv, {"device": resolve_device})
+    argv = sys.argv[1:] if argv is None else argv
+    config = load(TrainConfig, argv, {"device": resolve_device})
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("folio trains in one process: start it by python, not by torchrun")
     dataset = load_dataset(config.dataset)
-    resumed = ckpt.load(ckpt.newest(config.out_dir)) if config.init_from == "resume" else None
+    resumed = load_resumed(config)
     model_config = make_model_config(config, dataset.tokenizer, resumed)
     if resumed:
-        check_resumed(resumed, model_config, dataset.tokenizer)
-    check_data(dataset, model_config, config.dataset)
+        check_resumed(resumed, model_config, config, dataset)
+    check_lengths(dataset, model_config, config.dataset)
     if resumed and resumed.step >= config.max_iters and not config.eval_only:
         print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
-    else:
-        train(config, dataset, model_config, resumed)
+        return
+    try:
+        with explained_lack_of_memory(config):
+            train(config, dataset, model_config, resumed)
+    except Interrupted as interrupt:
+        command = shlex.join(["python", sys.argv[0], *argv, "--init_from=resume"])
+        raise Interrupted(interrupt.number, f"{interrupt}; go on by: {command}") from None
 
 
 # The run
@@ -138,6 +159,7 @@ class State:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # does nothing but for float16
     step: int = 0  # updates made so far
+    evaluated: int = -1  # the step of the last evaluation that best_val_loss knows of
     best_val_loss: float = math.inf
 
 
@@ -149,31 +171,71 @@ def train(config, dataset, model_config, resumed):
     config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
     print_start(config, dataset, model_config, machine)
     state = make_state(config, model_config, machine, resumed)
-    start = state.step
-    model = state.model
-    if machine.compile:
-        model = compile_or_fall_back(
-            model, partial(warm_up_compiler, config, machine, dataset.train)
-        )
     if config.eval_only:
+        model = compiled(state.model, config, machine, dataset.train)
         print(evaluation_line(state.step, evaluate(model, dataset, config, machine)))
         return
-    with Report(config, machine, model_config, start) as report:
-        while True:
-            done = state.step >= config.max_iters
-            due = done or state.step % config.eval_interval == 0
-            rate = learning_rate_at(state.step, config)
-            if due and not (resumed and state.step == start):  # it was evaluated before it stopped
-                with report.evaluating():
-                    losses = evaluate(model, dataset, config, machine)
-                    report.evaluated(state.step, losses, rate)
-                    save_checkpoints(state, losses["val"], config, model_config, dataset.tokenizer)
-            if done:
-                break
-            loss = take_step(model, state, dataset.train, rate, config, machine)
-            report.stepped(state.step, loss, rate)
-            state.step += 1
+    with claimed_out_dir(config, resumed):
+        model = compiled(state.model, config, machine, dataset.train)
+        sizes = tokens_per_step(config), flops_per_token(model_config)
+        with Report(config, machine, state.step, *sizes) as report:
+            if resumed:
+                report.resumed(state.step, state.evaluated, resumed.path, changes(resumed, config))
+            train_on(model, state, dataset, config, machine, report)
     print_end(state, config)
+
+
+def train_on(model, state, dataset, config, machine, report):
+    """The loop. Whatever a person or the system interrupts is saved at the step it came to.
+
+    `model` is state.model, or its compiled wrapper over the same weights.
+    """
+    with Signals() as signals:
+        try:
+            while True:
+                done = state.step >= config.max_iters
+                rate = learning_rate_at(state.step, config)
+                if state.evaluated < state.step and (done or is_due(state, config.eval_interval)):
+                    with report.evaluating():
+                        losses = evaluate(model, dataset, config, machine)
+                        with signals.held():
+                            check_finite(losses["train"] + losses["val"], None, state, rate)
+                            report.evaluated(state.step, losses, rate)
+                            keep_evaluated(state, losses["val"], dataset, config, report)
+                elif is_due(state, config.checkpoint_interval):
+                    keep(state, ckpt.LAST, dataset, config, report)
+                if done:
+                    break
+                with signals.held():  # the weights, the step's number and the log go together
+                    loss, norm = take_step(model, state, dataset.train, rate, config, machine)
+                    report.stepped(state.step - 1, loss, norm, rate)
+        except (Interrupted, OSError) as stop:  # an OSError: nobody reads what is told
+            if refusal := keep(state, ckpt.LAST, dataset, config, report):
+                raise refusal from stop
+            if not isinstance(stop, Interrupted):
+                raise
+            path = Path(config.out_dir, ckpt.LAST)
+            message = f"stopped at step {state.step}, kept in {path}"
+            raise Interrupted(stop.number, message) from None
+
+
+def is_due(state, interval):
+    return bool(interval) and state.step % interval == 0
+
+
+def compiled(model, config, machine, ids):
+    """The model, compiled where the machine is to."""
+    if not machine.compile:
+        return model
+    return compile_or_fall_back(model, partial(warm_up_compiler, config, machine, ids))
+
+
+def load_resumed(config):
+    """The checkpoint that init_from asks for; None to start from scratch."""
+    path = ckpt.newest(config.out_dir)
+    if config.init_from == "scratch" or (config.init_from == "auto" and not path.exists()):
+        return None
+    return ckpt.load(path)
 
 
 def make_model_config(config, tokenizer, resumed):
@@ -187,8 +249,8 @@ def make_model_config(config, tokenizer, resumed):
     return GPTConfig(vocab_size=size, **{name: getattr(config, name) for name in names})
 
 
-def check_data(dataset, model_config, name):
-    """Raise UserError where a split is too short for the context or holds unknown tokens."""
+def check_lengths(dataset, model_config, name):
+    """Raise UserError where a split is too short for the context."""
     needed = model_config.block_size + 1
     for split in ("train", "val"):
         ids = getattr(dataset, split)
@@ -197,28 +259,61 @@ def check_data(dataset, model_config, name):
                 f"{split}.bin of {name} has {len(ids):,} tokens, fewer than the {needed:,} of "
                 f"block_size + 1; use more text, or --block_size={len(ids) - 1} or less"
             )
-        if ids.max() >= model_config.vocab_size:
-            raise UserError(
-                f"{split}.bin of {name} holds token {ids.max()}, beyond its vocabulary of "
-                f"{model_config.vocab_size}; prepare the dataset again"
-            )
 
 
-def check_resumed(resumed, model_config, tokenizer):
-    """Raise UserError that names where the settings or the data contradict the checkpoint."""
+def check_resumed(resumed, model_config, config, dataset):
+    """Raise UserError that names all in which the settings or the data contradict the checkpoint.
+
+    Whatever is not named here may change: rates, intervals, batches, the machine.
+    """
     before, now = dataclasses.asdict(resumed.model_config), dataclasses.asdict(model_config)
-    names = [name for name in now if now[name] != before[name] and name != "dropout"]
-    if names:
-        pairs = ", ".join(f"{name} {before[name]} there and {now[name]} here" for name in names)
+    wrong = [
+        f"{name} {before[name]} there and {now[name]} here"
+        for name in now
+        if now[name] != before[name] and name != "dropout"
+    ]
+    if resumed.tokenizer not in (None, dataset.tokenizer.to_dict()):
+        wrong.append("another vocabulary")
+    name = resumed.config.get("dataset", config.dataset)
+    same = resumed.data == dataset.fingerprint if resumed.data else name == config.dataset
+    if not same:
+        wrong.append(f"other data (dataset {name} there and {config.dataset} here)")
+    if wrong:
         raise UserError(
-            f"{resumed.path} is of another model: {pairs}; resume with the settings it began with"
+            f"{resumed.path} does not go with these settings: {'; '.join(wrong)}; resume with "
+            "those it began with, or start anew in another --out_dir"
         )
-    if resumed.tokenizer not in (None, tokenizer.to_dict()):
-        raise UserError(f"{resumed.path} was trained on another vocabulary than the dataset's")
+
+
+def changes(resumed, config):
+    """{name: (before, now)} of the settings that both runs have and that differ."""
+    now = dataclasses.asdict(config)
+    names = now.keys() & resumed.config.keys() - {"init_from", "overwrite", "out_dir"}
+    pairs = {name: (resumed.config[name], now[name]) for name in now if name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+@contextmanager
+def claimed_out_dir(config, resumed):
+    """out_dir, for this run alone to write to; an earlier one is resumed or out of the way."""
+    files = (ckpt.BEST, ckpt.LAST, LOG)
+    with writing_to(config.out_dir, () if resumed or config.overwrite else files) as aside:
+        if aside:
+            print(
+                f"the earlier run in {config.out_dir} is now in {aside}; another time "
+                "--init_from=resume would go on with it, and --overwrite=True replace it"
+            )
+        if resumed and ckpt.stamp_of(resumed.path) != resumed.stamp:
+            raise UserError(f"another training wrote {resumed.path} just now: resume once more")
+        if not resumed:
+            for name in files:
+                Path(config.out_dir, name).unlink(missing_ok=True)
+        yield
 
 
 def make_state(config, model_config, machine, resumed):
     """A new model and optimiser, or those of a checkpoint; hyperparameters are the settings'."""
+    check_memory(model_config, machine)
     torch.manual_seed(config.seed)
     if resumed:
         model = ckpt.build_model(dataclasses.replace(resumed, model_config=model_config))
@@ -230,7 +325,18 @@ def make_state(config, model_config, machine, resumed):
     if resumed:
         ckpt.restore_optimizer(resumed, state.optimizer, scaler)
         state.step, state.best_val_loss = resumed.step, resumed.best_val_loss
+        state.evaluated = resumed.step if resumed.evaluated is None else resumed.evaluated
     return state
+
+
+def check_memory(model_config, machine):
+    """Raise UserError where not even weights, gradients and two moments would fit."""
+    needed, there = 16 * num_params(model_config), memory_bytes(machine.device)
+    if there and needed > there:
+        raise UserError(
+            f"a model of {num_params(model_config):,} parameters takes {needed / 2**30:,.0f} GiB "
+            f"to train, and {machine.device} has {there / 2**30:,.0f}; lower --n_layer or --n_embd"
+        )
 
 
 def warm_up_compiler(config, machine, ids, model):
@@ -245,27 +351,53 @@ def warm_up_compiler(config, machine, ids, model):
     split_loss(model, ids[: config.block_size + 1], config, machine)
 
 
-def save_checkpoints(state, val_loss, config, model_config, tokenizer):
-    """Write last.pt, and ckpt.pt where validation is at its best, but nothing before step 1."""
-    if state.step == 0:
+# Checkpoints
+
+
+def keep_evaluated(state, val_loss, dataset, config, report):
+    """Write ckpt.pt where validation is at its best, and then last.pt, which speaks of it.
+
+    Where the disk refuses, training goes on, unless it is about to begin or to end.
+    """
+    state.evaluated, best_before = state.step, state.best_val_loss
+    refusals = []
+    if val_loss < best_before or config.always_save_checkpoint:
+        state.best_val_loss = min(val_loss, best_before)
+        refusals.append(keep(state, ckpt.BEST, dataset, config, report))
+        if refusals[0]:
+            state.best_val_loss = best_before  # that of the file that is there
+    refusals.append(keep(state, ckpt.LAST, dataset, config, report))
+    if 0 < state.step < config.max_iters:
         return
-    best = val_loss < state.best_val_loss
-    if best:
-        state.best_val_loss = val_loss
+    for refusal in filter(None, refusals):
+        raise refusal
+
+
+def keep(state, name, dataset, config, report):
+    """Write the state to a file of out_dir; return the UserError where the disk refuses, or None.
+
+    The log comes first, so that none of its lines is missing where the run is resumed.
+    """
     checkpoint = ckpt.Checkpoint(
-        model_config=model_config,
+        model_config=state.model.config,
         weights=state.model.state_dict(),
         step=state.step,
         best_val_loss=state.best_val_loss,
         config=dataclasses.asdict(config),
         optimizer=state.optimizer.state_dict(),
         scaler=state.scaler.state_dict(),
-        tokenizer=tokenizer.to_dict(),
+        tokenizer=dataset.tokenizer.to_dict(),
         seed=config.seed,
+        evaluated=state.evaluated,
+        data=dataset.fingerprint,
     )
-    if best or config.always_save_checkpoint:
-        ckpt.save(Path(config.out_dir, ckpt.BEST), checkpoint)
-    ckpt.save(Path(config.out_dir, ckpt.LAST), checkpoint)  # after what its best_val_loss is of
+    report.log.flush(durable=True)
+    try:
+        ckpt.save(Path(config.out_dir, name), checkpoint)
+        return None
+    except UserError as error:
+        report.warn(f"{error}; the state is in memory, and the next save tries again")
+        return error
 
 
 # One step
@@ -298,9 +430,10 @@ def learning_rate_at(step, config):
 
 
 def take_step(model, state, ids, rate, config, machine):
-    """Update the weights once from the global batch of this step; return its mean loss.
+    """Update the weights once from the global batch of this step.
 
-    `model` is state.model, or its compiled wrapper over the same weights.
+    Returns its mean loss and the norm of its gradient, tensors of no dimension. Raises UserError,
+    with the weights as they were, where they are not finite.
     """
     torch.manual_seed(dropout_seed(config.seed, state.step))
     for group in state.optimizer.param_groups:
@@ -314,13 +447,37 @@ def take_step(model, state, ids, rate, config, machine):
             loss = model(x, y)[1] / config.gradient_accumulation_steps
         state.scaler.scale(loss).backward()
         mean_loss += loss.detach()
+    state.scaler.unscale_(state.optimizer)
+    parameters = list(state.model.parameters())
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    check_finite(mean_loss, norm, state, rate)
     if config.grad_clip:
-        state.scaler.unscale_(state.optimizer)
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.grad_clip)
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
-    return mean_loss
+    state.step += 1
+    return mean_loss, norm
+
+
+def check_finite(loss, norm, state, rate):
+    """Raise UserError for a loss or a gradient norm (None: not at hand) that is not finite.
+
+    A gradient that overflows in float16 only because the scaler enlarged it is the scaler's to
+    skip; it does so until the scale is 1.
+    """
+    overflows = norm is not None and not math.isfinite(norm)
+    if overflows and state.scaler.is_enabled() and state.scaler.get_scale() > 1:
+        overflows = False
+    if math.isfinite(loss) and not overflows:
+        return
+    about = "" if norm is None else f", gradient norm {float(norm):.3g}"
+    raise UserError(
+        f"training went wrong at step {state.step}: loss {float(loss):.3g}{about}, learning rate "
+        f"{rate:.3g}; the weights were left as they are and nothing was saved over the last good "
+        "checkpoint: go on from it by --init_from=resume and a lower --learning_rate, or start "
+        "again with that, a longer --warmup_iters or --grad_clip=1"
+    )
 
 
 # Batches
@@ -416,14 +573,6 @@ def print_start(config, dataset, model_config, machine):
     sys.stdout.flush()
 
 
-def evaluation_line(step, losses):
-    line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
-    line += f", val perplexity {losses['perplexity']:.2f}"
-    if "bits_per_byte" in losses:
-        line += f", val bits per byte {losses['bits_per_byte']:.4f}"
-    return line
-
-
 def print_end(state, config):
     """Say where the model is and how to use it, if there is one."""
     if state.best_val_loss < math.inf:
@@ -433,98 +582,29 @@ def print_end(state, config):
         print(f"write with it: python sample.py --out_dir={config.out_dir}")
 
 
-class Report:
-    """Tells of steps and evaluations: progress bar, console lines in nanoGPT's shape, log.jsonl.
-
-    Speeds are means since the line before.
-    """
-
-    def __init__(self, config, machine, model_config, step):
-        self.config, self.machine = config, machine
-        self.tokens_per_step = tokens_per_step(config)
-        self.flops_per_step = flops_per_token(model_config) * self.tokens_per_step
-        self.seconds, self.steps = 0.0, 0  # of training since the last line
-        self.evaluation_s = 0.0
-        self.log = open_log(Path(config.out_dir, "log.jsonl"), append=config.init_from == "resume")
-        self.bar = tqdm(  # drawn where stderr is a terminal
-            total=config.max_iters, initial=step, unit="step", leave=False, disable=None
-        )
-        self.counted_at = time.perf_counter()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.bar.close()
-        self.log.close()
-
-    def _count_time(self):
-        """Add the time since the last call to that of training, once the device is done."""
-        self.machine.synchronize()
-        now = time.perf_counter()
-        self.seconds += now - self.counted_at
-        self.counted_at = now
-
-    @contextmanager
-    def evaluating(self):
-        """A context for evaluating and saving, which no step's time includes."""
-        self._count_time()
-        yield
-        now = time.perf_counter()
-        self.evaluation_s = now - self.counted_at
-        self.counted_at = now
-
-    def evaluated(self, step, losses, rate):
-        self._say(evaluation_line(step, losses))
-        event = {"loss": losses["val"], "lr": rate, "train_loss": losses["train"]}
-        rest = {name: losses[name] for name in ("perplexity", "bits_per_byte") if name in losses}
-        self._write(step, "val", step * self.tokens_per_step, **event, **rest)
-
-    def stepped(self, step, loss, rate):
-        self.bar.update()
-        self.steps += 1
-        if step % self.config.log_interval:
-            return
-        self._count_time()
-        per_step = self.seconds / self.steps
-        speeds = {
-            "tokens_per_s": self.tokens_per_step / per_step,
-            "mfu": self.flops_per_step / per_step / self.machine.peak[0],
-        }
-        loss = float(loss)
-        self._say(
-            f"iter {step}: loss {loss:.4f}, time {per_step * 1000:.2f}ms, "
-            f"mfu {speeds['mfu'] * 100:.2f}%, {speeds['tokens_per_s']:,.0f} tokens/s, "
-            f"{tqdm.format_interval(self._seconds_left(step + 1, per_step))} left"
-        )
-        self._write(step, "train", (step + 1) * self.tokens_per_step, loss=loss, lr=rate, **speeds)
-        self.seconds, self.steps = 0.0, 0
-
-    def _seconds_left(self, step, per_step):
-        steps = self.config.max_iters - step
-        evaluations = math.ceil(steps / self.config.eval_interval)
-        return steps * per_step + evaluations * self.evaluation_s
-
-    def _say(self, line):
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
-
-    def _write(self, step, split, tokens, **figures):
-        event = {"step": step, "split": split, "tokens": tokens, **figures}
-        event["elapsed_s"] = round(time.monotonic() - STARTED, 3)
-        try:
-            self.log.write(json.dumps(event) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {self.log.name}: {error.strerror or error}") from error
-
-
-def open_log(path, append):
-    """The log, open for lines; UserError where out_dir cannot be written."""
+@contextmanager
+def explained_lack_of_memory(config):
+    """Turn a lack of memory into a UserError that says what needs less."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a" if append else "w", encoding="utf-8", buffering=1)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"{config.device} is out of memory: {less_memory(config)}") from error
+
+
+def less_memory(config):
+    """What to change for a run that needs less memory: batches of the same tokens, if they can."""
+    parts = next((n for n in range(2, config.batch_size + 1) if config.batch_size % n == 0), None)
+    others = "a smaller --block_size, --n_layer or --n_embd needs less"
+    if not parts:
+        return others
+    return (
+        f"--batch_size={config.batch_size // parts} "
+        f"--gradient_accumulation_steps={config.gradient_accumulation_steps * parts} trains alike, "
+        f"with as many tokens a step (and --eval_iters={config.eval_iters * parts} evaluates "
+        f"alike); {others}, too"
+    )
 
 
 if __name__ == "__main__":

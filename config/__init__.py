@@ -1,4 +1,4 @@
-"""What the scripts share: settings, one-line errors, and files that are never half written.
+"""The settings of the scripts, and the error that a person can mend.
 
 A script declares a dataclass of `setting(...)` fields and calls `load` on its arguments: Python
 config files and `--key=value` flags, applied left to right. Presets live beside this file.
@@ -7,7 +7,6 @@ Standard library only, so that `--help` need not wait for torch.
 
 import dataclasses
 import difflib
-import errno
 import os
 import reprlib
 import runpy
@@ -16,7 +15,7 @@ import time
 import traceback
 import types
 import typing
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 STARTED = time.monotonic()  # when the script began: this is the first module that each imports
@@ -24,69 +23,6 @@ STARTED = time.monotonic()  # when the script began: this is the first module th
 
 class UserError(Exception):
     """A mistake a person can mend, or the machine's refusal, told in one line (exit status 2)."""
-
-
-def run(main, *args):
-    """Call `main(*args)` as a script does: a UserError becomes one line on stderr and status 2.
-
-    Ctrl-C exits with 130; any other exception is a bug of ours and keeps its traceback.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if stream:  # a closed one is None
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    script = Path(sys.argv[0]).name
-    try:
-        main(*args)
-        if sys.stdout:
-            sys.stdout.flush()
-    except UserError as error:
-        print(f"{script}: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"{script}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again
-        if error.errno == errno.EPIPE:  # the reader left, as `| head` does
-            sys.exit(141)
-        print(f"{script}: no space is left where the output goes", file=sys.stderr)
-        sys.exit(2)
-
-
-@contextmanager
-def replacing(path):
-    """Yield a binary file that takes the place of `path` once it is written whole and on disk.
-
-    Until then, and after any failure, a reader sees what was there before. Raises UserError where
-    the disk or its permissions refuse.
-    """
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _sync_folder(folder):
-    """Make a rename durable, where the system lets one open and sync a folder."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def setting(default, explanation, *, bounds=None, group=None):

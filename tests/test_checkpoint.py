@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import config
-from checkpoint import Checkpoint, build_model, load, newest, restore_optimizer, save
+import safety
+from checkpoint import Checkpoint, build_model, load, newest, restore_optimizer, save, stamp_of
 from config import UserError
 from model import GPT, GPTConfig
 
@@ -71,15 +71,19 @@ def same_logits(model, other):
 
 def test_everything_saved_is_loaded():
     model, optimizer = trained()
+    Path("out").mkdir()
     saved = checkpoint_of(
         model,
         optimizer=optimizer.state_dict(),
         scaler={"scale": 1024.0},
         tokenizer={"kind": "char", "characters": "\nabcdefghij"},
         seed=7,
+        evaluated=3,
+        data={"train": 1, "val": 2},
     )
     save("out/ckpt.pt", saved)
-    expected = dataclasses.replace(saved, path=Path("out/ckpt.pt"))
+    path = Path("out/ckpt.pt")
+    expected = dataclasses.replace(saved, path=path, stamp=stamp_of(path))
     assert plain(vars(load("out/ckpt.pt"))) == plain(vars(expected))
 
 
@@ -153,6 +157,7 @@ def test_without_any_run_a_missing_checkpoint_says_how_to_train():
 )
 def test_a_missing_checkpoint_is_told_with_the_runs_at_hand(asked, hint):
     for run in ("out-shakespeare", "b"):
+        Path(run).mkdir()
         save(f"{run}/ckpt.pt", checkpoint_of(model_of()))
     with pytest.raises(UserError) as caught:
         load(f"{asked}/ckpt.pt")
@@ -255,18 +260,39 @@ def test_other_data_of_torch_is_no_checkpoint(content):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"transformer.wpe.weight": torch.zeros(7, 16)},
-        {"transformer.wpe.weight": "weights"},
-        {"transformer.wpe.weight": None},
-        {"transformer.other.weight": torch.zeros(1)},
+        (
+            {"transformer.wpe.weight": torch.zeros(7, 16)},
+            "it has 3,600 weights, and .* 3,616",
+        ),
+        ({"transformer.other.weight": torch.zeros(1)}, "it has 3,617 weights, and .* 3,616"),
+        ({"transformer.wpe.weight": "weights"}, "its weights are no real numbers"),
+        ({"transformer.wpe.weight": None}, "its weights are no real numbers"),
+        ({"transformer.wpe.weight": torch.zeros(8, 16).int()}, "its weights are no real numbers"),
+        ({"transformer.wpe.weight": torch.zeros(8, 16) * 1j}, "its weights are no real numbers"),
+        ({"transformer.wpe.weight": torch.zeros(1, 1).expand(8, 16)}, "tensors without their data"),
+        ({"transformer.wpe.weight": torch.empty(8, 16, device="meta")}, "without their data"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_weights_that_do_not_fit_are_named(changes):
-    loaded = load(rewrite(model=model_of().state_dict() | changes))
-    with pytest.raises(UserError, match=f"ckpt.pt: the weights do not fit .*{next(iter(changes))}"):
+def test_weights_that_cannot_be_the_models_are_refused_unread(changes, reason):
+    with pytest.raises(UserError, match=f"ckpt.pt is not a checkpoint that folio knows .*{reason}"):
+        load(rewrite(model=model_of().state_dict() | changes))
+
+
+def test_weights_that_do_not_fit_are_named():
+    turned = {"transformer.wpe.weight": torch.zeros(16, 8)}
+    loaded = load(rewrite(model=model_of().state_dict() | turned))
+    with pytest.raises(UserError, match="ckpt.pt: the weights do not fit .*transformer.wpe.weight"):
+        build_model(loaded)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_of_a_training_gone_wrong_are_refused(value):
+    wrong = {"transformer.wpe.weight": torch.full((8, 16), value)}
+    loaded = load(rewrite(model=model_of().state_dict() | wrong))
+    with pytest.raises(UserError, match="ckpt.pt has weights that are no finite numbers"):
         build_model(loaded)
 
 
@@ -309,13 +335,13 @@ def assert_a_failing_save_changes_nothing(folder, model):
 def test_a_disk_that_fills_up_leaves_the_old_checkpoint(room, folder, monkeypatch):
     save("ckpt.pt", checkpoint_of(model_of()))
     monkeypatch.setattr(FullDisk, "room", room)
-    monkeypatch.setattr(config, "open", open_on_full_disk, raising=False)
+    monkeypatch.setattr(safety, "open", open_on_full_disk, raising=False)
     assert_a_failing_save_changes_nothing(folder, trained(n_embd=64)[0])
 
 
 def test_a_disk_that_cannot_flush_leaves_the_old_checkpoint(folder, monkeypatch):
     save("ckpt.pt", checkpoint_of(model_of()))
-    monkeypatch.setattr(config.os, "fsync", full)
+    monkeypatch.setattr(safety.os, "fsync", full)
     assert_a_failing_save_changes_nothing(folder, trained()[0])
 
 

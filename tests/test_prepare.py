@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -6,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -355,23 +357,38 @@ def test_nul_is_not_text():
     )
 
 
-def test_a_dataset_whose_writing_broke_off_is_not_taken_for_another(monkeypatch):
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_dataset_cut_between_two_files_is_not_taken_for_another(renames, monkeypatch):
     write("own.txt", "abcdefghij" * 9)
     main(["--input=own.txt", "--dataset=own"])
-    real, seen = prepare.replacing, []
+    real, seen = os.replace, []
 
-    def breaks_off(path):
-        seen.append(path)
-        if len(seen) > 1:
+    def breaks_off(*paths):
+        seen.append(paths)
+        if len(seen) > renames:
             raise KeyboardInterrupt
-        return real(path)
+        real(*paths)
 
-    monkeypatch.setattr(prepare, "replacing", breaks_off)
-    write("own.txt", "abcdefgh" * 99)
+    monkeypatch.setattr(os, "replace", breaks_off)
+    write("own.txt", "jihgfedcba" * 9)  # as many tokens, and the same vocabulary
     with pytest.raises(KeyboardInterrupt):
         main(["--input=own.txt", "--dataset=own"])
     with pytest.raises(UserError, match="prepare the dataset again"):
         load_dataset("own")
+
+
+def test_a_disk_that_fills_up_leaves_the_dataset_that_was_there(monkeypatch):
+    write("own.txt", "abcdefghij" * 9)
+    main(["--input=own.txt", "--dataset=own"])
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    write("own.txt", "abcdefgh" * 99)
+    assert "meta.json: No space left on device" in complaint("--input=own.txt", "--dataset=own")
+    assert text_of("own") == ("abcdefghij" * 8 + "a", "bcdefghij")
+    assert len(list(Path("data/own").iterdir())) == 3
 
 
 def test_a_byte_order_mark_is_not_text():
@@ -470,7 +487,7 @@ def test_an_input_that_may_not_be_read_is_told(monkeypatch):
 def test_a_place_that_cannot_be_written_is_told():
     write("data", "a file where the folder should be")
     message = complaint("--dataset=pydocs")
-    assert message == "cannot write data/pydocs/meta.json: Not a directory"
+    assert message == "cannot write to data/pydocs: Not a directory"
 
 
 # Names
@@ -517,14 +534,17 @@ def test_the_files_of_a_dataset():
     write_dataset(DATA / "own", Text("abcabcabcabca\u0113", "own.txt", "5a"), CharTokenizer("abcē"))
     assert Path("data/own/train.bin").read_bytes() == b"\0\0\1\0\2\0" * 4
     assert Path("data/own/val.bin").read_bytes() == b"\0\0\3\0"
-    assert json.loads(Path("data/own/meta.json").read_bytes()) == {
+    meta = json.loads(Path("data/own/meta.json").read_bytes())
+    checksum = meta.pop("crc32")
+    assert checksum == zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    assert meta == {
         "format": 1,
         "tokenizer": {"kind": "char", "characters": "abcē"},
         "vocab_size": 4,
         "source": "own.txt",
         "source_sha256": "5a",
-        "train": {"tokens": 12, "bytes": 12},
-        "val": {"tokens": 2, "bytes": 3},
+        "train": {"tokens": 12, "bytes": 12, "crc32": zlib.crc32(b"\0\0\1\0\2\0" * 4)},
+        "val": {"tokens": 2, "bytes": 3, "crc32": zlib.crc32(b"\0\0\3\0")},
     }
     assert {path.name for path in Path("data/own").iterdir()} == {
         "meta.json",
@@ -553,7 +573,11 @@ def own_dataset():
     [
         ("train.bin", b"\0\0\1", "data/own/train.bin is damaged: its 3 bytes"),
         ("val.bin", b"", "data/own/val.bin is damaged: its 0 bytes"),
-        ("val.bin", b"\0\0", "data/own/val.bin holds 1 tokens and not the 2 of meta.json"),
+        (
+            "val.bin",
+            b"\0\0",
+            "data/own/val.bin is damaged: it holds other tokens",
+        ),
         ("meta.json", b"", "data/own/meta.json is damaged"),
         ("meta.json", b'{"format": 1', "data/own/meta.json is damaged"),
         ("meta.json", b"\xff", "data/own/meta.json is damaged"),
@@ -585,7 +609,8 @@ def test_a_split_that_is_missing_is_named():
 def test_a_wrong_entry_of_the_meta_is_refused(key, value, message):
     own_dataset()
     path = Path("data/own/meta.json")
-    write(path, json.dumps(json.loads(path.read_bytes()) | {key: value}))
+    meta = json.loads(path.read_bytes()) | {key: value}
+    write(path, json.dumps(meta | {"crc32": prepare._checksum(meta)}))
     assert refusal("own").startswith(message)
 
 

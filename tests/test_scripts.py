@@ -94,7 +94,7 @@ def workplace(tmp_path_factory):
         (["train.py", "--dataset=vers"], "data/vers/train.bin is missing; make it by python"),
         (["train.py", "--dataset=verse", "--block_size=512"], "fewer than the 513"),
         (["train.py", "--dataset=verse", "--init_from=resume"], "no checkpoint out/ckpt.pt"),
-        (["train.py", "--init_from=gpt2"], "--init_from must be scratch or resume, not 'gpt2'"),
+        (["train.py", "--init_from=gpt2"], "--init_from must be scratch, resume or auto, not"),
         (["sample.py", "--out_dir=none"], "no checkpoint none/ckpt.pt; runs at hand: run"),
         (["sample.py", "--out_dir=run", "--start=€"], "character '€' (U+20AC) at position 0"),
         (["sample.py", "--top_k=0.5"], "--top_k must be int or None, not '0.5'"),
@@ -121,8 +121,9 @@ def test_a_reader_that_leaves_is_no_error(workplace):
 
 FLOORS = (
     {"config"},
+    {"safety"},
     {"model", "tokenizer", "device"},
-    {"prepare", "checkpoint"},
+    {"prepare", "checkpoint", "report"},
     {"train", "sample"},
 )
 

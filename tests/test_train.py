@@ -36,6 +36,11 @@ def tiny_model(vocab_size=65, dropout=0.0, seed=0):
     return GPT(GPTConfig(**tiny.SHAPE, vocab_size=vocab_size, dropout=dropout))
 
 
+def new_state(model, config):
+    no_scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return train.State(model, train.make_optimizer(model, config), no_scaler)
+
+
 def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -131,17 +136,17 @@ def test_a_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     ids = np.random.default_rng(0).integers(0, 65, 200).astype(np.uint16)
     config = tiny.settings(gradient_accumulation_steps=2, grad_clip=grad_clip, seed=3)
     model, reference = tiny_model(), tiny_model()
-    state = train.State(
-        model, train.make_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
-    )
-    loss = train.take_step(model, state, ids, 0.01, config, CPU)
+    state = new_state(model, config)
+    loss, norm = train.take_step(model, state, ids, 0.01, config, CPU)
 
     starts = train.batch_starts(3, 0, 8, len(ids) - 8)
     rows = torch.tensor(np.stack([ids[s : s + 9] for s in starts]).astype(np.int64))
     expected = reference(rows[:, :-1], rows[:, 1:])[1]
     expected.backward()
+    assert norm == pytest.approx(
+        torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
+    )
     if grad_clip:
-        norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
         assert norm > grad_clip  # or the test would not clip
         for parameter in reference.parameters():
             parameter.grad *= grad_clip / norm
@@ -251,8 +256,8 @@ def test_the_log_has_a_line_for_each_event(verse):
     assert [(e["step"], e["split"]) for e in events] == [
         (0, "val"), (0, "train"), (2, "train"), (3, "val"), (4, "train"), (6, "val"),
     ]  # fmt: skip
-    steps = {"step", "split", "loss", "lr", "tokens", "elapsed_s", "tokens_per_s", "mfu"}
-    assert set(events[1]) == steps
+    figures = {"step", "split", "loss", "lr", "tokens", "elapsed_s"}
+    assert set(events[1]) == figures | {"tokens_per_s", "mfu", "grad_norm"}
     assert events[-1]["tokens"] == 6 * 4 * 8
     assert {"lr", "train_loss", "perplexity", "bits_per_byte"} < set(events[-1])
 
@@ -273,7 +278,7 @@ def fake_losses(monkeypatch, *val_losses):
 
 
 def test_ckpt_is_the_best_on_validation_and_last_the_newest(verse, monkeypatch):
-    fake_losses(monkeypatch, 1.0, 3.0, 2.0, 4.0)  # the first is before training
+    fake_losses(monkeypatch, 9.0, 3.0, 2.0, 4.0)  # the first is before training
     train.main(tiny.flags(max_iters=9))
     assert (tiny.saved("ckpt.pt")["iter_num"], tiny.saved("last.pt")["iter_num"]) == (6, 9)
     assert tiny.saved("last.pt")["best_val_loss"] == 2.0
@@ -283,21 +288,11 @@ def test_last_is_written_after_the_best_that_it_speaks_of(verse, monkeypatch):
     written = []
     monkeypatch.setattr(ckpt, "save", lambda path, checkpoint: written.append(path.name))
     train.main(tiny.flags(max_iters=3))
-    assert written == ["ckpt.pt", "last.pt"]
-
-
-def test_a_loss_that_is_no_number_is_never_the_best(verse, monkeypatch, folder, capsys):
-    fake_losses(monkeypatch, 1.0, math.nan, 2.0)
-    train.main(tiny.flags())
-    assert tiny.saved("ckpt.pt")["iter_num"] == 6
-    fake_losses(monkeypatch, 1.0, math.nan, math.nan)
-    train.main(tiny.flags(out_dir="out-nan"))
-    assert not (folder / "out-nan" / "ckpt.pt").exists()
-    assert "ckpt.pt" not in capsys.readouterr().out.splitlines()[-1]
+    assert written == ["ckpt.pt", "last.pt"] * 2
 
 
 def test_always_save_checkpoint_keeps_the_newest_in_ckpt_too(verse, monkeypatch, capsys):
-    fake_losses(monkeypatch, 1.0, 2.0, 3.0)
+    fake_losses(monkeypatch, 9.0, 2.0, 3.0)
     train.main(tiny.flags(always_save_checkpoint=True))
     assert tiny.saved("ckpt.pt")["iter_num"] == 6
     assert "best val loss 2.0000; the newest model is in out/ckpt.pt" in capsys.readouterr().out
@@ -307,16 +302,6 @@ def test_eval_only_tells_the_loss_and_writes_nothing(verse, folder, capsys):
     train.main(tiny.flags(eval_only=True))
     assert "step 0: train loss" in capsys.readouterr().out
     assert not (folder / "out").exists()
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_resumed_run_ends_where_one_that_never_stopped_does(verse, dropout):
-    train.main(tiny.flags(out_dir="out-whole", dropout=dropout, lr_decay_iters=6))
-    train.main(tiny.flags(max_iters=3, dropout=dropout, lr_decay_iters=6))
-    train.main(tiny.flags(init_from="resume", dropout=dropout, lr_decay_iters=6))
-    assert same_tensors(tiny.saved("last.pt")["model"], tiny.saved("last.pt", "out-whole")["model"])
-    keys = [(e["step"], e["split"], e["loss"]) for e in tiny.log_events()]
-    assert keys == [(e["step"], e["split"], e["loss"]) for e in tiny.log_events("out-whole")]
 
 
 def test_a_finished_run_says_how_to_go_on(verse, capsys):
@@ -365,7 +350,7 @@ def test_tokens_beyond_the_vocabulary_are_named(verse, folder):
     ids = np.fromfile(bin_path, np.uint16)
     ids[5] = 999
     ids.tofile(bin_path)
-    with pytest.raises(UserError, match=r"val.bin of verse holds token 999"):
+    with pytest.raises(UserError, match=r"data/verse/val.bin holds token 999"):
         train.main(tiny.flags())
 
 
@@ -376,7 +361,7 @@ def test_a_shape_that_cannot_be_built_is_an_error_of_one_line(verse):
 
 def test_an_out_dir_that_cannot_be_written_is_named(verse, folder):
     (folder / "out").write_text("a file")
-    with pytest.raises(UserError, match="cannot write out/log.jsonl"):
+    with pytest.raises(UserError, match="cannot write to out: File exists"):
         train.main(tiny.flags())
 
 

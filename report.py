@@ -1,0 +1,188 @@
+"""What a run tells: a progress bar, console lines in nanoGPT's shape, and out_dir/log.jsonl."""
+
+import json
+import math
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tqdm import tqdm
+
+from config import STARTED
+from safety import refusal, replacing
+
+LOG = "log.jsonl"
+
+
+class Log:
+    """log.jsonl: one JSON object a line, and never a part of one.
+
+    Events have `step` and `split`: "train" for a step's loss, "val" for an evaluation, "resume"
+    for settings that changed when the run was resumed. What the disk refuses waits for the next
+    call.
+    """
+
+    def __init__(self, path):
+        self.path, self.waiting = Path(path), []
+
+    def cut(self, step, evaluated):
+        """Drop what a run that goes on from `step` tells again, and a line that was cut short.
+
+        `evaluated` is the step of the last evaluation that it does not repeat. Returns the last
+        event that stays, or None. Raises UserError where the disk refuses.
+        """
+        try:
+            lines = self.path.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise refusal("read", self.path, error) from error
+        limits = {"train": step, "val": evaluated + 1, "resume": step + 1}
+        events = [(line, _event(line)) for line in lines if line.endswith(b"\n")]
+        kept = [(line, e) for line, e in events if not e or e["step"] < limits[e["split"]]]
+        if len(kept) < len(lines):
+            with replacing(self.path) as [file]:
+                file.writelines(line for line, _ in kept)
+        return kept[-1][1] if kept else None
+
+    def write(self, event):
+        """Append an event; return the UserError where the disk refuses it for now, else None."""
+        self.waiting.append(json.dumps(event).encode() + b"\n")
+        return self.flush()
+
+    def flush(self, durable=False):
+        """Append what waits, and have it on disk if it is to be durable; return like `write`."""
+        size = None
+        try:
+            with open(self.path, "ab") as file:  # anew each time: a folder may come back
+                size = file.tell()
+                file.write(b"".join(self.waiting))
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                if size is not None:
+                    os.truncate(self.path, size)
+            return refusal("write", self.path, error)
+        self.waiting.clear()
+        return None
+
+
+def _event(line):
+    """A line as an event, or None where it is no event of ours."""
+    with suppress(ValueError, RecursionError):
+        event = json.loads(line)
+        known = isinstance(event, dict) and event.get("split") in ("train", "val", "resume")
+        if known and type(event.get("step")) is int:
+            return event
+    return None
+
+
+class Report:
+    """Tells of steps and evaluations as they come. Speeds are means since the line before."""
+
+    def __init__(self, config, machine, step, tokens_per_step, flops_per_token):
+        self.config, self.machine = config, machine
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_step = flops_per_token * tokens_per_step
+        self.seconds, self.steps = 0.0, 0  # of training since the last line
+        self.evaluation_s = 0.0
+        self.log = Log(Path(config.out_dir, LOG))
+        self.log_refused = False
+        self.bar = tqdm(  # drawn where stderr is a terminal
+            total=config.max_iters, initial=step, unit="step", leave=False, disable=None
+        )
+        self.counted_at = time.perf_counter()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        if (error := self.log.flush()) and not kind:
+            raise error
+
+    def resumed(self, step, evaluated, path, changes):
+        """Go on with the log of a run, of which some settings {name: (before, now)} changed."""
+        last = self.log.cut(step, evaluated)
+        pairs = [f"{name} {before} → {now}" for name, (before, now) in changes.items()]
+        self.say(
+            f"resumed {path} at step {step}" + (f"; changed: {', '.join(pairs)}" if pairs else "")
+        )
+        event = {"step": step, "split": "resume", "changed": json.loads(json.dumps(changes))}
+        told = last and {name: last.get(name) for name in event} == event  # by a try cut short
+        if changes and not told:
+            self._log(event)
+
+    def _count_time(self):
+        """Add the time since the last call to that of training, once the device is done."""
+        self.machine.synchronize()
+        now = time.perf_counter()
+        self.seconds += now - self.counted_at
+        self.counted_at = now
+
+    @contextmanager
+    def evaluating(self):
+        """A context for evaluating and saving, which no step's time includes."""
+        self._count_time()
+        yield
+        now = time.perf_counter()
+        self.evaluation_s = now - self.counted_at
+        self.counted_at = now
+
+    def evaluated(self, step, losses, rate):
+        event = {"step": step, "split": "val", "tokens": step * self.tokens_per_step}
+        event |= {"loss": losses["val"], "lr": rate, "train_loss": losses["train"]}
+        rest = ("perplexity", "bits_per_byte")
+        self._log(event | {name: losses[name] for name in rest if name in losses})
+        self.say(evaluation_line(step, losses))
+
+    def stepped(self, step, loss, norm, rate):
+        self.bar.update()
+        self.steps += 1
+        if step % self.config.log_interval:
+            return
+        self._count_time()
+        per_step = self.seconds / self.steps
+        self.seconds, self.steps = 0.0, 0
+        tokens_per_s = self.tokens_per_step / per_step
+        mfu = self.flops_per_step / per_step / self.machine.peak[0]
+        loss, norm = float(loss), float(norm)
+        event = {"step": step, "split": "train", "tokens": (step + 1) * self.tokens_per_step}
+        event |= {"loss": loss, "lr": rate, "tokens_per_s": tokens_per_s, "mfu": mfu}
+        # JSON has no infinity, which is the norm where float16's scaler skips a step
+        self._log(event | {"grad_norm": norm if math.isfinite(norm) else None})
+        self.say(
+            f"iter {step}: loss {loss:.4f}, time {per_step * 1000:.2f}ms, mfu {mfu * 100:.2f}%, "
+            f"{tokens_per_s:,.0f} tokens/s, "
+            f"{tqdm.format_interval(self._seconds_left(step + 1, per_step))} left"
+        )
+
+    def _seconds_left(self, step, per_step):
+        steps = self.config.max_iters - step
+        evaluations = math.ceil(steps / self.config.eval_interval)
+        return steps * per_step + evaluations * self.evaluation_s
+
+    def _log(self, event):
+        refused = self.log.write(event | {"elapsed_s": round(time.monotonic() - STARTED, 3)})
+        if refused and not self.log_refused:
+            self.warn(f"{refused}; its lines wait in memory")
+        self.log_refused = bool(refused)
+
+    def say(self, line):
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def warn(self, line):
+        tqdm.write(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+
+
+def evaluation_line(step, losses):
+    line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
+    line += f", val perplexity {losses['perplexity']:.2f}"
+    if "bits_per_byte" in losses:
+        line += f", val bits per byte {losses['bits_per_byte']:.4f}"
+    return line
