@@ -7,7 +7,6 @@ know wherever it has nanoGPT's value, so that nanoGPT reads folio's checkpoints 
 
 import dataclasses
 import os
-import types
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +35,7 @@ class Checkpoint:
     scaler: dict | None = None  # of the loss scaler that float16 needs
     tokenizer: dict | None = None  # tokenizer.to_dict(); nanoGPT's checkpoints have none
     seed: int | None = None
-    evaluated: int | None = None  # the step of the last evaluation that best_val_loss knows of
+    evaluated: int = -1  # the step of the last evaluation that best_val_loss knows of
     data: dict | None = None  # Dataset.fingerprint
     path: Path | None = None  # where it was read from
     stamp: tuple | None = None  # of the file, then
@@ -66,10 +65,8 @@ def save(path, checkpoint):
     with replacing(path) as [file]:
         try:
             torch.save(plain, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch hides a full disk behind its own
-                raise error.__context__ from error
-            raise
+        except RuntimeError as error:  # torch's, of a half archive, hides a full disk or Ctrl-C
+            raise error.__context__ or error from None
 
 
 def _model_args(config):
@@ -144,7 +141,7 @@ def _from_plain(plain, path, stamp):
             scaler=plain.get("scaler"),
             tokenizer=plain.get("tokenizer"),
             seed=plain.get("seed"),
-            evaluated=plain.get("evaluated"),
+            evaluated=plain.get("evaluated", int(plain["iter_num"])),  # nanoGPT saves after it
             data=plain.get("data"),
             path=path,
             stamp=stamp,
@@ -190,7 +187,7 @@ def _check(checkpoint):
         )
     if type(checkpoint.config.get("dataset", "")) is not str:
         raise ValueError("its dataset has no name")
-    if type(checkpoint.evaluated) not in (int, types.NoneType):
+    if type(checkpoint.evaluated) is not int:
         raise ValueError("its last evaluation has no step")
 
 
@@ -243,8 +240,8 @@ def build_model(checkpoint):
 def restore_optimizer(checkpoint, optimizer, scaler):
     """Put a checkpoint's moments and loss scale into an optimiser and a scaler like its own.
 
-    Learning rate, weight decay and betas stay those of `optimizer`. Raises UserError where the
-    state belongs to other parameters.
+    Weight decay and betas stay those of `optimizer`; the learning rate is the last step's. Raises
+    UserError where the state belongs to other parameters.
     """
     if checkpoint.optimizer is None:
         raise UserError(f"{checkpoint.path} has no optimiser's state to go on from")
@@ -254,6 +251,10 @@ def restore_optimizer(checkpoint, optimizer, scaler):
         for parameter, moments in optimizer.state.items():
             if moments["exp_avg"].shape != parameter.shape:
                 raise ValueError("its moments have other shapes")
+        for group, saved in zip(
+            optimizer.param_groups, checkpoint.optimizer["param_groups"], strict=True
+        ):
+            group["lr"] = float(saved["lr"])
         if checkpoint.scaler:
             scaler.load_state_dict(checkpoint.scaler)
     except Exception as error:  # the content may be anything at all

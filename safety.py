@@ -178,20 +178,21 @@ def writing_to(folder, earlier=()):
     """
     folder = Path(folder)
     aside = None
-    _make(folder)
+    place = Path(os.path.realpath(folder))  # of a link, what it leads to
+    _make(place, folder)
     with ExitStack() as locks:
         if any(os.path.lexists(folder / name) for name in earlier):
             # Windows does not rename a folder with an open file, its lock, nor one in use.
             locks.enter_context(nullcontext() if os.name == "nt" else _lock(folder))
-            aside = _move_aside(folder)
-            _make(folder)
+            aside = _move_aside(place, folder)
+            _make(place, folder)
         locks.enter_context(_lock(folder))
         yield aside
 
 
-def _make(folder):
+def _make(place, folder):
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refusal("write to", folder, error) from error
 
@@ -220,9 +221,8 @@ def _lock(folder):
         lock.release()
 
 
-def _move_aside(folder):
-    """Rename a folder to the first of folder.1, folder.2, … that is free; return its new path."""
-    place = Path(os.path.realpath(folder))  # of a link, what it leads to
+def _move_aside(place, folder):
+    """Rename `place`, told as `folder`, to the first of place.1, place.2, … that is free."""
     if Path.cwd().is_relative_to(place):
         raise UserError(
             f"{folder} holds an earlier run and the folder you are in, so it is not moved aside; "
@@ -231,12 +231,12 @@ def _move_aside(folder):
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1
+    aside = Path(f"{place}.{number}")
     try:
-        place.rename(f"{place}.{number}")
+        place.rename(aside)
     except OSError as error:
         raise refusal("move aside", folder, error) from error
-    aside = Path(f"{place}.{number}")
+    sync_folder(place.parent)
     with suppress(OSError):  # its name alone: it is held on, so that nobody who opened it gets in
         (aside / LOCK).unlink()
-    sync_folder(place.parent)
-    return aside if place != Path(os.path.abspath(folder)) else Path(f"{folder}.{number}")
+    return aside if folder.is_symlink() else folder.with_name(aside.name)

@@ -137,7 +137,8 @@ def main(argv=None):
     if resumed:
         check_resumed(resumed, model_config, config, dataset)
     check_lengths(dataset, model_config, config.dataset)
-    if resumed and resumed.step >= config.max_iters and not config.eval_only:
+    finished = resumed and min(resumed.step, resumed.evaluated) >= config.max_iters
+    if finished and not config.eval_only:
         print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
         return
     try:
@@ -203,7 +204,8 @@ def train_on(model, state, dataset, config, machine, report):
                             report.evaluated(state.step, losses, rate)
                             keep_evaluated(state, losses["val"], dataset, config, report)
                 elif is_due(state, config.checkpoint_interval):
-                    keep(state, ckpt.LAST, dataset, config, report)
+                    with signals.held():
+                        keep(state, ckpt.LAST, dataset, config, report)
                 if done:
                     break
                 with signals.held():  # the weights, the step's number and the log go together
@@ -324,8 +326,8 @@ def make_state(config, model_config, machine, resumed):
     state = State(model, make_optimizer(model, config), scaler)
     if resumed:
         ckpt.restore_optimizer(resumed, state.optimizer, scaler)
-        state.step, state.best_val_loss = resumed.step, resumed.best_val_loss
-        state.evaluated = resumed.step if resumed.evaluated is None else resumed.evaluated
+        for name in ("step", "evaluated", "best_val_loss"):
+            setattr(state, name, getattr(resumed, name))
     return state
 
 

@@ -360,12 +360,12 @@ def test_a_restored_optimizer_goes_on_as_the_one_that_was_saved():
     assert plain(back.state_dict()) == plain(model.state_dict())
 
 
-def test_a_restored_optimizer_keeps_its_own_learning_rate():
+def test_a_restored_optimizer_keeps_its_own_hyperparameters_but_the_rate_of_the_last_step():
     model, optimizer = trained()
-    other = torch.optim.AdamW(model.parameters(), lr=0.5)
+    other = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.7)
     checkpoint = checkpoint_of(model, optimizer=optimizer.state_dict())
     restore_optimizer(checkpoint, other, NO_SCALER)
-    assert other.param_groups[0]["lr"] == 0.5
+    assert [other.param_groups[0][name] for name in ("lr", "weight_decay")] == [0.01, 0.7]
 
 
 @pytest.mark.parametrize(

@@ -91,3 +91,33 @@ def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
     }
     torch.save(content, Path("out", "ckpt.pt"))
     return model
+
+
+STATE = ("model", "optimizer", "scaler", "iter_num", "best_val_loss", "evaluated", "seed", "data")
+TIMES = ("elapsed_s", "tokens_per_s", "mfu")
+
+
+def same(a, b):
+    """Whether two values of plain data and tensors are equal to the bit."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def differences(out_dir, other, names=("ckpt.pt", "last.pt")):
+    """In what two folders' states, to the bit, and logs, but for the times, are not the same."""
+    found = []
+    for name in names:
+        mine, theirs = saved(name, out_dir), saved(name, other)
+        found += [f"{name} {key}" for key in STATE if not same(mine[key], theirs[key])]
+    if untimed_log(out_dir) != untimed_log(other):
+        found.append("log.jsonl")
+    return found
+
+
+def untimed_log(out_dir="out"):
+    return [{k: v for k, v in e.items() if k not in TIMES} for e in log_events(out_dir)]

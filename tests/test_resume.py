@@ -1,0 +1,596 @@
+"""Runs that are stopped, resumed, begun where another was, refused by a disk, or gone wrong."""
+
+import errno
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from filelock import FileLock
+
+import checkpoint as ckpt
+import report
+import safety
+import train
+from config import UserError
+from prepare import load_dataset
+from safety import Interrupted
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def verse(folder):
+    tiny.prepare_verse()
+    return load_dataset("verse")
+
+
+def after_calls(monkeypatch, owner, name, number, act):
+    """Have `act()` run when owner.name has been called `number` times."""
+    real, calls = getattr(owner, name), []
+
+    def wrapped(*args, **kwargs):
+        result = real(*args, **kwargs)
+        calls.append(name)
+        if len(calls) == number:
+            act()
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def interrupted(*flags, number=signal.SIGTERM, name="take_step", calls=1):
+    """Train until a signal comes after so many calls of a function of train.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        after_calls(patch, train, name, calls, send(number))
+        with pytest.raises(Interrupted) as caught:
+            train.main(list(flags))
+    return caught.value
+
+
+# Exact resume
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dropout": 0.3},
+        {"dropout": 0.3, "dtype": "bfloat16", "gradient_accumulation_steps": 2},
+        {"dtype": "float16", "grad_clip": 0.0},
+        {"eval_interval": 4, "checkpoint_interval": 2, "log_interval": 2},
+        {"eval_interval": 7, "always_save_checkpoint": True},
+    ],
+    ids=str,
+)
+def test_a_run_that_was_stopped_ends_as_one_that_never_was(verse, settings):
+    settings = {"max_iters": 9, "learning_rate": 1e-2} | settings
+    train.main(tiny.flags(out_dir="out-whole", **settings))
+    flags = tiny.flags(init_from="auto", **settings)
+    interrupted(*flags, calls=2)
+    interrupted(*flags, name="evaluate", calls=1)  # the evaluation is done, but not taken down
+    interrupted(*flags, calls=1)
+    while tiny.saved("last.pt")["iter_num"] < 9:
+        interrupted(*flags, calls=1)
+    train.main(flags)  # for the last evaluation
+    assert tiny.differences("out", "out-whole") == []
+
+
+@pytest.mark.parametrize("kept", [["ckpt.pt"], ["last.pt"]])
+def test_a_run_goes_on_from_last_or_else_from_its_best(verse, kept, folder):
+    train.main(tiny.flags(out_dir="out-whole"))
+    interrupted(*tiny.flags(eval_interval=2), calls=5)  # ckpt.pt is of step 4, last.pt of step 5
+    for name in {"ckpt.pt", "last.pt"} - set(kept):
+        (folder / "out" / name).unlink()
+    train.main(tiny.flags(init_from="resume"))
+    found = tiny.differences("out", "out-whole", names=["last.pt"])
+    assert set(found) <= {"last.pt best_val_loss", "log.jsonl"}  # of other evaluations
+    assert [e["step"] for e in tiny.log_events() if e["split"] == "train"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_state_is_saved_before_the_first_step_and_between_evaluations(verse, monkeypatch):
+    written = []
+    save = ckpt.save
+    monkeypatch.setattr(ckpt, "save", lambda p, c: (written.append((p.name, c.step)), save(p, c)))
+    train.main(tiny.flags(eval_interval=4, checkpoint_interval=3))
+    assert [step for name, step in written if name == "last.pt"] == [0, 3, 4, 6]
+
+
+def test_the_log_of_a_run_killed_between_saves_has_no_line_twice(verse, folder):
+    train.main(tiny.flags(out_dir="out-whole"))
+    interrupted(*tiny.flags(), calls=3)
+    shutil.copy("out/last.pt", "kept.pt")
+    interrupted(*tiny.flags(init_from="resume"), calls=2)
+    shutil.copy("kept.pt", "out/last.pt")  # as if it had been killed
+    with open("out/log.jsonl", "a") as log:
+        log.write('{"step": 5, "spl')  # in the midst of a line
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.differences("out", "out-whole") == []
+
+
+@pytest.mark.parametrize("place", ["start", "resume"])
+def test_the_log_is_on_disk_before_the_state_that_follows_from_it(verse, place, monkeypatch):
+    lines = []
+    save = ckpt.save
+    monkeypatch.setattr(
+        ckpt, "save", lambda p, c: (lines.append((c.step, len(tiny.log_events()))), save(p, c))
+    )
+    train.main(tiny.flags(max_iters=3))
+    assert lines[-1] == (3, 5)  # three steps and two evaluations
+
+
+def test_auto_starts_where_there_is_nothing_and_resumes_where_there_is(verse, capsys):
+    train.main(tiny.flags(init_from="auto", max_iters=3))
+    assert "resumed" not in capsys.readouterr().out
+    train.main(tiny.flags(init_from="auto"))
+    assert "resumed out/last.pt at step 3; changed: max_iters 3 → 6" in capsys.readouterr().out
+
+
+def test_what_changed_on_resuming_is_in_the_log_once(verse):
+    train.main(tiny.flags(max_iters=3))
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "take_step", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                train.main(tiny.flags(init_from="resume", learning_rate=0.02))
+    train.main(tiny.flags(init_from="resume", learning_rate=0.02))
+    events = [e for e in tiny.log_events() if e["split"] == "resume"]
+    assert [(e["step"], e["changed"]) for e in events] == [
+        (3, {"max_iters": [3, 6], "learning_rate": [0.01, 0.02]})
+    ]
+
+
+def test_all_that_may_change_can(verse):
+    train.main(tiny.flags(max_iters=3))
+    changes = {"eval_interval": 2, "dtype": "bfloat16", "batch_size": 2, "beta2": 0.9, "seed": 5}
+    train.main(tiny.flags(init_from="resume", log_interval=2, checkpoint_interval=1, **changes))
+    assert tiny.saved("last.pt")["iter_num"] == 6
+
+
+def test_every_contradiction_is_named(verse):
+    train.main(tiny.flags(max_iters=3))
+    tiny.prepare_verse("other", (tiny.VERSE * 20).replace("S", "Z"))
+    with pytest.raises(UserError) as caught:
+        train.main(tiny.flags(init_from="resume", dataset="other", n_embd=32, bias=True))
+    for words in ("n_embd 16 there and 32 here", "bias False", "another vocabulary", "other data"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["verse", "other"])
+def test_other_data_of_the_same_vocabulary_is_refused(verse, name):
+    train.main(tiny.flags(max_iters=3))
+    tiny.prepare_verse(name, tiny.VERSE[::-1] * 20)
+    with pytest.raises(UserError, match=rf"other data \(dataset verse there and {name} here\)"):
+        train.main(tiny.flags(init_from="resume", dataset=name))
+
+
+def test_a_dataset_may_get_another_name(verse):
+    train.main(tiny.flags(max_iters=3))
+    tiny.prepare_verse("sonnet")
+    train.main(tiny.flags(init_from="resume", dataset="sonnet"))
+    assert tiny.saved("last.pt")["iter_num"] == 6
+
+
+# Signals
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_lets_the_step_finish_and_the_state_be_saved(verse, number, status):
+    stop = interrupted(*tiny.flags(), number=number, calls=2)
+    assert stop.status == status
+    assert tiny.saved("last.pt")["iter_num"] == 2
+    told = r"stopped at step 2, kept in out/last\.pt; go on by: python .* --init_from=resume"
+    assert re.fullmatch(told, str(stop))
+
+
+def test_the_command_that_is_told_goes_on(verse):
+    stop = interrupted(*tiny.flags(), calls=2)
+    arguments = str(stop).split("go on by: python ")[1].split()[1:]
+    train.main(arguments)
+    assert tiny.saved("last.pt")["iter_num"] == 6
+
+
+def test_an_evaluation_does_not_keep_a_signal_waiting(verse, monkeypatch):
+    train.main(tiny.flags(out_dir="out-whole"))
+    with monkeypatch.context() as patch:
+        after_calls(patch, train, "split_loss", 3, send(signal.SIGTERM))  # the first at step 3
+        with pytest.raises(Interrupted):
+            train.main(tiny.flags())
+    assert (tiny.saved("last.pt")["iter_num"], tiny.saved("last.pt")["evaluated"]) == (3, 0)
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.differences("out", "out-whole") == []
+
+
+def test_a_second_ctrl_c_stops_a_save_and_leaves_the_files_whole(verse, monkeypatch, folder):
+    train.main(tiny.flags(max_iters=3))
+    before = (folder / "out" / "last.pt").read_bytes()
+
+    def twice(*_):
+        send(signal.SIGINT)()
+        send(signal.SIGINT)()
+
+    monkeypatch.setattr(safety.os, "fsync", twice)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train.main(tiny.flags(init_from="resume"))
+    assert not isinstance(caught.value, Interrupted)
+    assert (folder / "out" / "last.pt").read_bytes() == before
+    assert sorted(os.listdir("out")) == ["ckpt.pt", "last.pt", "log.jsonl"]
+
+
+def test_a_reader_of_the_output_that_leaves_costs_no_step(verse, monkeypatch):
+    train.main(tiny.flags(out_dir="out-whole"))
+
+    def say(self, line):
+        if line.startswith("iter 4"):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(report.Report, "say", say)
+        with pytest.raises(BrokenPipeError):
+            train.main(tiny.flags())
+    assert tiny.saved("last.pt")["iter_num"] == 5
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.differences("out", "out-whole") == []
+
+
+# A folder that holds an earlier run
+
+
+def test_an_earlier_run_is_moved_aside_whole(verse, folder, capsys):
+    for number in range(3):
+        train.main(tiny.flags(max_iters=3, seed=number))
+        (folder / "out" / "note.txt").write_text(f"run {number}")
+    assert [tiny.saved("last.pt", d)["seed"] for d in ("out.1", "out.2", "out")] == [0, 1, 2]
+    assert Path("out.1/note.txt").read_text() == "run 0"
+    assert sorted(os.listdir("out.1")) == ["ckpt.pt", "last.pt", "log.jsonl", "note.txt"]
+    told = [line for line in capsys.readouterr().out.splitlines() if "earlier run" in line]
+    assert len(told) == 2
+    assert "in out is now in out.2; " in told[1]
+    assert "--init_from=resume" in told[1]
+    assert "--overwrite=True" in told[1]
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "last.pt", "log.jsonl"])
+def test_one_file_of_a_run_is_enough_to_be_kept(verse, folder, name):
+    (folder / "out").mkdir()
+    (folder / "out" / name).write_text("work of days")
+    train.main(tiny.flags(max_iters=1))
+    assert (folder / "out.1" / name).read_text() == "work of days"
+
+
+def test_a_folder_without_a_run_is_used_as_it_is(verse, folder):
+    (folder / "out").mkdir()
+    (folder / "out" / "note.txt").write_text("mine")
+    train.main(tiny.flags(max_iters=1))
+    assert (folder / "out" / "note.txt").read_text() == "mine"
+    assert not (folder / "out.1").exists()
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_run(verse, folder):
+    train.main(tiny.flags())
+    train.main(tiny.flags(overwrite=True, max_iters=1))
+    assert not (folder / "out.1").exists()
+    assert [tiny.saved(name)["iter_num"] for name in ("ckpt.pt", "last.pt")] == [1, 1]
+    assert len(tiny.log_events()) == 3
+
+
+def test_overwriting_does_not_touch_a_run_that_is_resumed(verse):
+    train.main(tiny.flags(max_iters=3))
+    train.main(tiny.flags(overwrite=True, init_from="resume"))
+    assert [e["step"] for e in tiny.log_events() if e["split"] == "train"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_behind_a_link_the_folder_itself_is_moved_aside(verse, folder):
+    (folder / "disk").mkdir()
+    (folder / "out").symlink_to("disk")
+    train.main(tiny.flags(max_iters=1))
+    train.main(tiny.flags(max_iters=2))
+    assert (folder / "out").is_symlink()
+    assert [tiny.saved("last.pt", d)["iter_num"] for d in ("disk.1", "disk")] == [1, 2]
+
+
+def test_the_folder_one_is_in_is_not_moved(verse, folder):
+    train.main(tiny.flags(max_iters=1, out_dir="."))
+    with pytest.raises(UserError, match=r"the folder you are in.*--overwrite=True"):
+        train.main(tiny.flags(out_dir="."))
+    assert tiny.saved("last.pt", ".")["iter_num"] == 1
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 1024}, {"n_layer": 10**9}], ids=str)
+def test_a_run_that_cannot_start_moves_nothing(verse, folder, wrong):
+    train.main(tiny.flags(max_iters=1))
+    with pytest.raises(UserError):
+        train.main(tiny.flags(**wrong))
+    assert not (folder / "out.1").exists()
+
+
+@pytest.mark.parametrize("init_from", ["scratch", "resume", "auto"])
+def test_a_second_training_in_the_same_folder_is_refused(verse, folder, init_from):
+    train.main(tiny.flags(max_iters=1))
+    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    with (
+        FileLock(folder / "out" / safety.LOCK),
+        pytest.raises(UserError, match="another process is writing to out"),
+    ):
+        train.main(tiny.flags(init_from=init_from))
+    (folder / "out" / safety.LOCK).unlink()
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
+
+
+def test_a_lock_that_a_killed_run_left_holds_nobody_up(verse, folder):
+    (folder / "out").mkdir()
+    (folder / "out" / safety.LOCK).touch()
+    train.main(tiny.flags(max_iters=1))
+    assert tiny.saved("last.pt")["iter_num"] == 1
+
+
+def test_a_state_that_another_training_replaces_meanwhile_is_not_resumed(verse, monkeypatch):
+    train.main(tiny.flags(max_iters=3))
+    real = train.make_state
+
+    def slowly(*args):
+        shutil.copy("out/last.pt", "copy.pt")
+        os.replace("copy.pt", "out/last.pt")
+        return real(*args)
+
+    monkeypatch.setattr(train, "make_state", slowly)
+    with pytest.raises(UserError, match="another training wrote out/last.pt just now"):
+        train.main(tiny.flags(init_from="resume"))
+
+
+# Disks that refuse
+
+
+class FullDisk(io.FileIO):
+    """A file that takes a few bytes, and no more."""
+
+    def write(self, data):
+        if self.tell() + len(data) > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What is True in it is full: "states" or "log"."""
+    full = {"states": False, "log": False}
+
+    def opener(kind):
+        def open_there(path, mode="r", **options):
+            there = io.BufferedWriter(FullDisk(path, mode)) if full[kind] else None
+            return there or open(path, mode, **options)
+
+        return open_there
+
+    monkeypatch.setattr(safety, "open", opener("states"), raising=False)
+    monkeypatch.setattr(report, "open", opener("log"), raising=False)
+    return full
+
+
+def full_between(monkeypatch, disk, first, last):
+    """Make the disk full from before one step to after another."""
+    real = train.take_step
+
+    def take_step(model, state, *rest):
+        if state.step == first:
+            disk.update(states=True, log=True)
+        result = real(model, state, *rest)
+        if state.step == last + 1:
+            disk.update(states=False, log=False)
+        return result
+
+    monkeypatch.setattr(train, "take_step", take_step)
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing(verse, monkeypatch, disk, capsys):
+    train.main(tiny.flags(out_dir="out-whole", max_iters=9))
+    full_between(monkeypatch, disk, 1, 3)
+    train.main(tiny.flags(max_iters=9))
+    assert tiny.differences("out", "out-whole") == []
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3  # of the log, of ckpt.pt, of last.pt
+    assert all("No space left on device" in line for line in told)
+
+
+def test_a_best_that_could_not_be_written_is_not_claimed(verse, monkeypatch, disk):
+    losses = iter([9.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr(
+        train, "evaluate", lambda *_: {"train": 1.0, "val": next(losses), "perplexity": 1.0}
+    )
+    full_between(monkeypatch, disk, 2, 3)
+    train.main(tiny.flags(max_iters=9))
+    assert (tiny.saved("ckpt.pt")["iter_num"], tiny.saved("ckpt.pt")["best_val_loss"]) == (6, 2.0)
+
+
+def test_a_disk_that_is_full_at_the_end_is_an_error_and_leaves_what_was_there(
+    verse, monkeypatch, disk
+):
+    full_between(monkeypatch, disk, 4, 99)
+    with pytest.raises(UserError, match=r"cannot write out/ckpt\.pt: No space left on device"):
+        train.main(tiny.flags())
+    assert tiny.saved("last.pt")["iter_num"] == 3
+    assert [e["step"] for e in tiny.log_events() if e["split"] == "train"] == [0, 1, 2, 3]
+    assert sorted(os.listdir("out")) == ["ckpt.pt", "last.pt", "log.jsonl"]
+
+
+def test_a_disk_that_is_full_at_the_start_stops_before_the_first_step(verse, monkeypatch, disk):
+    disk["states"] = True
+    monkeypatch.setattr(train, "take_step", None)
+    with pytest.raises(UserError, match=r"cannot write out/ckpt\.pt: No space left on device"):
+        train.main(tiny.flags())
+
+
+def test_a_folder_that_vanishes_is_told_and_used_when_it_is_back(verse, monkeypatch, capsys):
+    train.main(tiny.flags(out_dir="out-whole", max_iters=9))
+    after_calls(monkeypatch, train, "take_step", 2, lambda: os.rename("out", "away"))
+    after_calls(monkeypatch, train, "take_step", 5, lambda: os.rename("away", "out"))
+    train.main(tiny.flags(max_iters=9))
+    assert tiny.differences("out", "out-whole") == []
+    told = capsys.readouterr().err
+    assert "cannot write out/last.pt: No such file or directory" in told
+
+
+def test_a_folder_that_stays_away_is_an_error(verse, monkeypatch):
+    after_calls(monkeypatch, train, "take_step", 4, lambda: os.rename("out", "away"))
+    with pytest.raises(UserError, match=r"cannot write out/ckpt\.pt: No such file"):
+        train.main(tiny.flags())
+    assert tiny.saved("last.pt", "away")["iter_num"] == 3
+
+
+# Training that goes wrong
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(verse, interval):
+    with pytest.raises(UserError) as caught:
+        train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=interval))
+    assert re.search(
+        r"wrong at step \d: loss (nan|inf).*, learning rate 9.4e\+29; the weights were left",
+        str(caught.value),
+    )
+    assert tiny.saved("last.pt")["iter_num"] == 0
+    finite = [tensor.isfinite().all() for tensor in tiny.saved("last.pt")["model"].values()]
+    assert all(finite)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_the_weights_are_not_touched_by_a_step_gone_wrong(verse, monkeypatch, where):
+    config = tiny.settings()
+    model_config = train.make_model_config(config, verse.tokenizer, None)
+    machine = train.choose_machine("cpu", "float32", False)
+    state = train.make_state(config, model_config, machine, None)
+    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+    if where == "loss":
+        state.model.register_forward_hook(lambda *a: (a[2][0], a[2][1] * math.nan))
+    else:
+        state.model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(UserError, match=r"step 0: loss .*, gradient norm (nan|inf), learning rate"):
+        train.take_step(state.model, state, verse.train, 0.01, config, machine)
+    assert tiny.same(before, dict(state.model.state_dict()))
+    assert (state.step, len(state.optimizer.state)) == (0, 0)
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_is_saved(verse, monkeypatch):
+    losses = iter([3.0, math.nan])
+    monkeypatch.setattr(
+        train, "evaluate", lambda *_: {"train": 1.0, "val": next(losses), "perplexity": 1.0}
+    )
+    with pytest.raises(UserError, match="training went wrong at step 3: loss nan"):
+        train.main(tiny.flags())
+    assert tiny.saved("last.pt")["iter_num"] == 0
+
+
+def test_steps_that_the_scaler_skips_do_not_stop_a_float16_run(verse, monkeypatch):
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(
+        torch.amp, "GradScaler", lambda *a, **k: scaler(*a, **k, init_scale=2.0**40)
+    )
+    train.main(tiny.flags(dtype="float16", max_iters=40, eval_interval=40))
+    events = [e for e in tiny.log_events() if e["split"] == "train"]
+    skipped = [e["grad_norm"] is None for e in events]
+    assert skipped[0]
+    assert not skipped[-1]
+    assert tiny.saved("last.pt")["scaler"]["scale"] < 2.0**40
+    assert "Infinity" not in Path("out/log.jsonl").read_text()
+
+
+def test_a_float16_gradient_that_is_infinite_at_scale_1_stops_the_run(verse, monkeypatch):
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: scaler(*a, **k, init_scale=1.0))
+    real = train.make_state
+
+    def with_a_wrong_gradient(*args):
+        state = real(*args)
+        state.model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
+        return state
+
+    monkeypatch.setattr(train, "make_state", with_a_wrong_gradient)
+    with pytest.raises(UserError, match="training went wrong at step 0"):
+        train.main(tiny.flags(dtype="float16"))
+
+
+def test_the_gradient_norm_is_in_the_log(verse):
+    train.main(tiny.flags(max_iters=2))
+    norms = [e["grad_norm"] for e in tiny.log_events() if e["split"] == "train"]
+    assert all(0 < norm < 100 for norm in norms)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_lack_of_memory_names_the_batches_that_train_alike(verse, monkeypatch, error):
+    def take_step(*_):
+        raise error
+
+    monkeypatch.setattr(train, "take_step", take_step)
+    with pytest.raises(UserError) as caught:
+        train.main(tiny.flags(batch_size=15, gradient_accumulation_steps=2, eval_iters=7))
+    for words in (
+        "cpu is out of memory",
+        "--batch_size=5 --gradient_accumulation_steps=6",
+        "--eval_iters=21",
+        "--block_size",
+    ):
+        assert words in str(caught.value)
+
+
+def test_a_batch_of_one_is_not_made_smaller():
+    advice = train.less_memory(tiny.settings(batch_size=1))
+    assert "batch_size=" not in advice
+    assert "--n_layer" in advice
+
+
+def test_other_errors_keep_their_traceback(verse, monkeypatch):
+    def take_step(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(train, "take_step", take_step)
+    with pytest.raises(RuntimeError, match="a bug"):
+        train.main(tiny.flags())
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(verse):
+    with pytest.raises(UserError, match=r"takes [\d,]+ GiB to train, and cpu has [\d,]+; lower"):
+        train.main(tiny.flags(n_layer=10**9))
+
+
+# The log
+
+
+def test_lines_that_are_not_the_logs_own_stay(folder):
+    lines = ["not JSON\n", "[1]\n", '{"step": 9}\n', '{"step": "x", "split": "val"}\n']
+    events = [{"step": step, "split": "train"} for step in range(4)]
+    text = "".join(lines) + "".join(json.dumps(event) + "\n" for event in events)
+    Path("log.jsonl").write_text(text + '{"step": 4, "split": "tr')
+    assert report.Log("log.jsonl").cut(2, 0) == events[1]
+    assert Path("log.jsonl").read_text() == text[: text.index('{"step": 2')]
+
+
+def test_a_log_that_needs_no_cut_is_not_written_again(folder):
+    Path("log.jsonl").write_text('{"step": 1, "split": "train"}\n')
+    before = ckpt.stamp_of("log.jsonl")
+    report.Log("log.jsonl").cut(2, 0)
+    assert ckpt.stamp_of("log.jsonl") == before
