@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -183,8 +183,19 @@ def memory_bytes(device):
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def is_out_of_memory(error):
-    """Whether an exception says that a device had no memory left; torch has no one class for it."""
+@contextmanager
+def explained_lack_of_memory(device, advice):
+    """Turn a lack of memory into a UserError that says what needs less."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise UserError(f"{device} is out of memory: {advice}") from error
+
+
+def _is_out_of_memory(error):
+    """Whether an exception says that no memory was left; torch has no one class for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = ("can't allocate memory", "not enough memory", "out of memory")

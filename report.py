@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config import STARTED
+from config import STARTED, changed
+from model import num_params
 from safety import refusal, replacing
 
 LOG = "log.jsonl"
@@ -167,17 +168,20 @@ class Report:
         return steps * per_step + evaluations * self.evaluation_s
 
     def _log(self, event):
-        refused = self.log.write(event | {"elapsed_s": round(time.monotonic() - STARTED, 3)})
-        if refused and not self.log_refused:
-            self.warn(f"{refused}; its lines wait in memory")
-        self.log_refused = bool(refused)
+        error = self.log.write(event | {"elapsed_s": round(time.monotonic() - STARTED, 3)})
+        self.refused(None if self.log_refused else error)
+        self.log_refused = bool(error)
 
     def say(self, line):
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
-    def warn(self, line):
-        tqdm.write(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+    def refused(self, error):
+        """Tell of a UserError that training outlives; None is none."""
+        if error:
+            script = Path(sys.argv[0]).name
+            line = f"{script}: {error}; training goes on, and the next save tries again"
+            tqdm.write(line, file=sys.stderr)
 
 
 def evaluation_line(step, losses):
@@ -186,3 +190,44 @@ def evaluation_line(step, losses):
     if "bits_per_byte" in losses:
         line += f", val bits per byte {losses['bits_per_byte']:.4f}"
     return line
+
+
+def print_start(config, dataset, model_config, machine, tokens_per_step):
+    """Say what is about to be trained, on what, and how."""
+    told_below = ("device", "dtype", "compile")
+    pairs = [f"{name}={value}" for name, value in changed(config).items() if name not in told_below]
+    print(f"settings: {' '.join(pairs) or 'all at their defaults'}")
+    print(
+        f"dataset: {config.dataset}, {len(dataset.train):,} train and {len(dataset.val):,} "
+        f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}"
+    )
+    print(
+        f"model: {num_params(model_config):,} parameters; {config.max_iters:,} steps of "
+        f"{tokens_per_step:,} tokens"
+    )
+    peak, source = machine.peak
+    print(f"machine: {machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})")
+    if config.wandb_log:
+        print("wandb_log: not there yet, so the figures go to log.jsonl alone")
+    sys.stdout.flush()
+
+
+def print_end(config, best_val_loss, path):
+    """Say where the best model is and how to use it."""
+    kept = "newest" if config.always_save_checkpoint else "best"
+    print(f"done; best val loss {best_val_loss:.4f}; the {kept} model is in {path}")
+    print(f"write with it: python sample.py --out_dir={config.out_dir}")
+
+
+def less_memory(config):
+    """What to change for a run that needs less memory: batches of the same tokens, if they can."""
+    parts = next((n for n in range(2, config.batch_size + 1) if config.batch_size % n == 0), None)
+    others = "a smaller --block_size, --n_layer or --n_embd needs less"
+    if not parts:
+        return others
+    return (
+        f"--batch_size={config.batch_size // parts} "
+        f"--gradient_accumulation_steps={config.gradient_accumulation_steps * parts} trains alike, "
+        f"with as many tokens a step (and --eval_iters={config.eval_iters * parts} evaluates "
+        f"alike); {others}, too"
+    )

@@ -150,6 +150,15 @@ def replacing(*paths):
         raise refusal("write", " and ".join(map(str, paths)), error) from error
 
 
+def remove(paths):
+    """Remove those of the files that are there. Raises UserError where the disk refuses."""
+    for path in paths:
+        try:
+            Path(path).unlink(missing_ok=True)
+        except OSError as error:
+            raise refusal("remove", path, error) from error
+
+
 def sync_folder(folder):
     """Make renames in a folder durable, where the system lets one open and sync it."""
     with suppress(OSError):

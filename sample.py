@@ -50,7 +50,12 @@ import numpy as np
 import torch
 
 import checkpoint as ckpt
-from device import choose_machine, compile_or_fall_back, resolve_device
+from device import (
+    choose_machine,
+    compile_or_fall_back,
+    explained_lack_of_memory,
+    resolve_device,
+)
 from model import generate
 from prepare import decode_text, load_tokenizer, read_text
 from tokenizer import from_dict
@@ -65,9 +70,10 @@ def main(argv=None):
     loss = checkpoint.best_val_loss
     print(f"{checkpoint.path}: step {checkpoint.step}, best val loss {loss:.4f}", file=sys.stderr)
     print(f"machine: {machine.summary}", file=sys.stderr)
-    for text in write(checkpoint, tokenizer, ids, config, machine):
-        print(text)
-        print("---------------", flush=True)
+    with explained_lack_of_memory(config.device, "try --device=cpu, or a shorter --start"):
+        for text in write(checkpoint, tokenizer, ids, config, machine):
+            print(text)
+            print("---------------", flush=True)
 
 
 def tokenizer_of(checkpoint):

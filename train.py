@@ -4,13 +4,12 @@
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-slower
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
 
-In this order: the settings, the run, its checkpoints, one step, batches, evaluation, what is told.
+In this order: the settings, the run, its checkpoints, one step, batches, evaluation.
 """
 
 import dataclasses
 import math
 import os
-import shlex
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from config import UserError, answer_early, changed, load, setting
-from safety import Interrupted, Signals, run, writing_to
+from config import UserError, answer_early, load, setting
+from safety import Interrupted, Signals, remove, run, writing_to
 
 
 @dataclass(frozen=True)
@@ -116,19 +115,18 @@ import checkpoint as ckpt
 from device import (
     choose_machine,
     compile_or_fall_back,
-    is_out_of_memory,
+    explained_lack_of_memory,
     kind_of,
     memory_bytes,
     resolve_device,
 )
 from model import GPT, GPTConfig, flops_per_token, num_params
 from prepare import load_dataset
-from report import LOG, Report, evaluation_line
+from report import LOG, Report, evaluation_line, less_memory, print_end, print_start
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    config = load(TrainConfig, argv, {"device": resolve_device})
+    config = load(TrainConfig, sys.argv[1:] if argv is None else argv, {"device": resolve_device})
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("folio trains in one process: start it by python, not by torchrun")
     dataset = load_dataset(config.dataset)
@@ -141,12 +139,8 @@ def main(argv=None):
     if finished and not config.eval_only:
         print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
         return
-    try:
-        with explained_lack_of_memory(config):
-            train(config, dataset, model_config, resumed)
-    except Interrupted as interrupt:
-        command = shlex.join(["python", sys.argv[0], *argv, "--init_from=resume"])
-        raise Interrupted(interrupt.number, f"{interrupt}; go on by: {command}") from None
+    with explained_lack_of_memory(config.device, less_memory(config)):
+        train(config, dataset, model_config, resumed)
 
 
 # The run
@@ -170,7 +164,7 @@ def train(config, dataset, model_config, resumed):
     flops = flops_per_token(model_config) * tokens_per_step(config) * steps
     machine = choose_machine(config.device, config.dtype, config.compile, flops)
     config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
-    print_start(config, dataset, model_config, machine)
+    print_start(config, dataset, model_config, machine, tokens_per_step(config))
     state = make_state(config, model_config, machine, resumed)
     if config.eval_only:
         model = compiled(state.model, config, machine, dataset.train)
@@ -182,43 +176,53 @@ def train(config, dataset, model_config, resumed):
         with Report(config, machine, state.step, *sizes) as report:
             if resumed:
                 report.resumed(state.step, state.evaluated, resumed.path, changes(resumed, config))
-            train_on(model, state, dataset, config, machine, report)
-    print_end(state, config)
+            with saved_when_stopped(state, dataset, config, report) as signals:
+                train_on(model, state, dataset, config, machine, report, signals)
+    print_end(config, state.best_val_loss, Path(config.out_dir, ckpt.BEST))
 
 
-def train_on(model, state, dataset, config, machine, report):
-    """The loop. Whatever a person or the system interrupts is saved at the step it came to.
+def train_on(model, state, dataset, config, machine, report, signals):
+    """The loop: evaluate and save where it is due, then make a step, until max_iters.
 
-    `model` is state.model, or its compiled wrapper over the same weights.
+    `model` is state.model, or its compiled wrapper over the same weights. A signal does not come
+    between what belongs together: the weights, the step's number and the log.
     """
+    while True:
+        done = state.step >= config.max_iters
+        rate = learning_rate_at(state.step, config)
+        if state.evaluated < state.step and (done or is_due(state, config.eval_interval)):
+            with report.evaluating():
+                losses = evaluate(model, dataset, config, machine)
+                with signals.held():
+                    check_finite(losses["train"] + losses["val"], None, state, rate)
+                    report.evaluated(state.step, losses, rate)
+                    save_evaluated(state, losses["val"], dataset, config, report)
+        elif is_due(state, config.checkpoint_interval):
+            with signals.held():
+                report.refused(save(state, ckpt.LAST, dataset, config, report))
+        if done:
+            break
+        with signals.held():
+            loss, norm = take_step(model, state, dataset.train, rate, config, machine)
+            report.stepped(state.step - 1, loss, norm, rate)
+
+
+@contextmanager
+def saved_when_stopped(state, dataset, config, report):
+    """The Signals of the loop. Where one stops it, the step it came to is saved."""
     with Signals() as signals:
         try:
-            while True:
-                done = state.step >= config.max_iters
-                rate = learning_rate_at(state.step, config)
-                if state.evaluated < state.step and (done or is_due(state, config.eval_interval)):
-                    with report.evaluating():
-                        losses = evaluate(model, dataset, config, machine)
-                        with signals.held():
-                            check_finite(losses["train"] + losses["val"], None, state, rate)
-                            report.evaluated(state.step, losses, rate)
-                            keep_evaluated(state, losses["val"], dataset, config, report)
-                elif is_due(state, config.checkpoint_interval):
-                    with signals.held():
-                        keep(state, ckpt.LAST, dataset, config, report)
-                if done:
-                    break
-                with signals.held():  # the weights, the step's number and the log go together
-                    loss, norm = take_step(model, state, dataset.train, rate, config, machine)
-                    report.stepped(state.step - 1, loss, norm, rate)
-        except (Interrupted, OSError) as stop:  # an OSError: nobody reads what is told
-            if refusal := keep(state, ckpt.LAST, dataset, config, report):
+            yield signals
+        except (Interrupted, OSError) as stop:  # an OSError: who read the output has left
+            if refusal := save(state, ckpt.LAST, dataset, config, report):
                 raise refusal from stop
             if not isinstance(stop, Interrupted):
                 raise
-            path = Path(config.out_dir, ckpt.LAST)
-            message = f"stopped at step {state.step}, kept in {path}"
-            raise Interrupted(stop.number, message) from None
+            raise Interrupted(
+                stop.number,
+                f"stopped at step {state.step}, kept in {Path(config.out_dir, ckpt.LAST)}; go on "
+                "by the same command and --init_from=resume",
+            ) from None
 
 
 def is_due(state, interval):
@@ -307,9 +311,8 @@ def claimed_out_dir(config, resumed):
             )
         if resumed and ckpt.stamp_of(resumed.path) != resumed.stamp:
             raise UserError(f"another training wrote {resumed.path} just now: resume once more")
-        if not resumed:
-            for name in files:
-                Path(config.out_dir, name).unlink(missing_ok=True)
+        names = [] if resumed else list(files)
+        remove(Path(config.out_dir, name) for name in names + [f"{name}.tmp" for name in files])
         yield
 
 
@@ -356,7 +359,7 @@ def warm_up_compiler(config, machine, ids, model):
 # Checkpoints
 
 
-def keep_evaluated(state, val_loss, dataset, config, report):
+def save_evaluated(state, val_loss, dataset, config, report):
     """Write ckpt.pt where validation is at its best, and then last.pt, which speaks of it.
 
     Where the disk refuses, training goes on, unless it is about to begin or to end.
@@ -365,17 +368,17 @@ def keep_evaluated(state, val_loss, dataset, config, report):
     refusals = []
     if val_loss < best_before or config.always_save_checkpoint:
         state.best_val_loss = min(val_loss, best_before)
-        refusals.append(keep(state, ckpt.BEST, dataset, config, report))
+        refusals.append(save(state, ckpt.BEST, dataset, config, report))
         if refusals[0]:
             state.best_val_loss = best_before  # that of the file that is there
-    refusals.append(keep(state, ckpt.LAST, dataset, config, report))
-    if 0 < state.step < config.max_iters:
-        return
+    refusals.append(save(state, ckpt.LAST, dataset, config, report))
     for refusal in filter(None, refusals):
-        raise refusal
+        if not 0 < state.step < config.max_iters:
+            raise refusal
+        report.refused(refusal)
 
 
-def keep(state, name, dataset, config, report):
+def save(state, name, dataset, config, report):
     """Write the state to a file of out_dir; return the UserError where the disk refuses, or None.
 
     The log comes first, so that none of its lines is missing where the run is resumed.
@@ -396,10 +399,9 @@ def keep(state, name, dataset, config, report):
     report.log.flush(durable=True)
     try:
         ckpt.save(Path(config.out_dir, name), checkpoint)
-        return None
-    except UserError as error:
-        report.warn(f"{error}; the state is in memory, and the next save tries again")
-        return error
+    except UserError as refusal:
+        return refusal
+    return None
 
 
 # One step
@@ -550,63 +552,6 @@ def split_loss(model, ids, config, machine):
     finally:
         model.train()
     return total / count
-
-
-# What is told and written
-
-
-def print_start(config, dataset, model_config, machine):
-    """Say what is about to be trained, on what, and how."""
-    told_below = ("device", "dtype", "compile")
-    pairs = [f"{name}={value}" for name, value in changed(config).items() if name not in told_below]
-    print(f"settings: {' '.join(pairs) or 'all at their defaults'}")
-    print(
-        f"dataset: {config.dataset}, {len(dataset.train):,} train and {len(dataset.val):,} "
-        f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}"
-    )
-    print(
-        f"model: {num_params(model_config):,} parameters; {config.max_iters:,} steps of "
-        f"{tokens_per_step(config):,} tokens"
-    )
-    peak, source = machine.peak
-    print(f"machine: {machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})")
-    if config.wandb_log:
-        print("wandb_log: not there yet, so the figures go to log.jsonl alone")
-    sys.stdout.flush()
-
-
-def print_end(state, config):
-    """Say where the model is and how to use it, if there is one."""
-    if state.best_val_loss < math.inf:
-        kept = "newest" if config.always_save_checkpoint else "best"
-        path = Path(config.out_dir, ckpt.BEST)
-        print(f"done; best val loss {state.best_val_loss:.4f}; the {kept} model is in {path}")
-        print(f"write with it: python sample.py --out_dir={config.out_dir}")
-
-
-@contextmanager
-def explained_lack_of_memory(config):
-    """Turn a lack of memory into a UserError that says what needs less."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"{config.device} is out of memory: {less_memory(config)}") from error
-
-
-def less_memory(config):
-    """What to change for a run that needs less memory: batches of the same tokens, if they can."""
-    parts = next((n for n in range(2, config.batch_size + 1) if config.batch_size % n == 0), None)
-    others = "a smaller --block_size, --n_layer or --n_embd needs less"
-    if not parts:
-        return others
-    return (
-        f"--batch_size={config.batch_size // parts} "
-        f"--gradient_accumulation_steps={config.gradient_accumulation_steps * parts} trains alike, "
-        f"with as many tokens a step (and --eval_iters={config.eval_iters * parts} evaluates "
-        f"alike); {others}, too"
-    )
 
 
 if __name__ == "__main__":
