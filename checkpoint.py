@@ -7,6 +7,8 @@ know wherever it has nanoGPT's value, so that nanoGPT reads folio's checkpoints 
 
 import dataclasses
 import os
+import stat
+import warnings
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from config import UserError, nearest
 from model import GPT, GPTConfig, num_params
-from safety import refusal, replacing
+from safety import cause_of, refusal, replacing
 
 FORMAT = 1
 BEST, LAST = "ckpt.pt", "last.pt"  # the best on validation, and the newest
@@ -82,6 +84,8 @@ def load(path):
     """
     path = Path(path)
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise OSError("it is no regular file")
         with open(path, "rb") as file:
             plain = _read(file, path)
             return _from_plain(plain, path, stamp=stamp_of(file.fileno()))
@@ -94,8 +98,8 @@ def load(path):
 def stamp_of(file):
     """What tells two states of a file (path or handle) apart; None where it is gone."""
     with suppress(FileNotFoundError):
-        stat = os.stat(file)
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+        now = os.stat(file)
+        return now.st_ino, now.st_size, now.st_mtime_ns
     return None
 
 
@@ -103,14 +107,23 @@ def _read(file, path):
     try:
         _check_archive(file)
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return _load_plain(file)
     except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
         best = path.with_name(BEST)
         other = f"; with {path.name} moved away, {best} is used" if path.name == LAST else ""
         raise UserError(
-            f"{path} is damaged or not a checkpoint ({_short(error)})"
+            f"{path} is damaged or not a checkpoint ({cause_of(error)})"
             f"{other if best.exists() else ''}"
         ) from error
+
+
+def _load_plain(file):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whose words are long, and advise to run what is in the file
+        raise ValueError("it is more than plain data and tensors; nothing in it was run") from error
 
 
 def _check_archive(file):
@@ -151,12 +164,9 @@ def _from_plain(plain, path, stamp):
     except UserError:
         raise
     except Exception as error:  # the content may be anything at all
-        raise UserError(f"{path} is not a checkpoint that folio knows ({_short(error)})") from error
-
-
-def _short(error):
-    """The first line of an exception, or its kind; torch explains itself at length."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise UserError(
+            f"{path} is not a checkpoint that folio knows ({cause_of(error)})"
+        ) from error
 
 
 def _model_config(args):
@@ -177,6 +187,9 @@ def _check(checkpoint):
         whole = tensor.device.type == "cpu" and tensor.layout == torch.strided
         if not whole or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise ValueError("it has tensors without their data")
+    plain = [checkpoint.config, checkpoint.data, checkpoint.tokenizer, checkpoint.seed]
+    if any(True for _ in _tensors(plain)):
+        raise ValueError("it has tensors where plain data belong")
     skipped = "lm_head.weight" if checkpoint.model_config.tie_weights else None
     count = sum(w.numel() for name, w in checkpoint.weights.items() if name != skipped)
     if count != (needed := num_params(checkpoint.model_config)):
@@ -219,7 +232,7 @@ def _hint(path):
 def newest(out_dir):
     """The path of the state to resume from: last.pt, else ckpt.pt."""
     last = Path(out_dir, LAST)
-    return last if last.exists() else Path(out_dir, BEST)
+    return last if os.path.exists(last) else Path(out_dir, BEST)
 
 
 def build_model(checkpoint):
@@ -248,9 +261,8 @@ def restore_optimizer(checkpoint, optimizer, scaler):
     try:
         state = {"state": checkpoint.optimizer["state"]}
         optimizer.load_state_dict(optimizer.state_dict() | state)
-        for parameter, moments in optimizer.state.items():
-            if moments["exp_avg"].shape != parameter.shape:
-                raise ValueError("its moments have other shapes")
+        if checkpoint.step:
+            _check_moments(optimizer)
         for group, saved in zip(
             optimizer.param_groups, checkpoint.optimizer["param_groups"], strict=True
         ):
@@ -259,5 +271,19 @@ def restore_optimizer(checkpoint, optimizer, scaler):
             scaler.load_state_dict(checkpoint.scaler)
     except Exception as error:  # the content may be anything at all
         raise UserError(
-            f"{checkpoint.path}: the optimiser's state does not fit: {_short(error)}"
+            f"{checkpoint.path}: the optimiser's state does not fit: {cause_of(error)}"
         ) from error
+
+
+def _check_moments(optimizer):
+    """Raise where an AdamW lacks moments, or has some that are not its parameters'."""
+    if len(optimizer.state) != sum(len(group["params"]) for group in optimizer.param_groups):
+        raise ValueError("it is that of other parameters")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = optimizer.state[parameter]
+            for name in ("exp_avg", "exp_avg_sq"):
+                if moments[name].shape != parameter.shape or not moments[name].isfinite().all():
+                    raise ValueError("its moments have other shapes, or are no finite numbers")
+            if moments["step"].numel() != 1:
+                raise ValueError("its moments have no one step")

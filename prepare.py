@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from config import UserError, load, nearest, setting
-from safety import refusal, replacing, run, writing_to
+from safety import cause_of, refusal, replacing, run, writing_to
 from tokenizer import KINDS, CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
@@ -60,6 +60,8 @@ class PrepareConfig:
     def __post_init__(self):
         if self.input == "":
             raise UserError("--input is empty: it names a file or a folder")
+        if self.url == "":
+            raise UserError("--url is empty: it names an address")
         if self.input and self.dataset is None:
             name = Path(self.input).resolve().stem or "mine"
             raise UserError(f"name the dataset that --input becomes, as in --dataset={name}")
@@ -201,8 +203,8 @@ def _how_to_make(name):
 
 def _read_small(path):
     """The bytes of a file that describes a dataset. Raises ValueError for one that cannot be it."""
-    if (size := path.stat().st_size) > LARGEST_META:
-        raise ValueError(f"its {size:,} bytes are too many")
+    if path.stat().st_size > LARGEST_META or not path.is_file():
+        raise ValueError("it is too large, or no regular file")
     return path.read_bytes()
 
 
@@ -211,18 +213,25 @@ def _read_meta_json(folder):
     path = folder / "meta.json"
     try:
         meta = json.loads(_read_small(path))
+        if type(meta["format"]) is not int:
+            raise ValueError("its format is no number")
         if meta["format"] > FORMAT:
             raise UserError(f"{path} was written by a later folio (format {meta['format']})")
         if meta.get("crc32") != _checksum(meta):
             raise ValueError("its checksum is wrong")
         sizes = [meta[split][unit] for split in ("train", "val") for unit in ("tokens", "bytes")]
-        if not all(type(size) is int and size > 0 for size in sizes) or "tokenizer" not in meta:
+        if (
+            not all(type(size) is int and 0 < size < 2**63 for size in sizes)
+            or "tokenizer" not in meta
+        ):
             raise ValueError("token counts or tokenizer missing")
         return meta
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); prepare the dataset again") from error
+        raise UserError(
+            f"{path} is damaged ({cause_of(error)}); prepare the dataset again"
+        ) from error
 
 
 def _read_bin(path):
@@ -260,8 +269,15 @@ def _check_bin(path, ids, vocab_size, described, piece=2**24):
 class _PlainUnpickler(pickle._Unpickler):
     """Reads dicts, lists, strings and numbers; refuses whatever could run code.
 
-    In Python, since the one in C lets a file of a few bytes claim gigabytes of memory.
+    In Python, since the one in C lets a file of a few bytes claim gigabytes of memory, as a
+    bytearray would here.
     """
+
+    dispatch = {
+        code: read
+        for code, read in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]
+    }
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it wants to load {module}.{name}")
@@ -273,7 +289,7 @@ def _tokenizer_from_pickle(path):
         meta = _PlainUnpickler(io.BytesIO(_read_small(path))).load()
         characters = [meta["itos"][i] for i in range(meta["vocab_size"])]
     except Exception as error:  # a damaged or hostile pickle fails in any way at all
-        raise UserError(f"meta.pkl is not nanoGPT's character table ({error})") from error
+        raise UserError(f"meta.pkl is not nanoGPT's character table ({cause_of(error)})") from error
     if not all(isinstance(c, str) and len(c) == 1 for c in characters):
         raise UserError("meta.pkl has tokens that are not single characters")
     return from_dict({"kind": "char", "characters": "".join(characters)})

@@ -54,7 +54,10 @@ def run(main, *args):
 
 
 def _say(message):
-    print(f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}", file=sys.stderr)
+    """One line on stderr, in which nothing draws on the terminal."""
+    line = f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}"
+    spelt = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    print("".join(spelt), file=sys.stderr)
 
 
 def _quiet_if_interrupted(kind, error, trace):
@@ -132,6 +135,8 @@ def replacing(*paths):
     parts = [path.with_name(path.name + ".tmp") for path in paths]
     try:
         try:
+            if any(path.is_dir() for path in paths):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             with ExitStack() as opened:
                 files = [opened.enter_context(open(part, "wb")) for part in parts]
                 yield files
@@ -167,6 +172,11 @@ def sync_folder(folder):
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def cause_of(error):
+    """An exception in a line of 200 characters at most."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def refusal(verb, path, error):

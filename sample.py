@@ -32,9 +32,7 @@ class SampleConfig:
     top_k: int | None = setting(
         200, "draw from the k likeliest tokens; None is from all", bounds="[1, inf)"
     )
-    seed: int = setting(
-        1337, "the same seed writes the same text", bounds="[0, 9223372036854775807]"
-    )
+    seed: int = setting(1337, "the same seed writes the same text", bounds="[0, inf)")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -102,9 +100,13 @@ def read_prompt(start, tokenizer):
     if start is None:
         return tokenizer.start
     if start == "-":
+        if not sys.stdin:
+            raise UserError("standard input is closed, and --start=- reads the prompt from there")
         prompt = decode_text(sys.stdin.buffer.read(), "standard input").text
     elif start.startswith("FILE:"):
-        prompt = read_text(Path(start.removeprefix("FILE:"))).text
+        if not (name := start.removeprefix("FILE:")):
+            raise UserError("--start=FILE: lacks the name of the file")
+        prompt = read_text(Path(name)).text
     else:
         prompt = start
     if not prompt:

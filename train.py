@@ -44,9 +44,7 @@ class TrainConfig:
     overwrite: bool = setting(
         False, "replace an earlier run in out_dir, which is moved to out_dir.1 otherwise"
     )
-    seed: int = setting(
-        1337, "fixes initial weights, batches and dropout", bounds="[0, 9223372036854775807]"
-    )
+    seed: int = setting(1337, "fixes initial weights, batches and dropout", bounds="[0, inf)")
 
     wandb_log: bool = setting(False, "not there yet; log.jsonl has the figures", group="Logging")
     wandb_project: str = setting("owt", "nanoGPT's; not used yet")
@@ -239,7 +237,7 @@ def compiled(model, config, machine, ids):
 def load_resumed(config):
     """The checkpoint that init_from asks for; None to start from scratch."""
     path = ckpt.newest(config.out_dir)
-    if config.init_from == "scratch" or (config.init_from == "auto" and not path.exists()):
+    if config.init_from == "scratch" or (config.init_from == "auto" and not os.path.exists(path)):
         return None
     return ckpt.load(path)
 
@@ -281,9 +279,11 @@ def check_resumed(resumed, model_config, config, dataset):
     if resumed.tokenizer not in (None, dataset.tokenizer.to_dict()):
         wrong.append("another vocabulary")
     name = resumed.config.get("dataset", config.dataset)
-    same = resumed.data == dataset.fingerprint if resumed.data else name == config.dataset
-    if not same:
-        wrong.append(f"other data (dataset {name} there and {config.dataset} here)")
+    if resumed.data and resumed.data != dataset.fingerprint:
+        others = "as it was then" if name == config.dataset else "there"
+        wrong.append(f"other data (dataset {name} {others} and {config.dataset} here)")
+    elif not resumed.data and name != config.dataset:
+        wrong.append(f"dataset {name} there and {config.dataset} here")
     if wrong:
         raise UserError(
             f"{resumed.path} does not go with these settings: {'; '.join(wrong)}; resume with "
@@ -318,7 +318,7 @@ def claimed_out_dir(config, resumed):
 
 def make_state(config, model_config, machine, resumed):
     """A new model and optimiser, or those of a checkpoint; hyperparameters are the settings'."""
-    check_memory(model_config, machine)
+    check_memory(model_config, config)
     torch.manual_seed(config.seed)
     if resumed:
         model = ckpt.build_model(dataclasses.replace(resumed, model_config=model_config))
@@ -334,13 +334,19 @@ def make_state(config, model_config, machine, resumed):
     return state
 
 
-def check_memory(model_config, machine):
-    """Raise UserError where not even weights, gradients and two moments would fit."""
-    needed, there = 16 * num_params(model_config), memory_bytes(machine.device)
+def check_memory(model_config, config):
+    """Raise UserError where weights, gradients, two moments and one batch's logits cannot fit."""
+    B, T = config.batch_size, config.block_size
+    model = 16 * num_params(model_config)
+    needed = (
+        model + 2 * B * T * model_config.vocab_size + 8 * B * config.gradient_accumulation_steps
+    )
+    there = memory_bytes(config.device)
     if there and needed > there:
+        advice = less_memory(config) if model < there else "lower --n_layer or --n_embd"
         raise UserError(
-            f"a model of {num_params(model_config):,} parameters takes {needed / 2**30:,.0f} GiB "
-            f"to train, and {machine.device} has {there / 2**30:,.0f}; lower --n_layer or --n_embd"
+            f"this takes more than {needed >> 30:,} GiB of memory, and {config.device} has "
+            f"{there >> 30:,}: {advice}"
         )
 
 

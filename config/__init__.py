@@ -167,6 +167,10 @@ def _check(field, value, label):
             value = float(value)
         except OverflowError:
             raise UserError(f"{label} must be a number that fits a float") from None
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise UserError(f"{label} must be a number of 64 bits, not {_shortened(value)}")
+    if type(value) is str and "\0" in value:
+        raise UserError(f"{label} must have no null byte, unlike {_shortened(value)}")
     if bounds and isinstance(value, int | float) and not _inside(value, bounds):
         raise UserError(f"{label} must lie in {bounds}, not {_shortened(value)}")
     return value

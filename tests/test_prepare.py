@@ -493,7 +493,7 @@ def test_a_place_that_cannot_be_written_is_told():
 # Names
 
 
-@pytest.mark.parametrize("name", [".", "..", "../x", "a/b", "/tmp/x", "a\\b", "c:x", "a\0"])
+@pytest.mark.parametrize("name", [".", "..", "../x", "a/b", "/tmp/x", "a\\b", "c:x"])
 def test_a_name_that_is_a_path_is_refused(name):
     write("own.txt", "abcdefghij" * 2)
     message = complaint("--input=own.txt", f"--dataset={name}")

@@ -1,13 +1,16 @@
 import errno
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+import safety
 from config import UserError
-from safety import replacing, run
+from safety import Interrupted, Signals, remove, replacing, run, writing_to
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,6 +81,142 @@ def test_a_reader_that_leaves_ends_the_script_in_silence():
         assert (process.stderr.read(), process.wait()) == (b"", 141)
 
 
+# Signals
+
+
+def interrupt(number=signal.SIGINT):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_a_script_with_the_status_that_shells_expect(number, status, capsys):
+    assert exit_of(interrupt, number) == status
+    assert capsys.readouterr().err.endswith(": interrupted\n")
+
+
+def test_what_is_held_is_done_before_a_signal_counts():
+    done = []
+
+    def work():
+        with signals.held():
+            interrupt(signal.SIGTERM)
+            done.append("all of it")
+        done.append("more")
+
+    with Signals() as signals, pytest.raises(Interrupted) as caught:
+        work()
+    assert (done, caught.value.number) == (["all of it"], signal.SIGTERM)
+
+
+def test_a_second_ctrl_c_is_not_held_but_a_second_sigterm_is():
+    def work():
+        with signals.held():
+            interrupt(signal.SIGTERM)
+            interrupt(signal.SIGTERM)
+            interrupt(signal.SIGINT)
+            done.append("too much")
+
+    done = []
+    with Signals() as signals, pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert (done, type(caught.value)) == ([], KeyboardInterrupt)
+
+
+def test_an_error_in_what_is_held_is_not_hidden_by_a_signal():
+    def work():
+        with signals.held():
+            interrupt()
+            raise ValueError("a bug")
+
+    with Signals() as signals, pytest.raises(ValueError, match="a bug"):
+        work()
+
+
+def test_the_handlers_that_were_there_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Signals():
+        pass
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_what_nohup_began_does_not_end_with_the_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals():
+            interrupt(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_in_another_thread_signals_are_left_alone():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with Signals() as signals, signals.held():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+# writing_to
+
+
+def refused(folder, earlier=()):
+    with pytest.raises(UserError) as caught, writing_to(folder, earlier):
+        pass
+    return str(caught.value)
+
+
+def test_a_folder_has_one_writer_at_a_time_and_no_trace_of_it_afterwards(folder):
+    with writing_to("new/out"):
+        assert "another process is writing to new/out" in refused("new/out")
+    with writing_to("new/out"):
+        pass
+    assert list((folder / "new" / "out").iterdir()) == []
+
+
+def test_a_folder_with_an_earlier_work_becomes_the_first_number_that_is_free(folder):
+    for name in ("out", "out.1"):
+        (folder / name).mkdir()
+    (folder / "out" / "work").write_text("days")
+    with writing_to("out", ["work"]) as aside:
+        assert aside == Path("out.2")
+        assert os.listdir("out.2") == ["work"]
+        assert "another process is writing to out" in refused("out")
+        with writing_to("out.2"):  # the old one is free
+            pass
+    assert os.listdir("out") == []
+
+
+def test_a_folder_in_use_is_not_moved_aside(folder):
+    with writing_to("out"):
+        Path("out/work").write_text("days")
+        assert "another process is writing to out" in refused("out", ["work"])
+    assert os.listdir(folder) == ["out"]
+
+
+def test_who_opened_the_lock_before_the_folder_moved_does_not_get_in():
+    fcntl = pytest.importorskip("fcntl")
+    Path("out").mkdir()
+    for name in ("work", safety.LOCK):
+        Path("out", name).touch()
+    with open(Path("out", safety.LOCK)) as late:
+        with writing_to("out", ["work"]), pytest.raises(BlockingIOError):
+            fcntl.flock(late, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert os.fstat(late.fileno()).st_nlink == 0  # which filelock takes as a lost try
+
+
+def test_a_place_that_cannot_be_a_folder_is_told():
+    Path("file").touch()
+    assert refused("file") == "cannot write to file: File exists"
+    assert refused("file/out") == "cannot write to file/out: Not a directory"
+
+
 # replacing
 
 
@@ -136,3 +275,32 @@ def test_a_folder_in_the_files_place_is_told_and_no_temporary_stays():
     with pytest.raises(UserError, match="cannot write taken"), replacing("taken") as [file]:
         file.write(b"new")
     assert list(Path().iterdir()) == [Path("taken")]
+
+
+def test_files_take_their_places_together_or_not_at_all():
+    for name in ("a", "b"):
+        Path(name).write_bytes(b"old")
+    Path("c").mkdir()
+    with pytest.raises(UserError, match="Is a directory"), replacing("a", "b", "c") as files:
+        files[0].write(b"new")
+    assert [Path(name).read_bytes() for name in ("a", "b")] == [b"old"] * 2
+    with replacing("a", "b") as files:
+        for file in files:
+            file.write(b"new")
+    assert [Path(name).read_bytes() for name in ("a", "b")] == [b"new"] * 2
+    assert len(os.listdir()) == 3
+
+
+def test_a_folder_that_has_vanished_is_told_and_not_made_again():
+    with pytest.raises(UserError, match="cannot write gone/file: No such file or directory"):
+        replacing("gone/file").__enter__()
+    assert os.listdir() == []
+
+
+def test_files_are_removed_where_they_are_there():
+    Path("a").touch()
+    Path("folder").mkdir()
+    remove(["a", "b"])
+    with pytest.raises(UserError, match="cannot remove folder"):
+        remove(["folder"])
+    assert os.listdir() == ["folder"]
