@@ -25,15 +25,15 @@ def run(main, *args):
     An interrupt exits with the status that shells expect of it, 130 or 143; any other exception is
     a bug of ours and keeps its traceback.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if stream:  # a closed one is None
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who called; no other file may take its place
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it lasts as the process
+        getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.excepthook = _quiet_if_interrupted
     try:
         with Signals():
             main(*args)
-            if sys.stdout:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except UserError as error:
         _say(error)
         sys.exit(2)

@@ -64,6 +64,14 @@ def test_a_full_disk_behind_stdout_is_told_in_one_line():
     assert done.stderr.decode() == "-c: no space is left where the output goes\n"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell closes them")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_do_not_matter(closed):
+    script = "import sys, safety; safety.run(lambda: print('x', file=sys.stderr, flush=True))"
+    done = subprocess.run(f'{sys.executable} -c "{script}" {closed}', cwd=ROOT, shell=True)
+    assert done.returncode == 0
+
+
 def test_run_passes_arguments_and_returns_when_all_is_well():
     seen = []
     run(seen.append, 3)
