@@ -459,7 +459,7 @@ def take_step(model, state, ids, rate, config, machine):
         mean_loss += loss.detach()
     state.scaler.unscale_(state.optimizer)
     parameters = list(state.model.parameters())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     check_finite(mean_loss, norm, state, rate)
     if config.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)

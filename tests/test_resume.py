@@ -574,6 +574,44 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(verse):
         train.main(tiny.flags(n_layer=10**9))
 
 
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells it so")
+def test_memory_does_not_grow_with_the_steps(verse, monkeypatch):
+    real, resident = train.is_due, {}
+
+    def watched(state, interval):
+        if interval == 2000 and state.step % interval == 0:
+            resident[state.step] = resident_bytes()
+        return real(state, interval)
+
+    monkeypatch.setattr(train, "is_due", watched)
+    train.main(tiny.flags(max_iters=20_001, eval_interval=2000, eval_iters=2, log_interval=10))
+    print({step: f"{size / 2**20:.1f} MiB" for step, size in resident.items()})
+    assert resident[20_000] - resident[2000] < 2**22  # 233 bytes a step
+
+
+# A GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_on_a_gpu_a_run_that_was_stopped_ends_as_one_that_never_was(verse, dtype):
+    settings = {"device": "cuda", "dtype": dtype, "dropout": 0.3, "max_iters": 9}
+    train.main(tiny.flags(out_dir="out-whole", **settings))
+    for calls in (2, 3):
+        interrupted(*tiny.flags(init_from="auto", **settings), calls=calls)
+    train.main(tiny.flags(init_from="auto", **settings))
+    mine, theirs = tiny.saved("last.pt"), tiny.saved("last.pt", "out-whole")
+    assert mine["scaler"] == theirs["scaler"]
+    for name, tensor in mine["model"].items():  # atomic additions are in no fixed order there
+        assert torch.allclose(tensor, theirs["model"][name], atol=1e-5), name
+
+
 # The log
 
 
