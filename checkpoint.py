@@ -7,20 +7,31 @@ know wherever it has nanoGPT's value, so that nanoGPT reads folio's checkpoints 
 
 import dataclasses
 import os
+import reprlib
 import stat
 import warnings
 import zipfile
+from collections import OrderedDict
 from contextlib import suppress
+from math import isnan
 from pathlib import Path
 
 import torch
 
 from config import UserError, nearest
+from device import is_out_of_memory
 from model import GPT, GPTConfig, num_params
-from safety import cause_of, refusal, replacing
+from safety import PlainUnpickler, cause_of, refusal, replacing
 
 FORMAT = 1
 BEST, LAST = "ckpt.pt", "last.pt"  # the best on validation, and the newest
+STORAGES = ("Float", "Half", "BFloat16", "Double", "Long", "Int")
+STAND_INS = {  # for all that a checkpoint's pickle may name, while it is checked
+    "collections OrderedDict": lambda: OrderedDict(),  # and no arguments
+    "torch._utils _rebuild_tensor_v2": lambda *_: None,
+} | {f"torch {name}Storage": None for name in STORAGES}
+PLAIN = (str, int, float, type(None))
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 
 
@@ -48,8 +59,8 @@ class Checkpoint:
         return self.model_config.vocab_size in (size, size + -size % 64)
 
 
-def save(path, checkpoint):
-    """Write a checkpoint whole or not at all. Raises UserError where the disk refuses."""
+def save(paths, checkpoint):
+    """Write a checkpoint to each path, or to none. Raises UserError where the disk refuses."""
     plain = {
         "format": FORMAT,
         "model": checkpoint.weights,
@@ -64,9 +75,10 @@ def save(path, checkpoint):
         "evaluated": checkpoint.evaluated,
         "data": checkpoint.data,
     }
-    with replacing(path) as [file]:
+    with replacing(*paths) as files:
         try:
-            torch.save(plain, file)
+            for file in files:
+                torch.save(plain, file)
         except RuntimeError as error:  # torch's, of a half archive, hides a full disk or Ctrl-C
             raise error.__context__ or error from None
 
@@ -109,6 +121,8 @@ def _read(file, path):
         file.seek(0)
         return _load_plain(file)
     except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
+        if is_out_of_memory(error):
+            raise
         best = path.with_name(BEST)
         other = f"; with {path.name} moved away, {best} is used" if path.name == LAST else ""
         raise UserError(
@@ -123,21 +137,30 @@ def _load_plain(file):
             warnings.simplefilter("ignore")
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whose words are long, and advise to run what is in the file
+        if is_out_of_memory(error):
+            raise
         raise ValueError("it is more than plain data and tensors; nothing in it was run") from error
 
 
 def _check_archive(file):
-    """Raise where an archive would unpack to more than its own size, or a checksum is wrong.
+    """Raise ValueError where an archive is damaged, or claims what it does not hold.
 
-    torch checks neither.
+    torch checks neither, and reads another archive where a file holds two.
     """
+    if file.read(4) != b"PK\3\4":
+        raise ValueError("it is no archive of torch's")
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        if packed or sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
-            raise ValueError("its sizes are wrong")
+        folders = any(entry.is_dir() or entry.external_attr & 0x10 for entry in entries)
+        size = sum(entry.file_size for entry in entries)
+        if packed or folders or archive.comment or size > os.fstat(file.fileno()).st_size:
+            raise ValueError("its directory is wrong")
         if (wrong := archive.testzip()) is not None:
             raise ValueError(f"the checksum of {wrong} is wrong")
+        for entry in entries:
+            if entry.filename.endswith("/data.pkl"):
+                PlainUnpickler(archive.read(entry), STAND_INS).load()
 
 
 def _from_plain(plain, path, stamp):
@@ -174,43 +197,38 @@ def _model_config(args):
         value = args.get(field.name, field.default)
         kinds = (int, float) if field.name == "dropout" else (type(field.default),)
         if type(value) not in kinds:
-            raise ValueError(f"its {field.name} is {value!r}")
+            raise ValueError(f"its {field.name} is {reprlib.repr(value)}")
     return GPTConfig(**args)
 
 
 def _check(checkpoint):
-    """Raise ValueError where its numbers contradict each other, before any is used."""
+    """Raise ValueError where its parts contradict each other, before any is used."""
+    for part in (checkpoint.config, checkpoint.data, checkpoint.tokenizer, checkpoint.scaler):
+        if not all(isinstance(value, PLAIN) for value in (part or {}).values()):
+            raise ValueError("it has more than plain data where they belong")
+    _check_weights(checkpoint)
+    if not -1 <= checkpoint.evaluated <= checkpoint.step or isnan(checkpoint.best_val_loss):
+        raise ValueError(
+            f"its steps are {checkpoint.step} and {checkpoint.evaluated}, its validation loss "
+            f"{checkpoint.best_val_loss}"
+        )
+    if type(checkpoint.config.get("dataset", "")) is not str:
+        raise ValueError("its dataset has no name")
+
+
+def _check_weights(checkpoint):
+    """Raise ValueError unless the weights are tensors with data, as many as the model has."""
     weights = checkpoint.weights.values()
-    if not all(isinstance(w, torch.Tensor) and w.is_floating_point() for w in weights):
+    if not all(isinstance(w, torch.Tensor) and w.dtype in FLOATS for w in weights):
         raise ValueError("its weights are no real numbers")
-    for tensor in _tensors([checkpoint.weights, checkpoint.optimizer, checkpoint.scaler]):
-        whole = tensor.device.type == "cpu" and tensor.layout == torch.strided
-        if not whole or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            raise ValueError("it has tensors without their data")
-    plain = [checkpoint.config, checkpoint.data, checkpoint.tokenizer, checkpoint.seed]
-    if any(True for _ in _tensors(plain)):
-        raise ValueError("it has tensors where plain data belong")
+    storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}
+    once = {(w.data_ptr(), w.shape): w.numel() * w.element_size() for w in weights}  # head is wte
+    if sum(once.values()) > sum(storages.values()) or any(w.device.type != "cpu" for w in weights):
+        raise ValueError("it has tensors without their data")
     skipped = "lm_head.weight" if checkpoint.model_config.tie_weights else None
     count = sum(w.numel() for name, w in checkpoint.weights.items() if name != skipped)
     if count != (needed := num_params(checkpoint.model_config)):
         raise ValueError(f"it has {count:,} weights, and its model {needed:,}")
-    if checkpoint.step < 0 or checkpoint.best_val_loss != checkpoint.best_val_loss:
-        raise ValueError(
-            f"its step is {checkpoint.step}, its validation loss {checkpoint.best_val_loss}"
-        )
-    if type(checkpoint.config.get("dataset", "")) is not str:
-        raise ValueError("its dataset has no name")
-    if type(checkpoint.evaluated) is not int:
-        raise ValueError("its last evaluation has no step")
-
-
-def _tensors(value):
-    """All tensors in nested dicts and lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
 
 
 def _plain_names(weights):
@@ -259,14 +277,12 @@ def restore_optimizer(checkpoint, optimizer, scaler):
     if checkpoint.optimizer is None:
         raise UserError(f"{checkpoint.path} has no optimiser's state to go on from")
     try:
-        state = {"state": checkpoint.optimizer["state"]}
-        optimizer.load_state_dict(optimizer.state_dict() | state)
+        moments, saved = (checkpoint.optimizer[key] for key in ("state", "param_groups"))
         if checkpoint.step:
-            _check_moments(optimizer)
-        for group, saved in zip(
-            optimizer.param_groups, checkpoint.optimizer["param_groups"], strict=True
-        ):
-            group["lr"] = float(saved["lr"])
+            _check_moments(moments, [p for g in optimizer.param_groups for p in g["params"]])
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+        for group, before in zip(optimizer.param_groups, saved, strict=True):
+            group["lr"] = float(before["lr"])
         if checkpoint.scaler:
             scaler.load_state_dict(checkpoint.scaler)
     except Exception as error:  # the content may be anything at all
@@ -275,15 +291,15 @@ def restore_optimizer(checkpoint, optimizer, scaler):
         ) from error
 
 
-def _check_moments(optimizer):
-    """Raise where an AdamW lacks moments, or has some that are not its parameters'."""
-    if len(optimizer.state) != sum(len(group["params"]) for group in optimizer.param_groups):
+def _check_moments(moments, parameters):
+    """Raise where an AdamW's moments are not those of the parameters; it would crash by some."""
+    if moments.keys() != set(range(len(parameters))):
         raise ValueError("it is that of other parameters")
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            moments = optimizer.state[parameter]
-            for name in ("exp_avg", "exp_avg_sq"):
-                if moments[name].shape != parameter.shape or not moments[name].isfinite().all():
-                    raise ValueError("its moments have other shapes, or are no finite numbers")
-            if moments["step"].numel() != 1:
-                raise ValueError("its moments have no one step")
+    for index, parameter in enumerate(parameters):
+        shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        if moments[index].keys() != shapes.keys():
+            raise ValueError("it is that of another optimiser")
+        for name, tensor in moments[index].items():
+            fits = tensor.shape == shapes[name] and tensor.is_contiguous()
+            if not fits or not tensor.isfinite().all():
+                raise ValueError("its moments have other shapes, or are no finite numbers")

@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from config import UserError
+from safety import cause_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -167,8 +168,7 @@ def compile_or_fall_back(model, trial):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a missing or broken tool chain raises
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        print(f"compiling failed, so this run is not compiled ({cause})", file=sys.stderr)
+        print(f"compiling failed, so this run is not compiled ({cause_of(error)})", file=sys.stderr)
         torch.compiler.reset()
         return model
 
@@ -189,12 +189,12 @@ def explained_lack_of_memory(device, advice):
     try:
         yield
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise UserError(f"{device} is out of memory: {advice}") from error
 
 
-def _is_out_of_memory(error):
+def is_out_of_memory(error):
     """Whether an exception says that no memory was left; torch has no one class for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

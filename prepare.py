@@ -10,10 +10,8 @@ are for training and the rest for validation. This file alone reads and writes t
 """
 
 import hashlib
-import io
 import json
 import os
-import pickle
 import platform
 import sys
 import time
@@ -25,12 +23,12 @@ from typing import Literal
 import numpy as np
 
 from config import UserError, load, nearest, setting
-from safety import cause_of, refusal, replacing, run, writing_to
+from safety import PlainUnpickler, cause_of, refusal, replacing, run, writing_to
 from tokenizer import KINDS, CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
 TOKEN = np.dtype("<u2")
-LARGEST_META = 2**24  # bytes; that of 65,536 characters has less than one million
+LARGEST_META = 2**22  # bytes; that of 65,536 characters has less than two million
 DATA = Path("data")
 KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # name: tokenizer
 
@@ -213,8 +211,8 @@ def _read_meta_json(folder):
     path = folder / "meta.json"
     try:
         meta = json.loads(_read_small(path))
-        if type(meta["format"]) is not int:
-            raise ValueError("its format is no number")
+        if type(meta["format"]) is not int or meta["format"] >= 2**31:
+            raise ValueError("its format is no number of a format")
         if meta["format"] > FORMAT:
             raise UserError(f"{path} was written by a later folio (format {meta['format']})")
         if meta.get("crc32") != _checksum(meta):
@@ -266,27 +264,10 @@ def _check_bin(path, ids, vocab_size, described, piece=2**24):
     return checksum
 
 
-class _PlainUnpickler(pickle._Unpickler):
-    """Reads dicts, lists, strings and numbers; refuses whatever could run code.
-
-    In Python, since the one in C lets a file of a few bytes claim gigabytes of memory, as a
-    bytearray would here.
-    """
-
-    dispatch = {
-        code: read
-        for code, read in pickle._Unpickler.dispatch.items()
-        if code != pickle.BYTEARRAY8[0]
-    }
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it wants to load {module}.{name}")
-
-
 def _tokenizer_from_pickle(path):
     """The character tokenizer of nanoGPT's meta.pkl: {vocab_size, itos, stoi}."""
     try:
-        meta = _PlainUnpickler(io.BytesIO(_read_small(path))).load()
+        meta = PlainUnpickler(_read_small(path)).load()
         characters = [meta["itos"][i] for i in range(meta["vocab_size"])]
     except Exception as error:  # a damaged or hostile pickle fails in any way at all
         raise UserError(f"meta.pkl is not nanoGPT's character table ({cause_of(error)})") from error

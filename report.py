@@ -1,8 +1,10 @@
 """What a run tells: a progress bar, console lines in nanoGPT's shape, and out_dir/log.jsonl."""
 
+import errno
 import json
 import math
 import os
+import re
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -35,7 +37,7 @@ class Log:
         event that stays, or None. Raises UserError where the disk refuses.
         """
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
+            lines = re.findall(rb"[^\n]*\n|[^\n]+", self.path.read_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -109,7 +111,7 @@ class Report:
     def resumed(self, step, evaluated, path, changes):
         """Go on with the log of a run, of which some settings {name: (before, now)} changed."""
         last = self.log.cut(step, evaluated)
-        pairs = [f"{name} {before} → {now}" for name, (before, now) in changes.items()]
+        pairs = [f"{name} {before!r} → {now!r}" for name, (before, now) in changes.items()]
         self.say(
             f"resumed {path} at step {step}" + (f"; changed: {', '.join(pairs)}" if pairs else "")
         )
@@ -126,13 +128,19 @@ class Report:
         self.counted_at = now
 
     @contextmanager
-    def evaluating(self):
-        """A context for evaluating and saving, which no step's time includes."""
+    def paused(self):
+        """A context for what no step's time includes."""
         self._count_time()
         yield
-        now = time.perf_counter()
-        self.evaluation_s = now - self.counted_at
-        self.counted_at = now
+        self.counted_at = time.perf_counter()
+
+    @contextmanager
+    def evaluating(self):
+        """A context for evaluating and saving, whose time is reckoned with in what is left."""
+        with self.paused():
+            start = time.perf_counter()
+            yield
+            self.evaluation_s = time.perf_counter() - start
 
     def evaluated(self, step, losses, rate):
         event = {"step": step, "split": "val", "tokens": step * self.tokens_per_step}
@@ -142,7 +150,8 @@ class Report:
         self.say(evaluation_line(step, losses))
 
     def stepped(self, step, loss, norm, rate):
-        self.bar.update()
+        with self._telling():
+            self.bar.update()
         self.steps += 1
         if step % self.config.log_interval:
             return
@@ -173,15 +182,26 @@ class Report:
         self.log_refused = bool(error)
 
     def say(self, line):
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        with self._telling():
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
 
     def refused(self, error):
         """Tell of a UserError that training outlives; None is none."""
         if error:
-            script = Path(sys.argv[0]).name
-            line = f"{script}: {error}; training goes on, and the next save tries again"
-            tqdm.write(line, file=sys.stderr)
+            with self._telling():
+                script = Path(sys.argv[0]).name
+                line = f"{script}: {error}; training goes on, and tries again when it next writes"
+                tqdm.write(line, file=sys.stderr)
+
+    @contextmanager
+    def _telling(self):
+        """Where a full disk or a lost terminal refuses a line, the line is lost, not the run."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # who reads it has left
+                raise
 
 
 def evaluation_line(step, losses):

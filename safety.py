@@ -1,10 +1,12 @@
-"""What keeps people's work: one-line errors, signals that wait, whole files, one writer a folder.
+"""What keeps people's work: one-line errors, signals that wait, safe and whole files, locks.
 
 Standard library and filelock only, so that `--help` need not wait for torch.
 """
 
 import errno
+import io
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -25,10 +27,11 @@ def run(main, *args):
     An interrupt exits with the status that shells expect of it, 130 or 143; any other exception is
     a bug of ours and keeps its traceback.
     """
-    for name in ("stdout", "stderr"):
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who called; no other file may take its place
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it lasts as the process
-        getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, it lasts as the process
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.excepthook = _quiet_if_interrupted
     try:
         with Signals():
@@ -57,7 +60,8 @@ def _say(message):
     """One line on stderr, in which nothing draws on the terminal."""
     line = f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}"
     spelt = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    print("".join(spelt), file=sys.stderr)
+    with suppress(OSError):  # there may be no terminal left, or no room
+        print("".join(spelt), file=sys.stderr, flush=True)
 
 
 def _quiet_if_interrupted(kind, error, trace):
@@ -92,7 +96,8 @@ class Signals:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 number = getattr(signal, name, None)  # Windows has no SIGHUP
-                # What nohup began is not to end with the terminal.
+                # What nohup began is not to end with the terminal. That scripts have what they
+                # begin by & ignore SIGINT is overruled: kill -INT is to save, too.
                 if number and not (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
                     self.before[number] = signal.signal(number, self._receive)
         return self
@@ -121,6 +126,63 @@ class Signals:
             raise Interrupted(self.received)
 
 
+# Files from anywhere
+
+# How pickle's protocols 1 to 5 spell numbers, strings, dicts, lists, tuples and calls.
+_PLAIN = """
+PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET
+NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE
+EMPTY_DICT SETITEM SETITEMS EMPTY_LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+GLOBAL REDUCE BUILD BINPERSID
+"""
+
+
+class PlainUnpickler(pickle._Unpickler):
+    """Reads plain data from a pickle's bytes; refuses what could run code, or only fill memory.
+
+    `stand_ins` maps names ("torch._utils _rebuild_tensor_v2") to what is called in their place.
+    Keys of dicts are strings and ints. In Python, as the unpickler in C lets a file of a few bytes
+    claim gigabytes.
+    """
+
+    dispatch = {
+        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
+        for name in _PLAIN.split()
+    }
+
+    def __init__(self, content, stand_ins=None):
+        super().__init__(io.BytesIO(content))
+        self.stand_ins = stand_ins or {}
+
+    def load(self):
+        try:
+            return super().load()
+        except KeyError as error:
+            raise pickle.UnpicklingError("it is more than plain data, or damaged") from error
+
+    def find_class(self, module, name):
+        if (key := f"{module} {name}") not in self.stand_ins:
+            raise pickle.UnpicklingError(f"it wants to load {module}.{name}")
+        return self.stand_ins[key]
+
+    def persistent_load(self, _):
+        return None
+
+    def _set_items(self, keys, set_them):
+        if not {type(key) for key in keys} <= {str, int}:  # hashing others may crash, or never end
+            raise pickle.UnpicklingError("it has keys that are no plain data")
+        set_them(self)
+
+    def load_setitem(self):
+        self._set_items(self.stack[-2:-1], pickle._Unpickler.load_setitem)
+
+    def load_setitems(self):
+        self._set_items(self.stack[::2], pickle._Unpickler.load_setitems)
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
 # Files
 
 
@@ -128,8 +190,8 @@ class Signals:
 def replacing(*paths):
     """Yield binary files that take the places of `paths` once all are whole and on disk.
 
-    Until then, and after any failure, a reader sees what was there before. Raises UserError where
-    the disk, its permissions or a missing folder refuse.
+    Until then, and after any failure to write them, a reader sees what was there before. Raises
+    UserError where the disk, its permissions or a missing folder refuse.
     """
     paths = [Path(path) for path in paths]
     parts = [path.with_name(path.name + ".tmp") for path in paths]
@@ -226,7 +288,8 @@ def _lock(folder):
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(
-            f"another process is writing to {folder}: wait for it, or choose another folder"
+            f"another process is writing to {folder}: wait for it, choose another folder, or, if "
+            f"there is none, remove {path}"
         ) from None
     except OSError as error:
         raise refusal("write to", folder, error) from error
@@ -234,7 +297,7 @@ def _lock(folder):
     try:
         yield
     finally:
-        with suppress(OSError):  # whoever opened it before finds it without a name, and starts over
+        with suppress(OSError):  # whoever opened it before finds it without a name, and lets go
             if os.path.samestat(mine, path.stat()):
                 path.unlink()
         lock.release()
@@ -256,6 +319,6 @@ def _move_aside(place, folder):
     except OSError as error:
         raise refusal("move aside", folder, error) from error
     sync_folder(place.parent)
-    with suppress(OSError):  # its name alone: it is held on, so that nobody who opened it gets in
+    with suppress(OSError):  # still locked: who opened it before finds it held, or without a name
         (aside / LOCK).unlink()
     return aside if folder.is_symlink() else folder.with_name(aside.name)

@@ -100,8 +100,6 @@ def read_prompt(start, tokenizer):
     if start is None:
         return tokenizer.start
     if start == "-":
-        if not sys.stdin:
-            raise UserError("standard input is closed, and --start=- reads the prompt from there")
         prompt = decode_text(sys.stdin.buffer.read(), "standard input").text
     elif start.startswith("FILE:"):
         if not (name := start.removeprefix("FILE:")):

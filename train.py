@@ -36,10 +36,10 @@ class TrainConfig:
         False, "write ckpt.pt at every evaluation, not only at the best one"
     )
     checkpoint_interval: int | None = setting(
-        None, "write last.pt every so many steps, too; None is at evaluations", bounds="[1, inf)"
+        None, "steps between writes of last.pt; None is at evaluations alone", bounds="[1, inf)"
     )
     init_from: Literal["scratch", "resume", "auto"] = setting(
-        "scratch", "start a model, continue the newest state in out_dir, or that if there is one"
+        "scratch", "start a model; continue that in out_dir; or continue if there is one"
     )
     overwrite: bool = setting(
         False, "replace an earlier run in out_dir, which is moved to out_dir.1 otherwise"
@@ -127,18 +127,18 @@ def main(argv=None):
     config = load(TrainConfig, sys.argv[1:] if argv is None else argv, {"device": resolve_device})
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("folio trains in one process: start it by python, not by torchrun")
-    dataset = load_dataset(config.dataset)
-    resumed = load_resumed(config)
-    model_config = make_model_config(config, dataset.tokenizer, resumed)
-    if resumed:
-        check_resumed(resumed, model_config, config, dataset)
-    check_lengths(dataset, model_config, config.dataset)
-    finished = resumed and min(resumed.step, resumed.evaluated) >= config.max_iters
-    if finished and not config.eval_only:
-        print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
-        return
     with explained_lack_of_memory(config.device, less_memory(config)):
-        train(config, dataset, model_config, resumed)
+        resumed = load_resumed(config)
+        dataset = load_dataset(config.dataset)
+        model_config = make_model_config(config, dataset.tokenizer, resumed)
+        if resumed:
+            check_resumed(resumed, model_config, config, dataset)
+        check_lengths(dataset, model_config, config.dataset)
+        finished = resumed and min(resumed.step, resumed.evaluated) >= config.max_iters
+        if finished and not config.eval_only:
+            print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
+        else:
+            train(config, dataset, model_config, resumed)
 
 
 # The run
@@ -158,25 +158,37 @@ class State:
 
 def train(config, dataset, model_config, resumed):
     """Train from scratch, or from a checkpoint on, to max_iters; write checkpoints and the log."""
-    steps = config.max_iters - (resumed.step if resumed else 0)
-    flops = flops_per_token(model_config) * tokens_per_step(config) * steps
-    machine = choose_machine(config.device, config.dtype, config.compile, flops)
+    flops = flops_per_token(model_config) * tokens_per_step(config) * config.max_iters
+    compile = as_before(config, resumed)
+    machine = choose_machine(config.device, config.dtype, compile, flops)
     config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
     print_start(config, dataset, model_config, machine, tokens_per_step(config))
     state = make_state(config, model_config, machine, resumed)
+    model = state.model
+    if machine.compile:
+        trial = partial(warm_up_compiler, config, machine, dataset.train)
+        model = compile_or_fall_back(model, trial)
     if config.eval_only:
-        model = compiled(state.model, config, machine, dataset.train)
         print(evaluation_line(state.step, evaluate(model, dataset, config, machine)))
         return
-    with claimed_out_dir(config, resumed):
-        model = compiled(state.model, config, machine, dataset.train)
-        sizes = tokens_per_step(config), flops_per_token(model_config)
-        with Report(config, machine, state.step, *sizes) as report:
-            if resumed:
-                report.resumed(state.step, state.evaluated, resumed.path, changes(resumed, config))
-            with saved_when_stopped(state, dataset, config, report) as signals:
-                train_on(model, state, dataset, config, machine, report, signals)
+    sizes = tokens_per_step(config), flops_per_token(model_config)
+    with (
+        claimed_out_dir(config, resumed),
+        Report(config, machine, state.step, *sizes) as report,
+        saved_when_stopped(state, dataset, config, report) as signals,
+    ):
+        if resumed:
+            report.resumed(state.step, state.evaluated, resumed.path, changes(resumed, config))
+        train_on(model, state, dataset, config, machine, report, signals)
     print_end(config, state.best_val_loss, Path(config.out_dir, ckpt.BEST))
+
+
+def as_before(config, resumed):
+    """Whether to compile. A run that is resumed keeps what auto chose: other code rounds else."""
+    if config.compile != "auto" or not resumed or resumed.config.get("device") != config.device:
+        return config.compile
+    before = resumed.config.get("compile")
+    return before if resumed.data and type(before) is bool else "auto"
 
 
 def train_on(model, state, dataset, config, machine, report, signals):
@@ -195,13 +207,15 @@ def train_on(model, state, dataset, config, machine, report, signals):
                     check_finite(losses["train"] + losses["val"], None, state, rate)
                     report.evaluated(state.step, losses, rate)
                     save_evaluated(state, losses["val"], dataset, config, report)
-        elif is_due(state, config.checkpoint_interval):
-            with signals.held():
-                report.refused(save(state, ckpt.LAST, dataset, config, report))
         if done:
             break
         with signals.held():
-            loss, norm = take_step(model, state, dataset.train, rate, config, machine)
+            loss, norm = gradient(model, state, dataset.train, rate, config, machine)
+            # Only now are the weights known to be good.
+            if is_due(state, config.checkpoint_interval) and state.evaluated < state.step:
+                with report.paused():
+                    report.refused(save(state, [ckpt.LAST], dataset, config, report))
+            update(state, norm, rate, config)
             report.stepped(state.step - 1, loss, norm, rate)
 
 
@@ -211,13 +225,13 @@ def saved_when_stopped(state, dataset, config, report):
     with Signals() as signals:
         try:
             yield signals
-        except (Interrupted, OSError) as stop:  # an OSError: who read the output has left
-            if refusal := save(state, ckpt.LAST, dataset, config, report):
-                raise refusal from stop
-            if not isinstance(stop, Interrupted):
+        except (Interrupted, OSError):  # an OSError: who read the output has left
+            if refusal := save(state, [ckpt.LAST], dataset, config, report):
+                raise refusal from None
+            if signals.received is None:
                 raise
             raise Interrupted(
-                stop.number,
+                signals.received,
                 f"stopped at step {state.step}, kept in {Path(config.out_dir, ckpt.LAST)}; go on "
                 "by the same command and --init_from=resume",
             ) from None
@@ -225,13 +239,6 @@ def saved_when_stopped(state, dataset, config, report):
 
 def is_due(state, interval):
     return bool(interval) and state.step % interval == 0
-
-
-def compiled(model, config, machine, ids):
-    """The model, compiled where the machine is to."""
-    if not machine.compile:
-        return model
-    return compile_or_fall_back(model, partial(warm_up_compiler, config, machine, ids))
 
 
 def load_resumed(config):
@@ -279,11 +286,9 @@ def check_resumed(resumed, model_config, config, dataset):
     if resumed.tokenizer not in (None, dataset.tokenizer.to_dict()):
         wrong.append("another vocabulary")
     name = resumed.config.get("dataset", config.dataset)
-    if resumed.data and resumed.data != dataset.fingerprint:
-        others = "as it was then" if name == config.dataset else "there"
-        wrong.append(f"other data (dataset {name} {others} and {config.dataset} here)")
-    elif not resumed.data and name != config.dataset:
-        wrong.append(f"dataset {name} there and {config.dataset} here")
+    same = resumed.data == dataset.fingerprint if resumed.data else name == config.dataset
+    if not same:
+        wrong.append(f"other data: {name} there and {config.dataset} as it is here")
     if wrong:
         raise UserError(
             f"{resumed.path} does not go with these settings: {'; '.join(wrong)}; resume with "
@@ -331,11 +336,12 @@ def make_state(config, model_config, machine, resumed):
         ckpt.restore_optimizer(resumed, state.optimizer, scaler)
         for name in ("step", "evaluated", "best_val_loss"):
             setattr(state, name, getattr(resumed, name))
+        resumed.weights, resumed.optimizer = {}, None  # gigabytes, now the model's own
     return state
 
 
 def check_memory(model_config, config):
-    """Raise UserError where weights, gradients, two moments and one batch's logits cannot fit."""
+    """Raise UserError where the weights with gradients and moments, or a batch, cannot fit."""
     B, T = config.batch_size, config.block_size
     model = 16 * num_params(model_config)
     needed = (
@@ -366,28 +372,25 @@ def warm_up_compiler(config, machine, ids, model):
 
 
 def save_evaluated(state, val_loss, dataset, config, report):
-    """Write ckpt.pt where validation is at its best, and then last.pt, which speaks of it.
+    """Write last.pt and, where validation is at its best, ckpt.pt with it.
 
     Where the disk refuses, training goes on, unless it is about to begin or to end.
     """
     state.evaluated, best_before = state.step, state.best_val_loss
-    refusals = []
-    if val_loss < best_before or config.always_save_checkpoint:
-        state.best_val_loss = min(val_loss, best_before)
-        refusals.append(save(state, ckpt.BEST, dataset, config, report))
-        if refusals[0]:
-            state.best_val_loss = best_before  # that of the file that is there
-    refusals.append(save(state, ckpt.LAST, dataset, config, report))
-    for refusal in filter(None, refusals):
+    state.best_val_loss = min(val_loss, best_before)
+    best = val_loss < best_before or config.always_save_checkpoint
+    names = [ckpt.BEST, ckpt.LAST] if best else [ckpt.LAST]
+    if refusal := save(state, names, dataset, config, report):
+        state.best_val_loss = best_before  # that of the file that is there
         if not 0 < state.step < config.max_iters:
             raise refusal
         report.refused(refusal)
 
 
-def save(state, name, dataset, config, report):
-    """Write the state to a file of out_dir; return the UserError where the disk refuses, or None.
+def save(state, names, dataset, config, report):
+    """Write the state to files of out_dir; return the UserError where the disk refuses, or None.
 
-    The log comes first, so that none of its lines is missing where the run is resumed.
+    The log goes first: where the disk takes both, a run that is resumed misses none of its lines.
     """
     checkpoint = ckpt.Checkpoint(
         model_config=state.model.config,
@@ -404,7 +407,7 @@ def save(state, name, dataset, config, report):
     )
     report.log.flush(durable=True)
     try:
-        ckpt.save(Path(config.out_dir, name), checkpoint)
+        ckpt.save([Path(config.out_dir, name) for name in names], checkpoint)
     except UserError as refusal:
         return refusal
     return None
@@ -439,15 +442,13 @@ def learning_rate_at(step, config):
     return low + (config.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * way))
 
 
-def take_step(model, state, ids, rate, config, machine):
-    """Update the weights once from the global batch of this step.
+def gradient(model, state, ids, rate, config, machine):
+    """Put the gradient of this step's global batch, of its mean loss, into the parameters.
 
-    Returns its mean loss and the norm of its gradient, tensors of no dimension. Raises UserError,
-    with the weights as they were, where they are not finite.
+    Returns that loss and the gradient's norm, tensors of no dimension; changes nothing else. Raises
+    UserError where one of the two is no finite number.
     """
     torch.manual_seed(dropout_seed(config.seed, state.step))
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
     count = config.batch_size * config.gradient_accumulation_steps
     starts = batch_starts(config.seed, state.step, count, len(ids) - config.block_size)
     mean_loss = torch.zeros((), device=machine.device)
@@ -458,35 +459,39 @@ def take_step(model, state, ids, rate, config, machine):
         state.scaler.scale(loss).backward()
         mean_loss += loss.detach()
     state.scaler.unscale_(state.optimizer)
-    parameters = list(state.model.parameters())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()])
     check_finite(mean_loss, norm, state, rate)
+    return mean_loss, norm
+
+
+def update(state, norm, rate, config):
+    """Change the weights by the gradient, of that norm, that they hold."""
     if config.grad_clip:
+        parameters = state.model.parameters()
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    return mean_loss, norm
 
 
 def check_finite(loss, norm, state, rate):
-    """Raise UserError for a loss or a gradient norm (None: not at hand) that is not finite.
+    """Raise UserError for a loss or a gradient norm (None: not at hand) that is no finite number.
 
     A gradient that overflows in float16 only because the scaler enlarged it is the scaler's to
     skip; it does so until the scale is 1.
     """
-    overflows = norm is not None and not math.isfinite(norm)
-    if overflows and state.scaler.is_enabled() and state.scaler.get_scale() > 1:
-        overflows = False
-    if math.isfinite(loss) and not overflows:
+    if math.isfinite(loss if norm is None else loss + norm):
         return
-    about = "" if norm is None else f", gradient norm {float(norm):.3g}"
+    if math.isfinite(loss) and state.scaler.is_enabled() and state.scaler.get_scale() > 1:
+        return
+    about = "of an evaluation" if norm is None else f"and gradient norm {float(norm):.3g}"
     raise UserError(
-        f"training went wrong at step {state.step}: loss {float(loss):.3g}{about}, learning rate "
-        f"{rate:.3g}; the weights were left as they are and nothing was saved over the last good "
-        "checkpoint: go on from it by --init_from=resume and a lower --learning_rate, or start "
-        "again with that, a longer --warmup_iters or --grad_clip=1"
+        f"training went wrong at step {state.step}: loss {float(loss):.3g} {about}, learning rate "
+        f"{rate:.3g}; the weights and what is saved were left as they are: try a lower "
+        "--learning_rate, a longer --warmup_iters or --grad_clip=1, anew or by --init_from=resume"
     )
 
 

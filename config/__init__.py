@@ -162,13 +162,10 @@ def _check(field, value, label):
     options, bounds = _options(field.type), field.metadata["bounds"]
     if not any(_fits(value, option) for option in options):
         raise UserError(f"{label} must be {_type_name(field)}, not {_shortened(value)}")
-    if float in options and type(value) is int:
-        try:
-            value = float(value)
-        except OverflowError:
-            raise UserError(f"{label} must be a number that fits a float") from None
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise UserError(f"{label} must be a number of 64 bits, not {_shortened(value)}")
+    if float in options and type(value) is int:
+        value = float(value)
     if type(value) is str and "\0" in value:
         raise UserError(f"{label} must have no null byte, unlike {_shortened(value)}")
     if bounds and isinstance(value, int | float) and not _inside(value, bounds):

@@ -114,10 +114,9 @@ def states_of_a_whole_run(monkeypatch, settings):
     states = {}
     save = ckpt.save
 
-    def keep_too(path, checkpoint):
-        save(path, checkpoint)
-        if path.name == ckpt.LAST:
-            states[checkpoint.step] = tiny.saved(ckpt.LAST, path.parent)
+    def keep_too(paths, checkpoint):
+        save(paths, checkpoint)
+        states[checkpoint.step] = tiny.saved(ckpt.LAST, paths[-1].parent)
 
     with monkeypatch.context() as patch:
         patch.setattr(ckpt, "save", keep_too)

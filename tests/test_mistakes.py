@@ -202,7 +202,7 @@ SETTINGS = {
         None, ["train.py", f"--max_iters={'9' * 5000}"], "--max_iters must be int",
     ),
     "an int for a float that is too large": (
-        lambda: put("mine.py", f"dropout = {HUGE}"), ["train.py", "mine.py"], "fits a float",
+        lambda: put("mine.py", f"dropout = {HUGE}"), ["train.py", "mine.py"], "64 bits",
     ),
     "steps beyond floats": (None, [*TRAIN, f"--max_iters={HUGE}"], "max_iters"),
     "a warm-up beyond floats": (None, [*TRAIN, f"--warmup_iters={HUGE}"], "warmup_iters"),
@@ -355,7 +355,7 @@ DATASETS = {
         lambda: alter_meta(lambda meta: meta.update(format=99)), "later folio (format 99)",
     ),
     "meta.json with a format of 400 digits": (
-        lambda: alter_meta(lambda meta: meta.update(format=int(HUGE))), "later folio (format 1000",
+        lambda: alter_meta(lambda meta: meta.update(format=int(HUGE))), "meta.json is damaged (its format",
     ),
     "meta.json with an endless format": (
         lambda: alter_meta(lambda meta: meta.update(format=float("inf"))), f"{META} ",
@@ -390,7 +390,7 @@ DATASETS = {
     ),
     "meta.pkl hostile": (
         lambda: put_table(pickle.dumps({"itos": Hostile(), "vocab_size": 3})),
-        "meta.pkl is not nanoGPT's character table (it wants to load",
+        "meta.pkl is not nanoGPT's character table (it is more than",
     ),
     "meta.pkl that draws on the terminal": (
         lambda: put_table(b"c\x1b[31mos\nsystem\n."), "meta.pkl is not nanoGPT's character table",
@@ -475,7 +475,7 @@ CHECKPOINTS = {
         "is not divisible by n_head=3",
     ),
     "a step before the first": (
-        lambda path: alter(path, lambda content: content.update(iter_num=-1)), "its step is -1",
+        lambda path: alter(path, lambda content: content.update(iter_num=-1)), "its steps are -1 and",
     ),
     "a loss that is no number": (
         lambda path: alter(path, lambda content: content.update(best_val_loss=float("nan"))),
@@ -506,7 +506,7 @@ RESUMING = {
     ),
     "other data": (
         lambda: tiny.prepare_verse("new", tiny.VERSE * 30),
-        "other data (dataset verse there and new here)", "--dataset=new",
+        "other data: verse there and new as it is here", "--dataset=new",
     ),
     "other data of the same name": (
         lambda: tiny.prepare_verse(text=tiny.VERSE * 30), "other data",
@@ -757,7 +757,7 @@ SAMPLING = {
         ("standard input not UTF-8", "standard input is not UTF-8 text: byte 2 is 0xff", b"ab\xff"),
         ("standard input with NUL", "standard input is not UTF-8 text: byte 1 is NUL", b"a\0"),
         ("standard input with an unknown character", "character 'X' (U+0058)", b"X"),
-        ("standard input closed", "standard input", None),
+        ("standard input closed", "the prompt is empty", None),
     )
 }
 

@@ -660,7 +660,7 @@ class Hostile:
 @pytest.mark.parametrize("meta", [Hostile(), char_table("ab") | {"extra": [Hostile()]}])
 def test_a_hostile_table_is_refused_and_not_run(meta):
     nanogpt_folder(meta)
-    assert "wants to load" in refusal("nano")
+    assert "it is more than plain data" in refusal("nano")
     assert not Path("ran").exists()
 
 

@@ -137,7 +137,8 @@ def test_a_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     config = tiny.settings(gradient_accumulation_steps=2, grad_clip=grad_clip, seed=3)
     model, reference = tiny_model(), tiny_model()
     state = new_state(model, config)
-    loss, norm = train.take_step(model, state, ids, 0.01, config, CPU)
+    loss, norm = train.gradient(model, state, ids, 0.01, config, CPU)
+    train.update(state, norm, 0.01, config)
 
     starts = train.batch_starts(3, 0, 8, len(ids) - 8)
     rows = torch.tensor(np.stack([ids[s : s + 9] for s in starts]).astype(np.int64))
@@ -284,11 +285,14 @@ def test_ckpt_is_the_best_on_validation_and_last_the_newest(verse, monkeypatch):
     assert tiny.saved("last.pt")["best_val_loss"] == 2.0
 
 
-def test_last_is_written_after_the_best_that_it_speaks_of(verse, monkeypatch):
+def test_the_best_is_written_together_with_the_last(verse, monkeypatch):
     written = []
-    monkeypatch.setattr(ckpt, "save", lambda path, checkpoint: written.append(path.name))
-    train.main(tiny.flags(max_iters=3))
-    assert written == ["ckpt.pt", "last.pt"] * 2
+    monkeypatch.setattr(
+        ckpt, "save", lambda paths, checkpoint: written.append([path.name for path in paths])
+    )
+    fake_losses(monkeypatch, 9.0, 3.0, 4.0)
+    train.main(tiny.flags())
+    assert written == [["ckpt.pt", "last.pt"], ["ckpt.pt", "last.pt"], ["last.pt"]]
 
 
 def test_always_save_checkpoint_keeps_the_newest_in_ckpt_too(verse, monkeypatch, capsys):
