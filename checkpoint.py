@@ -145,16 +145,20 @@ def _load_plain(file):
 def _check_archive(file):
     """Raise ValueError where an archive is damaged, or claims what it does not hold.
 
-    torch checks neither, and reads another archive where a file holds two.
+    torch checks neither, and in some files would find another archive than zipfile does.
     """
+    size = os.fstat(file.fileno()).st_size
     if file.read(4) != b"PK\3\4":
         raise ValueError("it is no archive of torch's")
+    file.seek(max(0, size - 98))  # the records at the end: one of 56 bytes, one of 20, one of 22
+    end = file.read()
+    if end[56:60] == b"PK\6\7" and int.from_bytes(end[64:72], "little") != size - 98:
+        raise ValueError("its directory is elsewhere")
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
         folders = any(entry.is_dir() or entry.external_attr & 0x10 for entry in entries)
-        size = sum(entry.file_size for entry in entries)
-        if packed or folders or archive.comment or size > os.fstat(file.fileno()).st_size:
+        if packed or folders or archive.comment or sum(e.file_size for e in entries) > size:
             raise ValueError("its directory is wrong")
         if (wrong := archive.testzip()) is not None:
             raise ValueError(f"the checksum of {wrong} is wrong")
@@ -218,15 +222,16 @@ def _check(checkpoint):
 
 def _check_weights(checkpoint):
     """Raise ValueError unless the weights are tensors with data, as many as the model has."""
-    weights = checkpoint.weights.values()
+    names = set(checkpoint.weights)
+    if checkpoint.model_config.tie_weights:
+        names.discard("lm_head.weight")  # it is wte
+    weights = [checkpoint.weights[name] for name in names]
     if not all(isinstance(w, torch.Tensor) and w.dtype in FLOATS for w in weights):
         raise ValueError("its weights are no real numbers")
     storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}
-    once = {(w.data_ptr(), w.shape): w.numel() * w.element_size() for w in weights}  # head is wte
-    if sum(once.values()) > sum(storages.values()) or any(w.device.type != "cpu" for w in weights):
+    if sum(w.numel() * w.element_size() for w in weights) > sum(storages.values()):
         raise ValueError("it has tensors without their data")
-    skipped = "lm_head.weight" if checkpoint.model_config.tie_weights else None
-    count = sum(w.numel() for name, w in checkpoint.weights.items() if name != skipped)
+    count = sum(w.numel() for w in weights)
     if count != (needed := num_params(checkpoint.model_config)):
         raise ValueError(f"it has {count:,} weights, and its model {needed:,}")
 

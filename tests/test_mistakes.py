@@ -355,7 +355,7 @@ DATASETS = {
         lambda: alter_meta(lambda meta: meta.update(format=99)), "later folio (format 99)",
     ),
     "meta.json with a format of 400 digits": (
-        lambda: alter_meta(lambda meta: meta.update(format=int(HUGE))), "meta.json is damaged (its format",
+        lambda: alter_meta(lambda meta: meta.update(format=int(HUGE))), "is damaged (its format",
     ),
     "meta.json with an endless format": (
         lambda: alter_meta(lambda meta: meta.update(format=float("inf"))), f"{META} ",
@@ -475,7 +475,7 @@ CHECKPOINTS = {
         "is not divisible by n_head=3",
     ),
     "a step before the first": (
-        lambda path: alter(path, lambda content: content.update(iter_num=-1)), "its steps are -1 and",
+        lambda path: alter(path, lambda content: content.update(iter_num=-1)), "its steps are -1",
     ),
     "a loss that is no number": (
         lambda path: alter(path, lambda content: content.update(best_val_loss=float("nan"))),
