@@ -187,6 +187,25 @@ def test_a_dataset_may_get_another_name(verse):
     assert tiny.saved("last.pt")["iter_num"] == 6
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_what_auto_chose_of_compiling_is_kept(verse, monkeypatch, chosen):
+    asked = []
+    real = train.choose_machine
+
+    def choose(device, dtype, compile, flops):
+        asked.append(compile)
+        return real(device, dtype, False, flops)
+
+    train.main(tiny.flags(max_iters=3))
+    content = tiny.saved("last.pt")
+    content["config"]["compile"] = chosen
+    torch.save(content, "out/last.pt")
+    monkeypatch.setattr(train, "choose_machine", choose)
+    train.main(tiny.flags(init_from="resume", compile="auto"))
+    train.main(tiny.flags(init_from="resume", compile="auto", max_iters=9, out_dir="out"))
+    assert asked == [chosen, False]
+
+
 # Signals
 
 
@@ -242,6 +261,29 @@ def test_a_reader_of_the_output_that_leaves_costs_no_step(verse, monkeypatch):
             train.main(tiny.flags())
     assert tiny.saved("last.pt")["iter_num"] == 5
     train.main(tiny.flags(init_from="resume"))
+    assert tiny.differences("out", "out-whole") == []
+
+
+def test_ctrl_c_under_a_pipe_is_told_as_ctrl_c(verse, monkeypatch):
+    def say(self, line):
+        if line.startswith("iter 4"):
+            send(signal.SIGINT)()  # the terminal signals all, and who read the output ends first
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(report.Report, "say", say)
+    with pytest.raises(Interrupted, match="stopped at step 5, kept in out/last.pt"):
+        train.main(tiny.flags())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_lines_that_find_no_room_or_no_terminal_are_all_that_is_lost(verse, monkeypatch, number):
+    train.main(tiny.flags(out_dir="out-whole"))
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(report.tqdm, "write", refuse)
+    train.main(tiny.flags())
     assert tiny.differences("out", "out-whole") == []
 
 
@@ -449,6 +491,13 @@ def test_a_folder_that_stays_away_is_an_error(verse, monkeypatch):
     assert tiny.saved("last.pt", "away")["iter_num"] == 3
 
 
+def test_states_are_saved_where_the_log_alone_is_refused(verse, monkeypatch, disk):
+    disk["log"] = True
+    with pytest.raises(UserError, match=r"cannot write out/log\.jsonl: No space"):
+        train.main(tiny.flags())
+    assert tiny.saved("last.pt")["iter_num"] == 6
+
+
 # Training that goes wrong
 
 
@@ -463,6 +512,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(v
     assert tiny.saved("last.pt")["iter_num"] == 0
     finite = [tensor.isfinite().all() for tensor in tiny.saved("last.pt")["model"].values()]
     assert all(finite)
+
+
+def test_between_evaluations_only_weights_with_a_finite_gradient_are_saved(verse):
+    with pytest.raises(UserError, match="training went wrong at step 1"):
+        train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, checkpoint_interval=1))
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.saved("last.pt")["iter_num"] == 6
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -551,6 +607,29 @@ def test_lack_of_memory_names_the_batches_that_train_alike(verse, monkeypatch, e
         "--block_size",
     ):
         assert words in str(caught.value)
+
+
+def test_lack_of_memory_while_loading_is_not_called_damage(verse, monkeypatch):
+    train.main(tiny.flags(max_iters=3))
+
+    def load(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(UserError, match="cpu is out of memory: --batch_size=2"):
+        train.main(tiny.flags(init_from="resume"))
+
+
+def test_lack_of_memory_while_compiling_leaves_an_earlier_run_in_its_place(verse, monkeypatch):
+    train.main(tiny.flags(max_iters=3))
+
+    def compile(_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with pytest.raises(UserError, match="cpu is out of memory"):
+        train.main(tiny.flags(compile=True))
+    assert tiny.saved("last.pt")["iter_num"] == 3
 
 
 def test_a_batch_of_one_is_not_made_smaller():
