@@ -10,8 +10,6 @@ import os
 import reprlib
 import stat
 import warnings
-import zipfile
-from collections import OrderedDict
 from contextlib import suppress
 from math import isnan
 from pathlib import Path
@@ -21,15 +19,11 @@ import torch
 from config import UserError, nearest
 from device import is_out_of_memory
 from model import GPT, GPTConfig, num_params
-from safety import PlainUnpickler, cause_of, refusal, replacing
+from safety import cause_of, refusal, replacing
+from untrusted import check_archive
 
 FORMAT = 1
 BEST, LAST = "ckpt.pt", "last.pt"  # the best on validation, and the newest
-STORAGES = ("Float", "Half", "BFloat16", "Double", "Long", "Int")
-STAND_INS = {  # for all that a checkpoint's pickle may name, while it is checked
-    "collections OrderedDict": lambda: OrderedDict(),  # and no arguments
-    "torch._utils _rebuild_tensor_v2": lambda *_: None,
-} | {f"torch {name}Storage": None for name in STORAGES}
 PLAIN = (str, int, float, type(None))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
@@ -117,8 +111,7 @@ def stamp_of(file):
 
 def _read(file, path):
     try:
-        _check_archive(file)
-        file.seek(0)
+        check_archive(file)
         return _load_plain(file)
     except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
         if is_out_of_memory(error):
@@ -132,6 +125,7 @@ def _read(file, path):
 
 
 def _load_plain(file):
+    file.seek(0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -140,31 +134,6 @@ def _load_plain(file):
         if is_out_of_memory(error):
             raise
         raise ValueError("it is more than plain data and tensors; nothing in it was run") from error
-
-
-def _check_archive(file):
-    """Raise ValueError where an archive is damaged, or claims what it does not hold.
-
-    torch checks neither, and in some files would find another archive than zipfile does.
-    """
-    size = os.fstat(file.fileno()).st_size
-    if file.read(4) != b"PK\3\4":
-        raise ValueError("it is no archive of torch's")
-    file.seek(max(0, size - 98))  # the records at the end: one of 56 bytes, one of 20, one of 22
-    end = file.read()
-    if end[56:60] == b"PK\6\7" and int.from_bytes(end[64:72], "little") != size - 98:
-        raise ValueError("its directory is elsewhere")
-    with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-        folders = any(entry.is_dir() or entry.external_attr & 0x10 for entry in entries)
-        if packed or folders or archive.comment or sum(e.file_size for e in entries) > size:
-            raise ValueError("its directory is wrong")
-        if (wrong := archive.testzip()) is not None:
-            raise ValueError(f"the checksum of {wrong} is wrong")
-        for entry in entries:
-            if entry.filename.endswith("/data.pkl"):
-                PlainUnpickler(archive.read(entry), STAND_INS).load()
 
 
 def _from_plain(plain, path, stamp):

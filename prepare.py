@@ -23,8 +23,9 @@ from typing import Literal
 import numpy as np
 
 from config import UserError, load, nearest, setting
-from safety import PlainUnpickler, cause_of, refusal, replacing, run, writing_to
+from safety import cause_of, refusal, replacing, run, writing_to
 from tokenizer import KINDS, CharTokenizer, GPT2Tokenizer, from_dict
+from untrusted import PlainUnpickler
 
 FORMAT = 1
 TOKEN = np.dtype("<u2")

@@ -1,12 +1,10 @@
-"""What keeps people's work: one-line errors, signals that wait, safe and whole files, locks.
+"""What keeps people's work: one-line errors, signals that wait, whole files, one writer a folder.
 
 Standard library and filelock only, so that `--help` need not wait for torch.
 """
 
 import errno
-import io
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -124,63 +122,6 @@ class Signals:
             self.holding = False
         if self.received is not None:
             raise Interrupted(self.received)
-
-
-# Files from anywhere
-
-# How pickle's protocols 1 to 5 spell numbers, strings, dicts, lists, tuples and calls.
-_PLAIN = """
-PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET
-NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE
-EMPTY_DICT SETITEM SETITEMS EMPTY_LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
-GLOBAL REDUCE BUILD BINPERSID
-"""
-
-
-class PlainUnpickler(pickle._Unpickler):
-    """Reads plain data from a pickle's bytes; refuses what could run code, or only fill memory.
-
-    `stand_ins` maps names ("torch._utils _rebuild_tensor_v2") to what is called in their place.
-    Keys of dicts are strings and ints. In Python, as the unpickler in C lets a file of a few bytes
-    claim gigabytes.
-    """
-
-    dispatch = {
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
-        for name in _PLAIN.split()
-    }
-
-    def __init__(self, content, stand_ins=None):
-        super().__init__(io.BytesIO(content))
-        self.stand_ins = stand_ins or {}
-
-    def load(self):
-        try:
-            return super().load()
-        except KeyError as error:
-            raise pickle.UnpicklingError("it is more than plain data, or damaged") from error
-
-    def find_class(self, module, name):
-        if (key := f"{module} {name}") not in self.stand_ins:
-            raise pickle.UnpicklingError(f"it wants to load {module}.{name}")
-        return self.stand_ins[key]
-
-    def persistent_load(self, _):
-        return None
-
-    def _set_items(self, keys, set_them):
-        if not {type(key) for key in keys} <= {str, int}:  # hashing others may crash, or never end
-            raise pickle.UnpicklingError("it has keys that are no plain data")
-        set_them(self)
-
-    def load_setitem(self):
-        self._set_items(self.stack[-2:-1], pickle._Unpickler.load_setitem)
-
-    def load_setitems(self):
-        self._set_items(self.stack[::2], pickle._Unpickler.load_setitems)
-
-    dispatch[pickle.SETITEM[0]] = load_setitem
-    dispatch[pickle.SETITEMS[0]] = load_setitems
 
 
 # Files

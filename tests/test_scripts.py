@@ -92,7 +92,7 @@ def test_a_reader_that_leaves_is_no_error(workplace):
 
 FLOORS = (
     {"config"},
-    {"safety"},
+    {"safety", "untrusted"},
     {"model", "tokenizer", "device"},
     {"prepare", "checkpoint", "report"},
     {"train", "sample"},
