@@ -116,12 +116,15 @@ def _read(file, path):
     except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
         if is_out_of_memory(error):
             raise
-        best = path.with_name(BEST)
-        other = f"; with {path.name} moved away, {best} is used" if path.name == LAST else ""
         raise UserError(
-            f"{path} is damaged or not a checkpoint ({cause_of(error)})"
-            f"{other if best.exists() else ''}"
+            f"{path} is damaged or not a checkpoint ({cause_of(error)}){_other(path)}"
         ) from error
+
+
+def _other(path):
+    """The way on where last.pt is of no use: the best state, if there is one."""
+    best = Path(path).with_name(BEST)
+    return f"; with {path} moved away, {best} is used" if best.exists() and path != best else ""
 
 
 def _load_plain(file):
@@ -215,7 +218,9 @@ def _hint(path):
     """The way on where a checkpoint is missing: other runs at hand, or a first one."""
     if path.with_name(LAST).exists():
         return f", only {LAST}: no evaluation was the best so far"
-    runs = {str(found.parent) for found in Path().glob(f"*/{BEST}")} - {str(path.parent)}
+    runs = set()
+    with suppress(OSError):
+        runs = {str(found.parent) for found in Path().glob(f"*/{BEST}")} - {str(path.parent)}
     if not runs:
         return "; train one first: python train.py config/shakespeare_char.py"
     return nearest(str(path.parent), runs, f"; runs at hand: {', '.join(sorted(runs))}")
@@ -231,7 +236,8 @@ def build_model(checkpoint):
     """The GPT of a checkpoint, on the CPU. Raises UserError where its weights do not fit."""
     if not all(tensor.isfinite().all() for tensor in checkpoint.weights.values()):
         raise UserError(
-            f"{checkpoint.path} has weights that are no finite numbers: its training went wrong"
+            f"{checkpoint.path} has weights that are no finite numbers, of a training gone wrong"
+            f"{_other(checkpoint.path)}"
         )
     try:
         model = GPT(checkpoint.model_config)

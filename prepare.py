@@ -16,6 +16,7 @@ import platform
 import sys
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from config import UserError, load, nearest, setting
-from safety import cause_of, refusal, replacing, run, writing_to
+from safety import Claim, cause_of, refusal, replacing, run
 from tokenizer import KINDS, CharTokenizer, GPT2Tokenizer, from_dict
 from untrusted import PlainUnpickler
 
@@ -118,7 +119,11 @@ def dataset_folder(name):
 
 
 def write_dataset(folder, text, tokenizer):
-    """Write both splits and meta.json, all of them or none; return the meta."""
+    """Write both splits and meta.json; return the meta.
+
+    Where the disk refuses, what was there stays. A process killed between the three renames leaves
+    files that do not fit each other, which their checksums tell.
+    """
     cut = int(0.9 * len(text.text))
     meta = {
         "format": FORMAT,
@@ -139,9 +144,9 @@ def write_dataset(folder, text, tokenizer):
         meta[split] = {"tokens": tokens, "bytes": len(part.encode()), "crc32": zlib.crc32(ids)}
         bins.append(ids)
     meta["crc32"] = _checksum(meta)
-    names = ("train.bin", "val.bin", "meta.json")
-    with writing_to(folder), replacing(*(folder / name for name in names)) as files:
-        for file, content in zip(files, [*bins, json.dumps(meta, indent=1).encode()], strict=True):
+    names = ("meta.json", "train.bin", "val.bin")  # without the first it would be nanoGPT's
+    with Claim(folder), replacing(*(folder / name for name in names)) as files:
+        for file, content in zip(files, [json.dumps(meta, indent=1).encode(), *bins], strict=True):
             file.write(content)
     return meta
 
@@ -196,7 +201,9 @@ def _how_to_make(name):
     """The command that prepares the dataset, and what is prepared already."""
     text = "" if name in KNOWN else " --input=FILE_OR_FOLDER"
     command = f"python prepare.py --dataset={name}{text}"
-    ready = sorted(path.parent.name for path in DATA.glob("*/train.bin"))
+    ready = []
+    with suppress(OSError):
+        ready = sorted(path.parent.name for path in DATA.glob("*/train.bin"))
     return f"make it by {command}" + (f", or choose from {', '.join(ready)}" if ready else "")
 
 
@@ -307,7 +314,7 @@ def shakespeare(path, urls):
     """Tiny Shakespeare from `path`, downloaded to there where it is missing."""
     if not path.exists():
         raw = download(urls, SHAKESPEARE_BYTES, SHAKESPEARE_SHA256, path)
-        with writing_to(path.parent), replacing(path) as [file]:
+        with Claim(path.parent), replacing(path) as [file]:
             file.write(raw)
     text = read_text(path)
     if text.sha256 != SHAKESPEARE_SHA256:

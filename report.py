@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config import STARTED, changed
+from config import STARTED, UserError, changed
 from model import num_params
 from safety import refusal, replacing
 
@@ -27,28 +28,35 @@ class Log:
     call.
     """
 
-    def __init__(self, path):
-        self.path, self.waiting = Path(path), []
+    def __init__(self, path, check=lambda: None):
+        """`check` raises UserError where the log must not be written for now."""
+        self.path, self.check, self.waiting = Path(path), check, []
 
-    def cut(self, step, evaluated):
+    def cut(self, step, evaluated, settings):
         """Drop what a run that goes on from `step` tells again, and a line that was cut short.
 
-        `evaluated` is the step of the last evaluation that it does not repeat. Returns the last
-        event that stays, or None. Raises UserError where the disk refuses.
+        `evaluated` is the step of the last evaluation that it does not repeat; `settings` are those
+        of the state it goes on from. Raises UserError where the disk refuses.
         """
         try:
             lines = re.findall(rb"[^\n]*\n|[^\n]+", self.path.read_bytes())
         except FileNotFoundError:
-            return None
+            return
         except OSError as error:
             raise refusal("read", self.path, error) from error
-        limits = {"train": step, "val": evaluated + 1, "resume": step + 1}
-        events = [(line, _event(line)) for line in lines if line.endswith(b"\n")]
-        kept = [(line, e) for line, e in events if not e or e["step"] < limits[e["split"]]]
+
+        def stays(line):
+            event = _event(line)
+            if not line.endswith(b"\n") or not event:
+                return line.endswith(b"\n")
+            if event["split"] == "resume" and event["step"] == step:  # unless nothing was saved
+                return all(settings.get(k) == new for k, (_, new) in event["changed"].items())
+            return event["step"] < (evaluated + 1 if event["split"] == "val" else step)
+
+        kept = [line for line in lines if stays(line)]
         if len(kept) < len(lines):
             with replacing(self.path) as [file]:
-                file.writelines(line for line, _ in kept)
-        return kept[-1][1] if kept else None
+                file.writelines(kept)
 
     def write(self, event):
         """Append an event; return the UserError where the disk refuses it for now, else None."""
@@ -59,12 +67,15 @@ class Log:
         """Append what waits, and have it on disk if it is to be durable; return like `write`."""
         size = None
         try:
+            self.check()
             with open(self.path, "ab") as file:  # anew each time: a folder may come back
                 size = file.tell()
                 file.write(b"".join(self.waiting))
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
+        except UserError as error:
+            return error
         except OSError as error:
             with suppress(OSError):
                 if size is not None:
@@ -76,24 +87,25 @@ class Log:
 
 def _event(line):
     """A line as an event, or None where it is no event of ours."""
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         event = json.loads(line)
-        known = isinstance(event, dict) and event.get("split") in ("train", "val", "resume")
-        if known and type(event.get("step")) is int:
-            return event
+        known = type(event["step"]) is int and event["split"] in ("train", "val", "resume")
+        if known and event["split"] == "resume":
+            known = all(len(pair) == 2 for pair in event["changed"].values())
+        return event if known else None
     return None
 
 
 class Report:
     """Tells of steps and evaluations as they come. Speeds are means since the line before."""
 
-    def __init__(self, config, machine, step, tokens_per_step, flops_per_token):
-        self.config, self.machine = config, machine
+    def __init__(self, config, machine, claim, step, tokens_per_step, flops_per_token):
+        self.config, self.machine, self.claim = config, machine, claim
         self.tokens_per_step = tokens_per_step
         self.flops_per_step = flops_per_token * tokens_per_step
         self.seconds, self.steps = 0.0, 0  # of training since the last line
         self.evaluation_s = 0.0
-        self.log = Log(Path(config.out_dir, LOG))
+        self.log = Log(Path(config.out_dir, LOG), claim.check)
         self.log_refused = False
         self.bar = tqdm(  # drawn where stderr is a terminal
             total=config.max_iters, initial=step, unit="step", leave=False, disable=None
@@ -108,17 +120,14 @@ class Report:
         if (error := self.log.flush()) and not kind:
             raise error
 
-    def resumed(self, step, evaluated, path, changes):
+    def resumed(self, state, checkpoint, changes):
         """Go on with the log of a run, of which some settings {name: (before, now)} changed."""
-        last = self.log.cut(step, evaluated)
+        self.log.cut(state.step, state.evaluated, checkpoint.config)
         pairs = [f"{name} {before!r} → {now!r}" for name, (before, now) in changes.items()]
-        self.say(
-            f"resumed {path} at step {step}" + (f"; changed: {', '.join(pairs)}" if pairs else "")
-        )
-        event = {"step": step, "split": "resume", "changed": json.loads(json.dumps(changes))}
-        told = last and {name: last.get(name) for name in event} == event  # by a try cut short
-        if changes and not told:
-            self._log(event)
+        about = f"; changed: {', '.join(pairs)}" if pairs else ""
+        self.say(f"resumed {checkpoint.path} at step {state.step}{about}")
+        if changes:
+            self._log({"step": state.step, "split": "resume", "changed": changes})
 
     def _count_time(self):
         """Add the time since the last call to that of training, once the device is done."""
@@ -236,7 +245,7 @@ def print_end(config, best_val_loss, path):
     """Say where the best model is and how to use it."""
     kept = "newest" if config.always_save_checkpoint else "best"
     print(f"done; best val loss {best_val_loss:.4f}; the {kept} model is in {path}")
-    print(f"write with it: python sample.py --out_dir={config.out_dir}")
+    print(f"write with it: python sample.py --out_dir={shlex.quote(config.out_dir)}")
 
 
 def less_memory(config):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from config import UserError
@@ -32,26 +32,43 @@ def run(main, *args):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.excepthook = _quiet_if_interrupted
     try:
+        status = _status_of(main, *args)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
+            raise
+        status = 141  # the reader left, as `| head` does, or the terminal
+        if error.errno == errno.ENOSPC:
+            _say("no space is left where the output goes")
+            status = 2
+        for handle in (1, 2):  # or Python complains once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
+    if status is not None:
+        sys.exit(status)
+
+
+def _status_of(main, *args):
+    """What `main` makes the script exit with; None where it simply returns."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        _say("the folder you are in is gone: change to another")
+        return 2
+    try:
         with Signals():
             main(*args)
-            sys.stdout.flush()
+            return None
+    except SystemExit as leaving:
+        return leaving.code or 0
     except UserError as error:
         _say(error)
-        sys.exit(2)
+        return 2
     except Interrupted as interrupt:
         _say(interrupt)
-        sys.exit(interrupt.status)
+        return interrupt.status
     except KeyboardInterrupt:
         _say("interrupted at once")
-        sys.exit(130)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again
-        if error.errno == errno.EPIPE:  # the reader left, as `| head` does
-            sys.exit(141)
-        _say("no space is left where the output goes")
-        sys.exit(2)
+        return 130
 
 
 def _say(message):
@@ -141,7 +158,9 @@ def replacing(*paths):
             if any(path.is_dir() for path in paths):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             with ExitStack() as opened:
-                files = [opened.enter_context(open(part, "wb")) for part in parts]
+                for part in parts:
+                    part.unlink(missing_ok=True)  # of a write that was killed, or a link elsewhere
+                files = [opened.enter_context(open(part, "xb")) for part in parts]
                 yield files
                 for file in files:
                     file.flush()
@@ -190,76 +209,92 @@ def refusal(verb, path, error):
 # Folders
 
 
-@contextmanager
-def writing_to(folder, earlier=()):
-    """Be the only process that writes to `folder`, which is made where it is missing.
+class Claim:
+    """A folder that this process alone writes to, made where it is missing.
 
-    Where it holds a file of the names `earlier`, the whole folder first becomes folder.1 (or .2,
-    and so on) beside it. Yields where that is, or None. Raises UserError where another process
-    writes to it, or the disk refuses.
+    Raises UserError where another process writes to it, or the disk refuses.
     """
-    folder = Path(folder)
-    aside = None
-    place = Path(os.path.realpath(folder))  # of a link, what it leads to
-    _make(place, folder)
-    with ExitStack() as locks:
-        if any(os.path.lexists(folder / name) for name in earlier):
-            # Windows does not rename a folder with an open file, its lock, nor one in use.
-            locks.enter_context(nullcontext() if os.name == "nt" else _lock(folder))
-            aside = _move_aside(place, folder)
-            _make(place, folder)
-        locks.enter_context(_lock(folder))
-        yield aside
 
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.path = self.folder / LOCK
 
-def _make(place, folder):
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refusal("write to", folder, error) from error
+    def __enter__(self):
+        with self._told(), ExitStack() as opened:
+            Path(os.path.realpath(self.folder)).mkdir(parents=True, exist_ok=True)
+            self.handle = None
+            if os.name == "posix":  # elsewhere a folder in use cannot be moved or removed
+                self.handle = os.open(self.folder, os.O_RDONLY)
+                opened.callback(os.close, self.handle)
+            self._lock()
+            self.opened = opened.pop_all()
+        return self
 
-
-@contextmanager
-def _lock(folder):
-    from filelock import FileLock, Timeout  # here, as it takes longer than --help may
-
-    path = folder / LOCK
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"another process is writing to {folder}: wait for it, choose another folder, or, if "
-            f"there is none, remove {path}"
-        ) from None
-    except OSError as error:
-        raise refusal("write to", folder, error) from error
-    mine = path.stat()
-    try:
-        yield
-    finally:
+    def __exit__(self, *_):
         with suppress(OSError):  # whoever opened it before finds it without a name, and lets go
-            if os.path.samestat(mine, path.stat()):
-                path.unlink()
-        lock.release()
+            if os.path.samestat(self.mine, self.path.stat()):
+                self.path.unlink()
+        self.lock.release()
+        self.opened.close()
+
+    def check(self):
+        """Raise UserError where the folder was moved, removed or replaced by another.
+
+        Where its lock alone was removed, it is locked anew.
+        """
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self.mine, self.path.stat()):
+                return
+        with self._told():
+            now = self.folder.stat()
+            if self.handle is not None and not os.path.samestat(os.fstat(self.handle), now):
+                raise UserError(f"{self.folder} is another folder than at the start")
+            self._lock()
+
+    def _lock(self):
+        from filelock import FileLock, Timeout  # here, as it takes longer than --help may
+
+        lock = FileLock(self.path)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"another process is writing to {self.folder}: wait for it, or choose another one"
+            ) from None
+        self.lock, self.mine = lock, self.path.stat()
+
+    @contextmanager
+    def _told(self):
+        try:
+            yield
+        except OSError as error:
+            raise refusal("write to", self.folder, error) from error
 
 
-def _move_aside(place, folder):
-    """Rename `place`, told as `folder`, to the first of place.1, place.2, … that is free."""
-    if Path.cwd().is_relative_to(place):
-        raise UserError(
-            f"{folder} holds an earlier run and the folder you are in, so it is not moved aside; "
-            "choose another --out_dir, or use --init_from=resume or --overwrite=True"
-        )
+def move_aside(folder, names):
+    """Move those files of `folder` into a new folder.1 (or .2, and so on) beside it.
+
+    Returns that, or None where there are none of them. Raises UserError where the disk refuses.
+    """
+    place = Path(os.path.realpath(folder))  # of a link, what it leads to
+    found = [name for name in names if os.path.lexists(place / name)]
+    if not found:
+        return None
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1
     aside = Path(f"{place}.{number}")
     try:
-        place.rename(aside)
+        aside.mkdir()
+        for name in found:
+            (place / name).rename(aside / name)
     except OSError as error:
-        raise refusal("move aside", folder, error) from error
-    sync_folder(place.parent)
-    with suppress(OSError):  # still locked: who opened it before finds it held, or without a name
-        (aside / LOCK).unlink()
-    return aside if folder.is_symlink() else folder.with_name(aside.name)
+        with suppress(OSError):
+            aside.rmdir()
+        raise UserError(
+            f"the earlier run in {folder} cannot be moved to {aside} ({error.strerror}): choose "
+            "another --out_dir, or use --init_from=resume or --overwrite=True"
+        ) from error
+    for changed in (aside, place, place.parent):
+        sync_folder(changed)
+    return os.path.relpath(aside) if not os.path.isabs(folder) else aside

@@ -69,9 +69,17 @@ def main(argv=None):
     print(f"{checkpoint.path}: step {checkpoint.step}, best val loss {loss:.4f}", file=sys.stderr)
     print(f"machine: {machine.summary}", file=sys.stderr)
     with explained_lack_of_memory(config.device, "try --device=cpu, or a shorter --start"):
-        for text in write(checkpoint, tokenizer, ids, config, machine):
-            print(text)
-            print("---------------", flush=True)
+        try:
+            for text in write(checkpoint, tokenizer, ids, config, machine):
+                print(text)
+                print("---------------", flush=True)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise UserError(
+                f"{checkpoint.path} gives no finite numbers in {machine.dtype}: "
+                "try --dtype=float32, or train again at a lower rate"
+            ) from error
 
 
 def tokenizer_of(checkpoint):

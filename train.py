@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from config import UserError, answer_early, load, setting
-from safety import Interrupted, Signals, remove, run, writing_to
+from safety import Claim, Interrupted, Signals, move_aside, remove, run
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ def train(config, dataset, model_config, resumed):
         return
     sizes = tokens_per_step(config), flops_per_token(model_config)
     with (
-        claimed_out_dir(config, resumed),
-        Report(config, machine, state.step, *sizes) as report,
+        claimed_out_dir(config, resumed) as claim,
+        Report(config, machine, claim, state.step, *sizes) as report,
         saved_when_stopped(state, dataset, config, report) as signals,
     ):
         if resumed:
-            report.resumed(state.step, state.evaluated, resumed.path, changes(resumed, config))
+            report.resumed(state, resumed, changes(resumed, config))
         train_on(model, state, dataset, config, machine, report, signals)
     print_end(config, state.best_val_loss, Path(config.out_dir, ckpt.BEST))
 
@@ -227,7 +227,10 @@ def saved_when_stopped(state, dataset, config, report):
             yield signals
         except (Interrupted, OSError):  # an OSError: who read the output has left
             if refusal := save(state, [ckpt.LAST], dataset, config, report):
-                raise refusal from None
+                raise UserError(
+                    f"stopped at step {state.step}, but {refusal}: what it learnt since the last "
+                    "save is lost"
+                ) from None
             if signals.received is None:
                 raise
             raise Interrupted(
@@ -308,17 +311,20 @@ def changes(resumed, config):
 def claimed_out_dir(config, resumed):
     """out_dir, for this run alone to write to; an earlier one is resumed or out of the way."""
     files = (ckpt.BEST, ckpt.LAST, LOG)
-    with writing_to(config.out_dir, () if resumed or config.overwrite else files) as aside:
-        if aside:
-            print(
-                f"the earlier run in {config.out_dir} is now in {aside}; another time "
-                "--init_from=resume would go on with it, and --overwrite=True replace it"
-            )
-        if resumed and ckpt.stamp_of(resumed.path) != resumed.stamp:
-            raise UserError(f"another training wrote {resumed.path} just now: resume once more")
+    with Claim(config.out_dir) as claim:
+        stamp = ckpt.stamp_of(ckpt.newest(config.out_dir))
+        if config.init_from != "scratch" and stamp != (resumed.stamp if resumed else None):
+            raise UserError(f"another training wrote to {config.out_dir} just now: start once more")
+        if not resumed and not config.overwrite:
+            aside = move_aside(config.out_dir, files)
+            if aside:
+                print(
+                    f"the earlier run in {config.out_dir} is now in {aside}; another time "
+                    "--init_from=resume would go on with it, and --overwrite=True replace it"
+                )
         names = [] if resumed else list(files)
         remove(Path(config.out_dir, name) for name in names + [f"{name}.tmp" for name in files])
-        yield
+        yield claim
 
 
 def make_state(config, model_config, machine, resumed):
@@ -407,6 +413,7 @@ def save(state, names, dataset, config, report):
     )
     report.log.flush(durable=True)
     try:
+        report.claim.check()
         ckpt.save([Path(config.out_dir, name) for name in names], checkpoint)
     except UserError as refusal:
         return refusal

@@ -386,7 +386,7 @@ def test_a_disk_that_fills_up_leaves_the_dataset_that_was_there(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     write("own.txt", "abcdefgh" * 99)
-    assert "meta.json: No space left on device" in complaint("--input=own.txt", "--dataset=own")
+    assert "val.bin: No space left on device" in complaint("--input=own.txt", "--dataset=own")
     assert text_of("own") == ("abcdefghij" * 8 + "a", "bcdefghij")
     assert len(list(Path("data/own").iterdir())) == 3
 

@@ -293,15 +293,22 @@ def test_lines_that_find_no_room_or_no_terminal_are_all_that_is_lost(verse, monk
 def test_an_earlier_run_is_moved_aside_whole(verse, folder, capsys):
     for number in range(3):
         train.main(tiny.flags(max_iters=3, seed=number))
-        (folder / "out" / "note.txt").write_text(f"run {number}")
     assert [tiny.saved("last.pt", d)["seed"] for d in ("out.1", "out.2", "out")] == [0, 1, 2]
-    assert Path("out.1/note.txt").read_text() == "run 0"
-    assert sorted(os.listdir("out.1")) == ["ckpt.pt", "last.pt", "log.jsonl", "note.txt"]
+    assert sorted(os.listdir("out.1")) == ["ckpt.pt", "last.pt", "log.jsonl"]
     told = [line for line in capsys.readouterr().out.splitlines() if "earlier run" in line]
     assert len(told) == 2
     assert "in out is now in out.2; " in told[1]
     assert "--init_from=resume" in told[1]
     assert "--overwrite=True" in told[1]
+
+
+def test_what_is_not_of_the_run_stays_where_it_is(verse, folder):
+    train.main(tiny.flags(max_iters=3))
+    train.main(tiny.flags(max_iters=3, out_dir="out/other"))
+    (folder / "out" / "note.txt").write_text("mine")
+    train.main(tiny.flags(max_iters=3))
+    assert sorted(os.listdir("out")) == ["ckpt.pt", "last.pt", "log.jsonl", "note.txt", "other"]
+    assert sorted(os.listdir("out/other")) == ["ckpt.pt", "last.pt", "log.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["ckpt.pt", "last.pt", "log.jsonl"])
@@ -343,13 +350,6 @@ def test_behind_a_link_the_folder_itself_is_moved_aside(verse, folder):
     assert [tiny.saved("last.pt", d)["iter_num"] for d in ("disk.1", "disk")] == [1, 2]
 
 
-def test_the_folder_one_is_in_is_not_moved(verse, folder):
-    train.main(tiny.flags(max_iters=1, out_dir="."))
-    with pytest.raises(UserError, match=r"the folder you are in.*--overwrite=True"):
-        train.main(tiny.flags(out_dir="."))
-    assert tiny.saved("last.pt", ".")["iter_num"] == 1
-
-
 @pytest.mark.parametrize("wrong", [{"block_size": 1024}, {"n_layer": 10**9}], ids=str)
 def test_a_run_that_cannot_start_moves_nothing(verse, folder, wrong):
     train.main(tiny.flags(max_iters=1))
@@ -378,18 +378,27 @@ def test_a_lock_that_a_killed_run_left_holds_nobody_up(verse, folder):
     assert tiny.saved("last.pt")["iter_num"] == 1
 
 
-def test_a_state_that_another_training_replaces_meanwhile_is_not_resumed(verse, monkeypatch):
-    train.main(tiny.flags(max_iters=3))
+@pytest.mark.parametrize(
+    ("init_from", "before"), [("resume", True), ("auto", True), ("auto", False)]
+)
+def test_a_state_that_another_training_writes_meanwhile_is_seen(
+    verse, monkeypatch, init_from, before
+):
+    train.main(tiny.flags(max_iters=3, out_dir="other"))
+    if before:
+        train.main(tiny.flags(max_iters=3))
     real = train.make_state
 
     def slowly(*args):
-        shutil.copy("out/last.pt", "copy.pt")
+        Path("out").mkdir(exist_ok=True)
+        shutil.copy("other/last.pt", "copy.pt")
         os.replace("copy.pt", "out/last.pt")
         return real(*args)
 
     monkeypatch.setattr(train, "make_state", slowly)
-    with pytest.raises(UserError, match="another training wrote out/last.pt just now"):
-        train.main(tiny.flags(init_from="resume"))
+    with pytest.raises(UserError, match="another training wrote to out just now: start once more"):
+        train.main(tiny.flags(init_from=init_from))
+    assert not Path("out.1").exists()
 
 
 # Disks that refuse
@@ -479,16 +488,28 @@ def test_a_folder_that_vanishes_is_told_and_used_when_it_is_back(verse, monkeypa
     after_calls(monkeypatch, train, "update", 5, lambda: os.rename("away", "out"))
     train.main(tiny.flags(max_iters=9))
     assert tiny.differences("out", "out-whole") == []
-    told = capsys.readouterr().err
-    assert "cannot write out/log.jsonl: No such file or directory" in told
-    assert "last.pt: No such file or directory" in told
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2  # of the log, of the states
+    assert all("cannot write to out: No such file or directory; training" in line for line in told)
 
 
 def test_a_folder_that_stays_away_is_an_error(verse, monkeypatch):
     after_calls(monkeypatch, train, "update", 4, lambda: os.rename("out", "away"))
-    with pytest.raises(UserError, match=r"cannot write .*out/last\.pt: No such file"):
+    with pytest.raises(UserError, match="cannot write to out: No such file"):
         train.main(tiny.flags())
     assert tiny.saved("last.pt", "away")["iter_num"] == 3
+
+
+def test_a_folder_that_another_training_took_over_is_not_written_to(verse, monkeypatch):
+    def take_over():
+        os.rename("out", "away")
+        shutil.copytree("other", "out")
+
+    train.main(tiny.flags(out_dir="other", seed=5))
+    after_calls(monkeypatch, train, "update", 2, take_over)
+    with pytest.raises(UserError, match="out is another folder than at the start"):
+        train.main(tiny.flags())
+    assert tiny.differences("out", "other") == []
 
 
 def test_states_are_saved_where_the_log_alone_is_refused(verse, monkeypatch, disk):
@@ -700,12 +721,20 @@ def test_lines_that_are_not_the_logs_own_stay(folder):
     events = [{"step": step, "split": "train"} for step in range(4)]
     text = "".join(lines) + "".join(json.dumps(event) + "\n" for event in events)
     Path("log.jsonl").write_text(text + '{"step": 4, "split": "tr')
-    assert report.Log("log.jsonl").cut(2, 0) == events[1]
+    report.Log("log.jsonl").cut(2, 0, {})
     assert Path("log.jsonl").read_text() == text[: text.index('{"step": 2')]
+
+
+@pytest.mark.parametrize(("saved", "stays"), [(0.02, True), (0.01, False)])
+def test_a_change_stays_in_the_log_if_it_was_saved(folder, saved, stays):
+    event = {"step": 2, "split": "resume", "changed": {"learning_rate": [0.01, 0.02]}}
+    Path("log.jsonl").write_text(json.dumps(event) + "\n")
+    report.Log("log.jsonl").cut(2, 0, {"learning_rate": saved})
+    assert bool(Path("log.jsonl").read_text()) == stays
 
 
 def test_a_log_that_needs_no_cut_is_not_written_again(folder):
     Path("log.jsonl").write_text('{"step": 1, "split": "train"}\n')
     before = ckpt.stamp_of("log.jsonl")
-    report.Log("log.jsonl").cut(2, 0)
+    report.Log("log.jsonl").cut(2, 0, {})
     assert ckpt.stamp_of("log.jsonl") == before

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 import safety
 from config import UserError
-from safety import Interrupted, Signals, remove, replacing, run, writing_to
+from safety import Claim, Interrupted, Signals, move_aside, remove, replacing, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,6 +88,30 @@ def test_a_reader_that_leaves_ends_the_script_in_silence():
     ) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="/dev/full is POSIX's")
+@pytest.mark.parametrize(("output", "code"), [("| true", 141), ("> /dev/full", 2)])
+@pytest.mark.parametrize("last", ["pass", "sys.exit(0)", "raise safety.UserError('wrong')"])
+def test_an_output_that_fails_late_adds_no_words_of_pythons(output, code, last):
+    script = f"import sys, safety\ndef main():\n print('x')\n {last}\nsafety.run(main)"
+    command = f'"{sys.executable}" -c "$SCRIPT" {output}; exit ${{PIPESTATUS[0]}}'
+    environment = os.environ | {"SCRIPT": script}
+    environment.pop("PYTHONUNBUFFERED", None)  # with it the output fails early
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True)
+    assert done.returncode == code
+    told = done.stderr.decode().splitlines()
+    assert "Exception ignored" not in done.stderr.decode()
+    assert len(told) == ("wrong" in last) + (code == 2)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows keeps a folder that is in use")
+def test_a_folder_that_is_gone_is_told(folder):
+    command = f'mkdir x; cd x; rmdir ../x; "{sys.executable}" {ROOT}/prepare.py --dataset=pydocs'
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True)
+    assert (done.returncode, done.stderr.decode()) == (
+        2, "prepare.py: the folder you are in is gone: change to another\n",
+    )  # fmt: skip
 
 
 # Signals
@@ -171,58 +196,97 @@ def test_in_another_thread_signals_are_left_alone():
     assert seen == [before]
 
 
-# writing_to
+# Claim
 
 
-def refused(folder, earlier=()):
-    with pytest.raises(UserError) as caught, writing_to(folder, earlier):
+def refused(folder):
+    with pytest.raises(UserError) as caught, Claim(folder):
         pass
     return str(caught.value)
 
 
 def test_a_folder_has_one_writer_at_a_time_and_no_trace_of_it_afterwards(folder):
-    with writing_to("new/out"):
+    with Claim("new/out"):
         assert "another process is writing to new/out" in refused("new/out")
-    with writing_to("new/out"):
+    with Claim("new/out"):
         pass
     assert list((folder / "new" / "out").iterdir()) == []
 
 
-def test_a_folder_with_an_earlier_work_becomes_the_first_number_that_is_free(folder):
-    for name in ("out", "out.1"):
-        (folder / name).mkdir()
-    (folder / "out" / "work").write_text("days")
-    with writing_to("out", ["work"]) as aside:
-        assert aside == Path("out.2")
-        assert os.listdir("out.2") == ["work"]
+def unchecked(claim):
+    with pytest.raises(UserError) as caught:
+        claim.check()
+    return str(caught.value)
+
+
+def test_a_folder_that_is_moved_is_lost_until_it_is_back():
+    with Claim("out") as claim:
+        os.rename("out", "away")
+        assert unchecked(claim) == "cannot write to out: No such file or directory"
+        with Claim("out"):
+            assert unchecked(claim) == "out is another folder than at the start"
+        os.rmdir("out")
+        os.rename("away", "out")
+        claim.check()
         assert "another process is writing to out" in refused("out")
-        with writing_to("out.2"):  # the old one is free
-            pass
+
+
+def test_a_folder_that_is_removed_and_made_again_is_another():
+    with Claim("out") as claim:
+        shutil.rmtree("out")
+        os.mkdir("out")
+        assert unchecked(claim) == "out is another folder than at the start"
+
+
+def test_a_lock_that_someone_removed_is_taken_anew_unless_another_has_it(folder):
+    with Claim("out") as claim:
+        Path("out", safety.LOCK).unlink()
+        with Claim("out"):
+            assert "another process is writing to out" in unchecked(claim)
+        claim.check()
+        assert "another process is writing to out" in refused("out")
     assert os.listdir("out") == []
-
-
-def test_a_folder_in_use_is_not_moved_aside(folder):
-    with writing_to("out"):
-        Path("out/work").write_text("days")
-        assert "another process is writing to out" in refused("out", ["work"])
-    assert os.listdir(folder) == ["out"]
-
-
-def test_who_opened_the_lock_before_the_folder_moved_does_not_get_in():
-    fcntl = pytest.importorskip("fcntl")
-    Path("out").mkdir()
-    for name in ("work", safety.LOCK):
-        Path("out", name).touch()
-    with open(Path("out", safety.LOCK)) as late:
-        with writing_to("out", ["work"]), pytest.raises(BlockingIOError):
-            fcntl.flock(late, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert os.fstat(late.fileno()).st_nlink == 0  # which filelock takes as a lost try
 
 
 def test_a_place_that_cannot_be_a_folder_is_told():
     Path("file").touch()
     assert refused("file") == "cannot write to file: File exists"
     assert refused("file/out") == "cannot write to file/out: Not a directory"
+
+
+# move_aside
+
+
+def test_an_earlier_work_goes_to_the_first_number_that_is_free(folder):
+    for name in ("out", "out.1"):
+        (folder / name).mkdir()
+    for name in ("work", "log", "note"):
+        (folder / "out" / name).write_text(name)
+    assert move_aside("out", ["work", "log", "other"]) == "out.2"
+    assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
+    assert move_aside("out", ["work", "log", "other"]) is None
+
+
+@pytest.mark.parametrize("place", [".", "here/.."])
+def test_from_the_folder_one_is_in_it_goes_beside_it(folder, monkeypatch, place):
+    (folder / "runs" / "here").mkdir(parents=True)
+    monkeypatch.chdir(folder / "runs")
+    Path("work").touch()
+    assert move_aside(place, ["work"]) == os.path.join("..", "runs.1")
+    assert os.listdir(folder / "runs.1") == ["work"]
+
+
+def test_what_cannot_be_moved_aside_stays_and_the_ways_on_are_told(folder, monkeypatch):
+    Path("out").mkdir()
+    Path("out/work").touch()
+
+    def refuse(*_):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match=r"moved to .*out.1 .*--out_dir.*--overwrite=True"):
+        move_aside("out", ["work"])
+    assert (os.listdir(), os.listdir("out")) == (["out"], ["work"])
 
 
 # replacing
