@@ -564,9 +564,6 @@ RUNS = {
         None, [*TRAIN, "--out_dir=verse.txt/out"], "cannot write to verse.txt/out: ",
     ),
     "out_dir: a long name": (None, [*TRAIN, f"--out_dir={LONG}"], "name too long"),
-    "out_dir: where one stands": (
-        lambda: shutil.copy(BEST, "."), [*TRAIN, "--out_dir=."], "the folder you are in",
-    ),
     "a folder where the lock would be": (
         lambda: put_folder("run/.lock"), [*TRAIN, "--out_dir=run"], "cannot write to run: ",
     ),
