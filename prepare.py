@@ -234,7 +234,9 @@ def _read_meta_json(folder):
         return meta
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except OSError as error:
+        raise refusal("read", path, error) from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
             f"{path} is damaged ({cause_of(error)}); prepare the dataset again"
         ) from error
