@@ -45,15 +45,16 @@ class Log:
         except OSError as error:
             raise refusal("read", self.path, error) from error
 
-        def stays(line):
-            event = _event(line)
-            if not line.endswith(b"\n") or not event:
-                return line.endswith(b"\n")
-            if event["split"] == "resume" and event["step"] == step:  # unless nothing was saved
-                return all(settings.get(k) == new for k, (_, new) in event["changed"].items())
+        events = [(line, _event(line)) for line in lines if line.endswith(b"\n")]
+        # Changes told at this very step stay up to the last one that was saved.
+        saved = [i for i, (_, event) in enumerate(events) if _is_saved(event, step, settings)]
+
+        def stays(place, event):
+            if event["split"] == "resume" and event["step"] == step:
+                return bool(saved) and place <= saved[-1]
             return event["step"] < (evaluated + 1 if event["split"] == "val" else step)
 
-        kept = [line for line in lines if stays(line)]
+        kept = [line for i, (line, event) in enumerate(events) if not event or stays(i, event)]
         if len(kept) < len(lines):
             with replacing(self.path) as [file]:
                 file.writelines(kept)
@@ -96,6 +97,13 @@ def _event(line):
     return None
 
 
+def _is_saved(event, step, settings):
+    """Whether an event tells of changes at that step which are those of the settings."""
+    if not event or event["split"] != "resume" or event["step"] != step:
+        return False
+    return all(settings.get(name) == new for name, (_, new) in event["changed"].items())
+
+
 class Report:
     """Tells of steps and evaluations as they come. Speeds are means since the line before."""
 
@@ -125,9 +133,9 @@ class Report:
         self.log.cut(state.step, state.evaluated, checkpoint.config)
         pairs = [f"{name} {before!r} → {now!r}" for name, (before, now) in changes.items()]
         about = f"; changed: {', '.join(pairs)}" if pairs else ""
-        self.say(f"resumed {checkpoint.path} at step {state.step}{about}")
         if changes:
             self._log({"step": state.step, "split": "resume", "changed": changes})
+        self.say(f"resumed {checkpoint.path} at step {state.step}{about}")
 
     def _count_time(self):
         """Add the time since the last call to that of training, once the device is done."""

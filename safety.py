@@ -284,13 +284,19 @@ def move_aside(folder, names):
     while os.path.lexists(f"{place}.{number}"):
         number += 1
     aside = Path(f"{place}.{number}")
+    moved = []
     try:
         aside.mkdir()
         for name in found:
             (place / name).rename(aside / name)
-    except OSError as error:
+            moved.append(name)
+    except BaseException as error:  # Ctrl-C, too, must leave the run in one place
         with suppress(OSError):
+            for name in moved:
+                (aside / name).rename(place / name)
             aside.rmdir()
+        if not isinstance(error, OSError):
+            raise
         raise UserError(
             f"the earlier run in {folder} cannot be moved to {aside} ({error.strerror}): choose "
             "another --out_dir, or use --init_from=resume or --overwrite=True"

@@ -178,7 +178,8 @@ def train(config, dataset, model_config, resumed):
         saved_when_stopped(state, dataset, config, report) as signals,
     ):
         if resumed:
-            report.resumed(state, resumed, changes(resumed, config))
+            with signals.held():
+                report.resumed(state, resumed, changes(resumed, config))
         train_on(model, state, dataset, config, machine, report, signals)
     print_end(config, state.best_val_loss, Path(config.out_dir, ckpt.BEST))
 
@@ -226,6 +227,7 @@ def saved_when_stopped(state, dataset, config, report):
         try:
             yield signals
         except (Interrupted, OSError):  # an OSError: who read the output has left
+            signals.holding = True
             if refusal := save(state, [ckpt.LAST], dataset, config, report):
                 raise UserError(
                     f"stopped at step {state.step}, but {refusal}: what it learnt since the last "

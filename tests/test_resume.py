@@ -156,6 +156,39 @@ def test_what_changed_on_resuming_is_in_the_log_once(verse):
     ]
 
 
+@pytest.mark.parametrize("act", [send(signal.SIGTERM), lambda: _raise(BrokenPipeError())])
+def test_a_change_is_logged_once_however_soon_the_run_is_stopped(verse, monkeypatch, act):
+    train.main(tiny.flags(max_iters=3))
+    with monkeypatch.context() as patch:
+        after_calls(patch, report.Report, "say", 1, act)
+        with pytest.raises((Interrupted, BrokenPipeError)):
+            train.main(tiny.flags(init_from="resume", learning_rate=0.02))
+    train.main(tiny.flags(init_from="resume", learning_rate=0.02))
+    events = [e["changed"] for e in tiny.log_events() if e["split"] == "resume"]
+    assert events == [{"max_iters": [3, 6], "learning_rate": [0.01, 0.02]}]
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_signal_does_not_cut_the_save_that_a_reader_who_left_brought_about(verse, monkeypatch):
+    def say(self, line):
+        if line.startswith("iter 4"):
+            monkeypatch.setattr(ckpt, "save", save_with_a_signal)
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def save_with_a_signal(*args):
+        send(signal.SIGTERM)()
+        real(*args)
+
+    real = ckpt.save
+    monkeypatch.setattr(report.Report, "say", say)
+    with pytest.raises(Interrupted, match="stopped at step 5, kept in out/last.pt"):
+        train.main(tiny.flags())
+    assert tiny.saved("last.pt")["iter_num"] == 5
+
+
 def test_all_that_may_change_can(verse):
     train.main(tiny.flags(max_iters=3))
     changes = {"eval_interval": 2, "dtype": "bfloat16", "batch_size": 2, "beta2": 0.9, "seed": 5}
@@ -725,12 +758,13 @@ def test_lines_that_are_not_the_logs_own_stay(folder):
     assert Path("log.jsonl").read_text() == text[: text.index('{"step": 2')]
 
 
-@pytest.mark.parametrize(("saved", "stays"), [(0.02, True), (0.01, False)])
-def test_a_change_stays_in_the_log_if_it_was_saved(folder, saved, stays):
-    event = {"step": 2, "split": "resume", "changed": {"learning_rate": [0.01, 0.02]}}
-    Path("log.jsonl").write_text(json.dumps(event) + "\n")
+@pytest.mark.parametrize(("saved", "stay"), [(0.1, 0), (0.2, 1), (0.3, 2), (0.4, 3), (0.5, 0)])
+def test_changes_stay_in_the_log_up_to_the_last_that_was_saved(folder, saved, stay):
+    pairs = [(0.1, 0.2), (0.2, 0.3), (0.3, 0.4)]
+    events = [{"step": 2, "split": "resume", "changed": {"learning_rate": pair}} for pair in pairs]
+    Path("log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     report.Log("log.jsonl").cut(2, 0, {"learning_rate": saved})
-    assert bool(Path("log.jsonl").read_text()) == stays
+    assert len(tiny.log_events(".")) == stay
 
 
 def test_a_log_that_needs_no_cut_is_not_written_again(folder):
