@@ -357,10 +357,7 @@ def test_nul_is_not_text():
     )
 
 
-@pytest.mark.parametrize("renames", [1, 2])
-def test_a_dataset_cut_between_two_files_is_not_taken_for_another(renames, monkeypatch):
-    write("own.txt", "abcdefghij" * 9)
-    main(["--input=own.txt", "--dataset=own"])
+def prepare_and_die_after(renames, monkeypatch):
     real, seen = os.replace, []
 
     def breaks_off(*paths):
@@ -369,11 +366,27 @@ def test_a_dataset_cut_between_two_files_is_not_taken_for_another(renames, monke
             raise KeyboardInterrupt
         real(*paths)
 
-    monkeypatch.setattr(os, "replace", breaks_off)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", breaks_off)
+        with pytest.raises(KeyboardInterrupt):
+            main(["--input=own.txt", "--dataset=own"])
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_dataset_cut_between_two_files_is_not_taken_for_another(renames, monkeypatch):
+    write("own.txt", "abcdefghij" * 9)
+    main(["--input=own.txt", "--dataset=own"])
     write("own.txt", "jihgfedcba" * 9)  # as many tokens, and the same vocabulary
-    with pytest.raises(KeyboardInterrupt):
-        main(["--input=own.txt", "--dataset=own"])
+    prepare_and_die_after(renames, monkeypatch)
     with pytest.raises(UserError, match="prepare the dataset again"):
+        load_dataset("own")
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_first_dataset_cut_between_two_files_is_not_taken_for_nanogpts(renames, monkeypatch):
+    write("own.txt", "abcdefghij" * 9)
+    prepare_and_die_after(renames, monkeypatch)
+    with pytest.raises(UserError, match=r"train.bin is missing|cannot read data/own/val.bin"):
         load_dataset("own")
 
 
