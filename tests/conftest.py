@@ -1,12 +1,14 @@
-"""Shared by the tests: how hypothesis searches, and GPT-2's tokenizer."""
+"""Shared by the tests: how hypothesis searches, a small dataset, and GPT-2's tokenizer."""
 
 import os
 
 import pytest
 import tiktoken
+import tiny
 import torch
 from hypothesis import settings
 
+from prepare import load_dataset
 from tokenizer import END_OF_TEXT, GPT2Tokenizer
 
 # the same examples in every run, however slow the machine
@@ -14,6 +16,13 @@ settings.register_profile("folio", derandomize=True, deadline=None, database=Non
 settings.load_profile("folio")
 
 torch.set_num_threads(1)  # tiny tensors gain nothing from more, and lose where cores are busy
+
+
+@pytest.fixture
+def verse(folder):
+    """The dataset of a few verses, prepared in the `folder` of the test."""
+    tiny.prepare_verse()
+    return load_dataset("verse")
 
 
 @pytest.fixture

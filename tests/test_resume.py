@@ -20,7 +20,6 @@ import report
 import safety
 import train
 from config import UserError
-from prepare import load_dataset
 from safety import Interrupted
 
 
@@ -28,12 +27,6 @@ from safety import Interrupted
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def verse(folder):
-    tiny.prepare_verse()
-    return load_dataset("verse")
 
 
 def after_calls(monkeypatch, owner, name, number, act):

@@ -25,12 +25,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def verse(folder):
-    tiny.prepare_verse()
-    return load_dataset("verse")
-
-
 def tiny_model(vocab_size=65, dropout=0.0, seed=0):
     torch.manual_seed(seed)
     return GPT(GPTConfig(**tiny.SHAPE, vocab_size=vocab_size, dropout=dropout))
