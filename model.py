@@ -1,7 +1,8 @@
 """The GPT: GPT-2's decoder-only transformer, its counting and its sampling.
 
 Pure torch: no files, no settings, no printing. Parameter names, defaults and initialisation are
-those of GPT-2 as nanoGPT spells them, so that checkpoints travel between the two.
+those of GPT-2 as nanoGPT spells them, so that checkpoints travel between the two. What has come
+since is switched on by GPTConfig: rotary positions, RMSNorm, squared ReLU, and others.
 
 References: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2);
 Kaplan et al. 2020, "Scaling Laws for Neural Language Models" (parameters, FLOPs).
@@ -15,7 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+
+def relu2(x):
+    """The square of ReLU (So et al. 2021, "Primer")."""
+    positive = F.relu(x)
+    return positive * positive  # ten times as fast on a CPU as the gradient of square()
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": relu2,
+}
+NORMS = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
+POSITIONS = ("learned", "rotary")
 
 
 @dataclass(frozen=True)
@@ -35,21 +50,34 @@ class GPTConfig:
     bias: bool = True  # in the linear layers and layer norms
     activation: str = "gelu"
     tie_weights: bool = True  # the output head shares the token embedding
+    position: str = "learned"  # or rotary, which turns queries and keys by where they are
+    norm: str = "layernorm"  # or rmsnorm, which subtracts no mean and has no bias
+    qk_norm: bool = False  # normalise the queries and keys of each head
+    zero_init: bool = False  # what ends a branch, or the model, starts at zero
+    smear: int = 0  # how many of the embeddings before it are mixed into each
 
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_layer < 0:
-            raise ValueError(f"n_layer must not be negative, as {self.n_layer} is")
+        for name in ("n_layer", "smear"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, as {getattr(self, name)} is")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), not {self.dropout}")
-        if self.activation not in ACTIVATIONS:
+        if self.position == "rotary" and self.n_embd // self.n_head % 2:
             raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation}"
+                f"position=rotary turns pairs, but n_embd={self.n_embd} and n_head={self.n_head} "
+                "make heads of odd size"
             )
+        choices = {"activation": ACTIVATIONS, "norm": NORMS, "position": POSITIONS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}, not {getattr(self, name)}"
+                )
 
 
 def attend(q, k, v, dropout=0.0):
@@ -74,6 +102,23 @@ def attend_plainly(q, k, v, dropout=0.0):
     return (weights @ v.flatten(0, 1)).view(v.shape)
 
 
+def rotary_tables(length, size):
+    """Cosines and signed sines that `rotate` takes, (length, 1, size) float32 each.
+
+    Pair i of a head turns by position / 10000^(2i/size) radians (Su et al. 2021, "RoFormer").
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(length), frequencies)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x, cos, sin):
+    """Turn the pairs (i, i + size/2) of each head: (B, T, n_head, head size) -> the same shape."""
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a position sees itself and what came before it."""
 
@@ -81,13 +126,19 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
+        self.qk_norm = NORMS[config.norm] if config.qk_norm else None
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x):
+    def forward(self, x, rotation=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(dim=2)
+        size = C // self.n_head
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, size).unbind(dim=2)
+        if self.qk_norm:  # Henry et al. 2020, "Query-Key Normalization"
+            q, k = (self.qk_norm(each, (size,)) for each in (q, k))
+        if rotation:
+            q, k = (rotate(each, *rotation) for each in (q, k))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, n_head, T, head size)
         y = attend(q, k, v, self.dropout if self.training else 0.0)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
@@ -107,19 +158,42 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
+def make_norm(config):
+    if config.norm == "rmsnorm":  # Zhang and Sennrich 2019
+        return nn.RMSNorm(config.n_embd)
+    return nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
 class Block(nn.Module):
     """Attention, then the MLP, each normalised before and added to the residual stream after."""
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = make_norm(config)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, rotation=None):
+        x = x + self.attn(self.ln_1(x), rotation)
         return x + self.mlp(self.ln_2(x))
+
+
+class Smear(nn.Module):
+    """Adds to each embedding those of the tokens just before it, weighted by channel.
+
+    A causal depthwise convolution; tells of pairs and triples of tokens what the first block's
+    attention would have to find out (So et al. 2021 convolve queries, keys and values so).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.smear, config.n_embd))
+
+    def forward(self, x):
+        length = x.shape[1]
+        earlier = (F.pad(x, (0, 0, back + 1, 0))[:, :length] for back in range(len(self.weight)))
+        return x + sum(each * weight for each, weight in zip(earlier, self.weight, strict=True))
 
 
 class GPT(nn.Module):
@@ -128,15 +202,19 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
-                "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
-            }
-        )
+        parts = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
+        if config.position == "learned":
+            parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
+        else:
+            cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
+        if config.smear:
+            parts["smear"] = Smear(config)
+        parts["drop"] = nn.Dropout(config.dropout)
+        parts["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        parts["ln_f"] = make_norm(config)
+        self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight
@@ -146,11 +224,17 @@ class GPT(nn.Module):
         """GPT-2's initialisation: normal of std 0.02, zero biases, scaled residual projections.
 
         Each block adds two projections to the residual stream; 1/sqrt(2 n_layer) keeps its
-        variance from growing with depth (Radford et al. 2019, section 2.3).
+        variance from growing with depth (Radford et al. 2019, section 2.3). `zero_init` starts
+        them at zero, and an untied head with them.
         """
+        ends = (
+            ("c_proj.weight",) if self.config.tie_weights else ("c_proj.weight", "lm_head.weight")
+        )
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:  # layer norms start as the identity
                 nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
+            elif self.config.zero_init and name.endswith(ends):
+                nn.init.zeros_(parameter)
             elif name.endswith("c_proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
@@ -162,13 +246,11 @@ class GPT(nn.Module):
         idx, targets: (B, T) int64 with T <= block_size; a target of -1 does not count.
         Returns (logits, loss): (B, T, vocab_size) and a scalar, or, without targets, the logits of
         the last position alone, (B, 1, vocab_size), and None. Raises ValueError for a context
-        that is too long and, on the CPU, for ids outside the vocabulary.
+        that is too long; ids outside the vocabulary are the caller's to keep out.
         """
-        self._check(idx)
-        positions = torch.arange(idx.shape[1], device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
+        x, rotation = self.embed(idx)
         for block in self.transformer.h:
-            x = block(x)
+            x = block(x, rotation)
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x[:, -1:]), None
@@ -176,24 +258,29 @@ class GPT(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
-    def _check(self, idx):
-        T, config = idx.shape[1], self.config
-        if not 1 <= T <= config.block_size:
-            raise ValueError(f"a context of {T} tokens does not fit block_size={config.block_size}")
-        # Elsewhere reading ids would stall the device, and compiled kernels check them themselves.
-        if idx.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = (int(end) for end in idx.aminmax())
-            if low < 0 or high >= config.vocab_size:
-                wrong = low if low < 0 else high
-                raise ValueError(f"token id {wrong} is outside vocab_size={config.vocab_size}")
+    def embed(self, idx):
+        """The residual stream at its start, (B, T, n_embd), and what `rotate` needs, or None."""
+        T, size = idx.shape[1], self.config.block_size
+        if not 1 <= T <= size:
+            raise ValueError(f"a context of {T} tokens does not fit block_size={size}")
+        parts, rotation = self.transformer, None
+        x = parts.wte(idx)
+        if self.config.position == "learned":
+            x = x + parts.wpe(torch.arange(T, device=idx.device))
+        else:
+            rotation = self.cos[:T], self.sin[:T]
+        if self.config.smear:
+            x = parts.smear(x)
+        return parts.drop(x), rotation
 
 
 def num_params(config):
     """Parameters of a GPT in closed form; shared weights count once."""
     C, L, bias = config.n_embd, config.n_layer, int(config.bias)
-    norm = C * (1 + bias)
+    norm = C * (1 + (bias if config.norm == "layernorm" else 0))
     block = 12 * C * C + bias * 9 * C + 2 * norm  # attention 4 C^2 + 4 C, MLP 8 C^2 + 5 C
-    embeddings = (config.vocab_size + config.block_size) * C
+    positions = config.block_size if config.position == "learned" else 0
+    embeddings = (config.vocab_size + positions + config.smear) * C
     head = 0 if config.tie_weights else config.vocab_size * C
     return embeddings + L * block + norm + head
 

@@ -6,18 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import model as model_module
 from model import (
     ACTIVATIONS,
     GPT,
+    NORMS,
     GPTConfig,
     attend,
     attend_plainly,
     flops_per_token,
     generate,
     num_params,
+    relu2,
+    rotary_tables,
+    rotate,
     sample_next,
 )
 
@@ -28,8 +32,15 @@ SHAPES = (
     {"bias": False},
     {"tie_weights": False},
     {"n_layer": 0, "bias": False, "tie_weights": False},
+    {"position": "rotary"},
+    {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
+    {"norm": "rmsnorm", "bias": False, "activation": "relu2", "zero_init": True},
     {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 11},
 )
+
+
+NAMES = ("activation", "bias", "tie_weights", "n_layer")
+CHOICES = (ACTIVATIONS, (True, False), (True, False), (0, 2))
 
 
 def random_model(**changes):
@@ -145,6 +156,125 @@ def test_evaluation_drops_nothing():
     assert torch.equal(all_logits(random_model(dropout=0.4), idx), all_logits(random_model(), idx))
 
 
+# Rotary positions, against transformers
+
+
+def neox_twin(model):
+    """The same GPT as a GPT-NeoX, which keeps the three projections of each head together."""
+    config = model.config
+    heads = (config.n_head, config.n_embd // config.n_head)
+    theirs = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.block_size,
+            hidden_size=config.n_embd,
+            intermediate_size=4 * config.n_embd,
+            num_hidden_layers=config.n_layer,
+            num_attention_heads=config.n_head,
+            hidden_act="gelu",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1},
+            use_parallel_residual=False,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+        )
+    ).eval()
+    names = {
+        "ln_1": "input_layernorm",
+        "attn.c_attn": "attention.query_key_value",
+        "attn.c_proj": "attention.dense",
+        "ln_2": "post_attention_layernorm",
+        "mlp.c_fc": "mlp.dense_h_to_4h",
+        "mlp.c_proj": "mlp.dense_4h_to_h",
+    }
+    weights = {"lm_head.weight": model.lm_head.weight}
+    weights["gpt_neox.embed_in.weight"] = model.transformer.wte.weight
+    for end in ("weight", "bias"):
+        weights[f"gpt_neox.final_layer_norm.{end}"] = getattr(model.transformer.ln_f, end)
+        for i, block in enumerate(model.transformer.h):
+            for ours, other in names.items():
+                tensor = block.get_parameter(f"{ours}.{end}")
+                if ours == "attn.c_attn":
+                    tensor = tensor.unflatten(0, (3, *heads)).transpose(0, 1).flatten(0, 2)
+                weights[f"gpt_neox.layers.{i}.{other}.{end}"] = tensor
+    theirs.load_state_dict(weights)
+    return theirs
+
+
+def test_rotary_positions_turn_queries_and_keys_as_in_transformers():
+    ours = random_model(position="rotary", tie_weights=False, n_head=2, n_embd=24, block_size=16)
+    idx = random_ids(ours)
+    with torch.no_grad():
+        reference = neox_twin(ours)(idx).logits
+    assert error(all_logits(ours, idx), reference) < 1e-5
+
+
+def test_rotary_attention_knows_distances_and_no_places():
+    torch.manual_seed(0)
+    tables = [table.double() for table in rotary_tables(64, 8)]
+    q, k = torch.randn(2, 8, dtype=torch.float64)
+
+    def score(i, j):
+        turned = [
+            rotate(x.view(1, 1, 1, 8), *(table[at : at + 1] for table in tables))
+            for x, at in ((q, i), (k, j))
+        ]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert score(9, 4) == pytest.approx(score(63, 58), abs=1e-6)
+    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
+    assert score(7, 7) == pytest.approx((q @ k).item(), abs=1e-6)
+
+
+# The other switches
+
+
+def test_smeared_embeddings_are_sums_over_the_tokens_before():
+    model = random_model(smear=2, position="rotary")
+    idx = random_ids(model)
+    x, weight = model.transformer.wte(idx), model.transformer.smear.weight
+    mixed = model.embed(idx)[0]
+    for t in range(idx.shape[1]):
+        expected = x[:, t] + sum(x[:, t - b] * weight[b - 1] for b in (1, 2) if t >= b)
+        assert torch.allclose(mixed[:, t], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_with_qk_norm_the_size_of_queries_and_keys_does_not_matter(norm):
+    model = random_model(qk_norm=True, norm=norm, bias=False, position="rotary")
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.data *= 50  # beside which the norms' epsilon is nothing
+    idx = random_ids(model)
+    before = all_logits(model, idx)
+    for block in model.transformer.h:
+        block.attn.c_attn.weight.data[: 2 * 16] *= 7
+    assert torch.allclose(all_logits(model, idx), before, atol=1e-4)
+    block.attn.c_attn.weight.data[2 * 16 :] *= 7
+    assert not torch.allclose(all_logits(model, idx), before, atol=1e-4)
+
+
+def test_rmsnorm_divides_by_the_root_mean_square():
+    norm = random_model(norm="rmsnorm").transformer.ln_f
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
+    expected = x / x.square().mean(-1, keepdim=True).sqrt() * norm.weight
+    assert torch.allclose(norm(x), expected, atol=1e-5)
+
+
+def test_relu2_and_its_gradient_are_those_of_the_square():
+    x = torch.linspace(-3, 3, 13, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(relu2(x), x.clamp(min=0) ** 2)
+    assert torch.autograd.gradcheck(relu2, x[1::2].detach().requires_grad_())
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_with_zero_init_blocks_begin_as_the_identity(tie_weights):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SMALL, zero_init=True, tie_weights=tie_weights)).eval()
+    idx = random_ids(model)
+    x = model.embed(idx)[0]
+    assert torch.equal(model.transformer.h[0](x), x)
+    assert (all_logits(model, idx) == 0).all() == (not tie_weights)
+
+
 # Parameters
 
 
@@ -214,11 +344,16 @@ def test_flops_per_token_are_those_that_torch_counts(changes):
 
 
 @pytest.mark.parametrize(
-    ("activation", "bias", "tie_weights", "n_layer"),
-    list(product(ACTIVATIONS, (True, False), (True, False), (0, 2))),
+    "changes",
+    [
+        *(dict(zip(NAMES, values, strict=True)) for values in product(*CHOICES)),
+        *({"position": "rotary", "norm": norm, "qk_norm": True, "smear": 3} for norm in NORMS),
+        {"smear": 20},
+    ],
+    ids=str,
 )
-def test_a_later_token_changes_no_earlier_logit(activation, bias, tie_weights, n_layer):
-    model = random_model(activation=activation, bias=bias, tie_weights=tie_weights, n_layer=n_layer)
+def test_a_later_token_changes_no_earlier_logit(changes):
+    model = random_model(**changes)
     T = model.config.block_size
     same = random_ids(model, rows=1).repeat(T, 1)
     changed = same.clone()
@@ -277,7 +412,11 @@ def test_bfloat16_loses_little_and_none_of_it_in_the_loss():
         ({"n_layer": -1}, "n_layer must not be negative"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), not 1.0"),
         ({"dropout": math.nan}, r"dropout must lie in \[0, 1\), not nan"),
-        ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, not swish"),
+        ({"smear": -1}, "smear must not be negative"),
+        ({"norm": "batch"}, "norm must be one of layernorm, rmsnorm, not batch"),
+        ({"position": "none"}, "position must be one of learned, rotary, not none"),
+        ({"position": "rotary", "n_embd": 6}, "n_embd=6 and n_head=2 make heads of odd size"),
+        ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, relu2, not swish"),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_named(changes, message):
@@ -290,8 +429,6 @@ def test_a_shape_that_cannot_be_built_is_named(changes, message):
     [
         ([[0] * 9], "context of 9 tokens does not fit block_size=8"),
         ([[]], "context of 0 tokens"),
-        ([[0, 1], [37, 2]], "token id 37 is outside vocab_size=37"),
-        ([[0, -1]], "token id -1 is outside vocab_size=37"),
     ],
 )
 def test_a_context_that_does_not_fit_is_named(idx, message):
