@@ -1,8 +1,9 @@
 """Checkpoints: the one place that knows their keys, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config; folio adds
-format, tokenizer, seed, scaler, evaluated and data. `model_args` leaves out what nanoGPT does not
-know wherever it has nanoGPT's value, so that nanoGPT reads folio's checkpoints of such models, too.
+format, muon, tokenizer, seed, scaler, evaluated and data. `optimizer` is AdamW's state, `muon` that
+of Muon where it trains. `model_args` leaves out what nanoGPT does not know wherever it has
+nanoGPT's value, so that nanoGPT reads folio's checkpoints of such models, too.
 """
 
 import dataclasses
@@ -23,6 +24,8 @@ from safety import cause_of, refusal, replacing
 from untrusted import check_archive
 
 FORMAT = 1
+OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # shaped like weights
 BEST, LAST = "ckpt.pt", "last.pt"  # the best on validation, and the newest
 PLAIN = (str, int, float, type(None))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -38,7 +41,7 @@ class Checkpoint:
     step: int  # updates made so far
     best_val_loss: float
     config: dict  # the settings of the run
-    optimizer: dict | None = None
+    optimizers: dict = dataclasses.field(default_factory=dict)  # {name: its state_dict()}
     scaler: dict | None = None  # of the loss scaler that float16 needs
     tokenizer: dict | None = None  # tokenizer.to_dict(); nanoGPT's checkpoints have none
     seed: int | None = None
@@ -58,7 +61,7 @@ def save(paths, checkpoint):
     plain = {
         "format": FORMAT,
         "model": checkpoint.weights,
-        "optimizer": checkpoint.optimizer,
+        **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
         "model_args": _model_args(checkpoint.model_config),
         "iter_num": checkpoint.step,
         "best_val_loss": checkpoint.best_val_loss,
@@ -149,7 +152,11 @@ def _from_plain(plain, path, stamp):
             step=int(plain["iter_num"]),
             best_val_loss=float(plain["best_val_loss"]),
             config=dict(plain["config"]),
-            optimizer=plain.get("optimizer"),
+            optimizers={
+                name: plain[key]
+                for name, key in OPTIMIZER_KEYS.items()
+                if plain.get(key) is not None
+            },
             scaler=plain.get("scaler"),
             tokenizer=plain.get("tokenizer"),
             seed=plain.get("seed"),
@@ -248,21 +255,23 @@ def build_model(checkpoint):
     return model
 
 
-def restore_optimizer(checkpoint, optimizer, scaler):
-    """Put a checkpoint's moments and loss scale into an optimiser and a scaler like its own.
+def restore_optimizers(checkpoint, optimizers, scaler):
+    """Put a checkpoint's moments and loss scale into {name: optimiser} and a scaler like its own.
 
-    Weight decay and betas stay those of `optimizer`; the learning rate is the last step's. Raises
-    UserError where the state belongs to other parameters.
+    Weight decay and betas stay those of the optimisers; the learning rate is the last step's.
+    Raises UserError where the state belongs to others, or to other parameters.
     """
-    if checkpoint.optimizer is None:
+    saved = checkpoint.optimizers
+    if not saved:
         raise UserError(f"{checkpoint.path} has no optimiser's state to go on from")
+    if saved.keys() != optimizers.keys():
+        raise UserError(
+            f"{checkpoint.path} was trained by {' and '.join(saved)}, and not by "
+            f"{' and '.join(optimizers)}: resume with the --optimizer it began with"
+        )
     try:
-        moments, saved = (checkpoint.optimizer[key] for key in ("state", "param_groups"))
-        if checkpoint.step:
-            _check_moments(moments, [p for g in optimizer.param_groups for p in g["params"]])
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
-        for group, before in zip(optimizer.param_groups, saved, strict=True):
-            group["lr"] = float(before["lr"])
+        for name, optimizer in optimizers.items():
+            _restore(name, optimizer, saved[name], begun=checkpoint.step > 0)
         if checkpoint.scaler:
             scaler.load_state_dict(checkpoint.scaler)
     except Exception as error:  # the content may be anything at all
@@ -271,15 +280,26 @@ def restore_optimizer(checkpoint, optimizer, scaler):
         ) from error
 
 
-def _check_moments(moments, parameters):
-    """Raise where an AdamW's moments are not those of the parameters; it would crash by some."""
+def _restore(name, optimizer, saved, begun):
+    if begun:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_moments(saved["state"], parameters, name)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
+    for group, before in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group["lr"] = float(before["lr"])
+
+
+def _check_moments(moments, parameters, name):
+    """Raise where moments are not an optimiser's of the parameters; it would crash by some."""
     if moments.keys() != set(range(len(parameters))):
         raise ValueError("it is that of other parameters")
     for index, parameter in enumerate(parameters):
-        shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+        shapes = dict.fromkeys(MOMENTS[name], parameter.shape)
+        if name == "adamw":
+            shapes["step"] = ()
         if moments[index].keys() != shapes.keys():
             raise ValueError("it is that of another optimiser")
-        for name, tensor in moments[index].items():
-            fits = tensor.shape == shapes[name] and tensor.is_contiguous()
+        for key, tensor in moments[index].items():
+            fits = tensor.shape == shapes[key] and tensor.is_contiguous()
             if not fits or not tensor.isfinite().all():
                 raise ValueError("its moments have other shapes, or are no finite numbers")

@@ -4,7 +4,7 @@
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-slower
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
 
-In this order: the settings, the run, its checkpoints, one step, batches, evaluation.
+In this order: the settings, the run, its checkpoints, one step, evaluation.
 """
 
 import dataclasses
@@ -64,12 +64,22 @@ class TrainConfig:
         0.0, "share of activations to drop; 0.1 to 0.3 for short texts", bounds="[0, 1)"
     )
     bias: bool = setting(False, "biases in linear layers and layer norms")
-    activation: Literal["gelu", "gelu_tanh", "relu"] = setting("gelu", "activation of the MLP")
-    tie_weights: bool = setting(True, "the output head shares the token embedding")
-
-    learning_rate: float = setting(
-        6e-4, "the highest, after warm-up", bounds="[0, inf)", group="Optimiser"
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2"] = setting(
+        "gelu", "activation of the MLP"
     )
+    tie_weights: bool = setting(True, "the output head shares the token embedding")
+    position: Literal["learned", "rotary"] = setting("learned", "how a token knows where it is")
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "what normalises activations")
+    qk_norm: bool = setting(False, "normalise queries and keys, which bears higher rates")
+    zero_init: bool = setting(False, "start what ends a branch, and an untied head, at zero")
+    smear: int = setting(
+        0, "earlier embeddings mixed into each; 2 helps small models", bounds="[0, inf)"
+    )
+
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "muon takes the matrices of the blocks, AdamW the rest", group="Optimiser"
+    )
+    learning_rate: float = setting(6e-4, "the highest, after warm-up", bounds="[0, inf)")
     max_iters: int = setting(600_000, "steps to train", bounds="[1, inf)")
     weight_decay: float = setting(0.1, "AdamW's, of matrices and embeddings", bounds="[0, inf)")
     beta1: float = setting(0.9, "AdamW's momentum", bounds="[0, 1)")
@@ -110,6 +120,7 @@ import numpy as np
 import torch
 
 import checkpoint as ckpt
+from batches import Batches, Split, on_device
 from device import (
     choose_machine,
     compile_or_fall_back,
@@ -119,6 +130,7 @@ from device import (
     resolve_device,
 )
 from model import GPT, GPTConfig, flops_per_token, num_params
+from optimizers import learning_rate_at, make_optimizers
 from prepare import load_dataset
 from report import LOG, Report, evaluation_line, less_memory, print_end, print_start
 
@@ -149,8 +161,9 @@ class State:
     """What a run carries from step to step, and a checkpoint keeps."""
 
     model: GPT
-    optimizer: torch.optim.Optimizer
+    optimizers: dict[str, torch.optim.Optimizer]  # by their names: adamw, muon
     scaler: torch.amp.GradScaler  # does nothing but for float16
+    went_wrong: torch.Tensor  # of the first step that did: 1, its number, loss and gradient norm
     step: int = 0  # updates made so far
     evaluated: int = -1  # the step of the last evaluation that best_val_loss knows of
     best_val_loss: float = math.inf
@@ -164,6 +177,7 @@ def train(config, dataset, model_config, resumed):
     config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
     print_start(config, dataset, model_config, machine, tokens_per_step(config))
     state = make_state(config, model_config, machine, resumed)
+    dataset = on_device(dataset, machine.device)
     model = state.model
     if machine.compile:
         trial = partial(warm_up_compiler, config, machine, dataset.train)
@@ -198,6 +212,7 @@ def train_on(model, state, dataset, config, machine, report, signals):
     `model` is state.model, or its compiled wrapper over the same weights. A signal does not come
     between what belongs together: the weights, the step's number and the log.
     """
+    batches = Batches(dataset.train, config)
     while True:
         done = state.step >= config.max_iters
         rate = learning_rate_at(state.step, config)
@@ -205,14 +220,16 @@ def train_on(model, state, dataset, config, machine, report, signals):
             with report.evaluating():
                 losses = evaluate(model, dataset, config, machine)
                 with signals.held():
-                    check_finite(losses["train"] + losses["val"], None, state, rate)
+                    check_losses(losses, state, config)
                     report.evaluated(state.step, losses, rate)
                     save_evaluated(state, losses["val"], dataset, config, report)
         if done:
             break
         with signals.held():
-            loss, norm = gradient(model, state, dataset.train, rate, config, machine)
-            # Only now are the weights known to be good.
+            loss, norm = gradient(model, state, batches.of(state.step), config, machine)
+            if is_due(state, config.log_interval):
+                check_finite(state, config)
+            # Only now can the weights be known to be good.
             if is_due(state, config.checkpoint_interval) and state.evaluated < state.step:
                 with report.paused():
                     report.refused(save(state, [ckpt.LAST], dataset, config, report))
@@ -339,12 +356,13 @@ def make_state(config, model_config, machine, resumed):
         model = GPT(model_config)
     model.to(machine.device)
     scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=machine.dtype == "float16")
-    state = State(model, make_optimizer(model, config), scaler)
+    went_wrong = torch.zeros(4, device=machine.device)
+    state = State(model, make_optimizers(model, config), scaler, went_wrong)
     if resumed:
-        ckpt.restore_optimizer(resumed, state.optimizer, scaler)
+        ckpt.restore_optimizers(resumed, state.optimizers, scaler)
         for name in ("step", "evaluated", "best_val_loss"):
             setattr(state, name, getattr(resumed, name))
-        resumed.weights, resumed.optimizer = {}, None  # gigabytes, now the model's own
+        resumed.weights, resumed.optimizers = {}, {}  # gigabytes, now the model's own
     return state
 
 
@@ -353,7 +371,9 @@ def check_memory(model_config, config):
     B, T = config.batch_size, config.block_size
     model = 16 * num_params(model_config)
     needed = (
-        model + 2 * B * T * model_config.vocab_size + 8 * B * config.gradient_accumulation_steps
+        model
+        + 2 * B * T * model_config.vocab_size
+        + 16 * B * T * config.gradient_accumulation_steps
     )
     there = memory_bytes(config.device)
     if there and needed > there:
@@ -364,16 +384,16 @@ def check_memory(model_config, config):
         )
 
 
-def warm_up_compiler(config, machine, ids, model):
+def warm_up_compiler(config, machine, split, model):
     """Make the compiler do its work, and fail if it must, on shapes as in training."""
-    x, y = windows(ids, np.zeros(config.batch_size, np.int64), config.block_size, machine.device)
+    x, y = split.windows(np.zeros(config.batch_size, np.int64), config.block_size)
     try:
         with machine.autocast():
             loss = model(x, y)[1]
         loss.backward()
     finally:
         model.zero_grad(set_to_none=True)
-    split_loss(model, ids[: config.block_size + 1], config, machine)
+    split_loss(model, Split(split.ids[: config.block_size + 1], machine.device), config, machine)
 
 
 # Checkpoints
@@ -399,14 +419,16 @@ def save(state, names, dataset, config, report):
     """Write the state to files of out_dir; return the UserError where the disk refuses, or None.
 
     The log goes first: where the disk takes both, a run that is resumed misses none of its lines.
+    Raises UserError where a step went wrong, so that nothing of it is kept.
     """
+    check_finite(state, config)
     checkpoint = ckpt.Checkpoint(
         model_config=state.model.config,
         weights=state.model.state_dict(),
         step=state.step,
         best_val_loss=state.best_val_loss,
         config=dataclasses.asdict(config),
-        optimizer=state.optimizer.state_dict(),
+        optimizers={name: each.state_dict() for name, each in state.optimizers.items()},
         scaler=state.scaler.state_dict(),
         tokenizer=dataset.tokenizer.to_dict(),
         seed=config.seed,
@@ -425,51 +447,23 @@ def save(state, names, dataset, config, report):
 # One step
 
 
-def make_optimizer(model, config):
-    """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices and embeddings alone."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (config.beta1, config.beta2)
-    # Fused updates exist wherever folio runs: CPUs, CUDA and mps.
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+def gradient(model, state, micro_batches, config, machine):
+    """Put the gradient of a step's global batch, of its mean loss, into the parameters.
 
-
-def learning_rate_at(step, config):
-    """The rate of a step: linear warm-up, then a cosine from learning_rate down to min_lr."""
-    if not config.decay_lr:
-        return config.learning_rate
-    last = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
-    low = config.learning_rate / 10 if config.min_lr is None else config.min_lr
-    if step < config.warmup_iters:
-        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    if step >= last:
-        return low
-    way = (step - config.warmup_iters) / (last - config.warmup_iters)
-    return low + (config.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * way))
-
-
-def gradient(model, state, ids, rate, config, machine):
-    """Put the gradient of this step's global batch, of its mean loss, into the parameters.
-
-    Returns that loss and the gradient's norm, tensors of no dimension; changes nothing else. Raises
-    UserError where one of the two is no finite number.
+    Returns that loss and the gradient's norm, tensors of no dimension on the device; keeps in
+    `state` whether they are finite numbers, and changes nothing else.
     """
     torch.manual_seed(dropout_seed(config.seed, state.step))
-    count = config.batch_size * config.gradient_accumulation_steps
-    starts = batch_starts(config.seed, state.step, count, len(ids) - config.block_size)
     mean_loss = torch.zeros((), device=machine.device)
-    for micro_batch in np.split(starts, config.gradient_accumulation_steps):
-        x, y = windows(ids, micro_batch, config.block_size, machine.device)
+    for x, y in micro_batches:
         with machine.autocast():
             loss = model(x, y)[1] / config.gradient_accumulation_steps
         state.scaler.scale(loss).backward()
         mean_loss += loss.detach()
-    state.scaler.unscale_(state.optimizer)
+    for optimizer in state.optimizers.values():
+        state.scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters()])
-    check_finite(mean_loss, norm, state, rate)
+    note_if_wrong(state, mean_loss, norm)
     return mean_loss, norm
 
 
@@ -478,59 +472,58 @@ def update(state, norm, rate, config):
     if config.grad_clip:
         parameters = state.model.parameters()
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
-    state.scaler.step(state.optimizer)
+    for optimizer in state.optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        state.scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
-    state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
 
 
-def check_finite(loss, norm, state, rate):
-    """Raise UserError for a loss or a gradient norm (None: not at hand) that is no finite number.
+def note_if_wrong(state, loss, norm):
+    """Keep the first loss or gradient norm that is no finite number, without waiting for either.
 
     A gradient that overflows in float16 only because the scaler enlarged it is the scaler's to
     skip; it does so until the scale is 1.
     """
-    if math.isfinite(loss if norm is None else loss + norm):
-        return
-    if math.isfinite(loss) and state.scaler.is_enabled() and state.scaler.get_scale() > 1:
-        return
-    about = "of an evaluation" if norm is None else f"and gradient norm {float(norm):.3g}"
-    raise UserError(
-        f"training went wrong at step {state.step}: loss {float(loss):.3g} {about}, learning rate "
-        f"{rate:.3g}; the weights and what is saved were left as they are: try a lower "
+    enlarged = state.scaler.is_enabled() and state.scaler.get_scale() > 1
+    good = torch.isfinite(loss if enlarged else loss + norm)
+    now = torch.stack((torch.ones_like(loss), torch.full_like(loss, state.step), loss, norm))
+    is_first = (state.went_wrong[0] == 0) & ~good
+    state.went_wrong = torch.where(is_first, now, state.went_wrong)
+
+
+def check_finite(state, config):
+    """Raise UserError where a step so far had a loss or a gradient that is no finite number."""
+    wrong, step, loss, norm = state.went_wrong.tolist()
+    if wrong:
+        raise went_wrong(int(step), f"loss {loss:.3g} and gradient norm {norm:.3g}", config)
+
+
+def check_losses(losses, state, config):
+    """Raise UserError where an evaluation's losses are no finite numbers."""
+    check_finite(state, config)  # which would be the cause
+    if not math.isfinite(losses["train"] + losses["val"]):
+        about = f"train loss {losses['train']:.3g} and val loss {losses['val']:.3g} at evaluation"
+        raise went_wrong(state.step, about, config)
+
+
+def went_wrong(step, about, config):
+    return UserError(
+        f"training went wrong at step {step}: {about}, learning rate "
+        f"{learning_rate_at(step, config):.3g}; nothing of it was saved: try a lower "
         "--learning_rate, a longer --warmup_iters or --grad_clip=1, anew or by --init_from=resume"
     )
-
-
-# Batches
 
 
 def tokens_per_step(config):
     return config.gradient_accumulation_steps * config.batch_size * config.block_size
 
 
-def batch_starts(seed, step, count, choices):
-    """Where the windows of a step's global batch begin: `count` draws from range(choices).
-
-    A pure function of its arguments, by the counter-based generator of Salmon et al. 2011: no
-    state to save, and the same batch however it is cut into micro-batches.
-    """
-    draws = np.random.Philox(key=[seed, step]).random_raw(count)
-    return (draws % np.uint64(choices)).astype(np.int64)
-
-
 def dropout_seed(seed, step):
     """A seed for torch that is as good as independent between steps."""
     return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0])
-
-
-def windows(ids, starts, block_size, device):
-    """Inputs and targets of the windows that begin at `starts`: (B, block_size) int64 each."""
-    tokens = ids[starts[:, None] + np.arange(block_size + 1)].astype(np.int64)
-    tokens = torch.from_numpy(tokens).to(device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 # Evaluation
@@ -551,21 +544,21 @@ def evaluate(model, dataset, config, machine):
 
 
 @torch.no_grad()
-def split_loss(model, ids, config, machine):
+def split_loss(model, split, config, machine):
     """Mean loss over evenly spaced windows: eval_iters batches, or the whole split if it is less.
 
     Windows do not overlap, so of a whole split block_size - 1 tokens at most are left out. The
     last batch is filled up to the size of the others with targets that do not count.
     """
     B, T = config.batch_size, config.block_size
-    count = min((len(ids) - 1) // T, config.eval_iters * B)
-    starts = np.linspace(0, len(ids) - 1 - T, count).astype(np.int64)
+    count = min((len(split) - 1) // T, config.eval_iters * B)
+    starts = np.linspace(0, len(split) - 1 - T, count).astype(np.int64)
     total = torch.zeros((), device=machine.device)
     model.eval()
     try:
         for first in range(0, count, B):
             rows = min(B, count - first)
-            x, y = windows(ids, np.resize(starts[first : first + rows], B), T, machine.device)
+            x, y = split.windows(np.resize(starts[first : first + rows], B), T)
             y[rows:] = -1
             with machine.autocast():
                 total += model(x, y)[1] * rows

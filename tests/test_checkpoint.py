@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import safety
-from checkpoint import Checkpoint, build_model, load, newest, restore_optimizer, save, stamp_of
+from checkpoint import Checkpoint, build_model, load, newest, restore_optimizers, save, stamp_of
 from config import UserError
 from model import GPT, GPTConfig
 
@@ -74,7 +74,7 @@ def test_everything_saved_is_loaded():
     Path("out").mkdir()
     saved = checkpoint_of(
         model,
-        optimizer=optimizer.state_dict(),
+        optimizers={"adamw": optimizer.state_dict()},
         scaler={"scale": 1024.0},
         tokenizer={"kind": "char", "characters": "\nabcdefghij"},
         seed=7,
@@ -365,11 +365,11 @@ def test_a_disk_that_cannot_flush_leaves_the_old_checkpoint(folder, monkeypatch)
 
 def test_a_restored_optimizer_goes_on_as_the_one_that_was_saved():
     model, optimizer = trained()
-    save(["ckpt.pt"], checkpoint_of(model, optimizer=optimizer.state_dict()))
+    save(["ckpt.pt"], checkpoint_of(model, optimizers={"adamw": optimizer.state_dict()}))
     loaded = load("ckpt.pt")
     back = build_model(loaded)
     restored = torch.optim.AdamW(back.parameters(), lr=0.01)
-    restore_optimizer(loaded, restored, NO_SCALER)
+    restore_optimizers(loaded, {"adamw": restored}, NO_SCALER)
     step(model, optimizer)
     step(back, restored)
     assert plain(back.state_dict()) == plain(model.state_dict())
@@ -378,8 +378,8 @@ def test_a_restored_optimizer_goes_on_as_the_one_that_was_saved():
 def test_a_restored_optimizer_keeps_its_own_hyperparameters_but_the_rate_of_the_last_step():
     model, optimizer = trained()
     other = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.7)
-    checkpoint = checkpoint_of(model, optimizer=optimizer.state_dict())
-    restore_optimizer(checkpoint, other, NO_SCALER)
+    checkpoint = checkpoint_of(model, optimizers={"adamw": optimizer.state_dict()})
+    restore_optimizers(checkpoint, {"adamw": other}, NO_SCALER)
     assert [other.param_groups[0][name] for name in ("lr", "weight_decay")] == [0.01, 0.7]
 
 
@@ -390,16 +390,16 @@ def test_the_loss_scale_is_restored_where_there_is_one(saved, enabled, scale):
     model, optimizer = trained()
     before = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=saved).state_dict()
     now = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
-    checkpoint = checkpoint_of(model, optimizer=optimizer.state_dict(), scaler=before)
-    restore_optimizer(checkpoint, optimizer, now)
+    checkpoint = checkpoint_of(model, optimizers={"adamw": optimizer.state_dict()}, scaler=before)
+    restore_optimizers(checkpoint, {"adamw": optimizer}, now)
     assert now.get_scale() == scale
 
 
 def assert_restoring_fails(state):
     model, optimizer = trained()
-    checkpoint = checkpoint_of(model, optimizer=state, path="ckpt.pt")
+    checkpoint = checkpoint_of(model, optimizers={"adamw": state}, path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* optimiser's state"):
-        restore_optimizer(checkpoint, optimizer, NO_SCALER)
+        restore_optimizers(checkpoint, {"adamw": optimizer}, NO_SCALER)
 
 
 @pytest.mark.parametrize("state", [None, {}, {"state": "moments"}, {"state": {0: 1}}], ids=str)

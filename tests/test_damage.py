@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import prepare
 import train
-from checkpoint import Checkpoint, build_model, load, restore_optimizer, save
+from checkpoint import Checkpoint, build_model, load, restore_optimizers, save
 from config import UserError
 from config import load as load_settings
 from model import GPT, GPTConfig
@@ -58,7 +58,7 @@ def write_checkpoint(path="ckpt.pt"):
     model(idx, idx)[1].backward()
     optimizer.step()
     fields = {
-        "optimizer": optimizer.state_dict(),
+        "optimizers": {"adamw": optimizer.state_dict()},
         "scaler": {"scale": 1024.0, "_growth_tracker": 7},
         "tokenizer": {"kind": "char", "characters": "\nabcdefghij"},
         "seed": 7,
@@ -623,7 +623,7 @@ def test_moments_without_their_data_are_refused(kind):
 def restore():
     loaded = load("ckpt.pt")
     optimizer = torch.optim.AdamW(build_model(loaded).parameters())
-    restore_optimizer(loaded, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    restore_optimizers(loaded, {"adamw": optimizer}, torch.amp.GradScaler("cpu", enabled=False))
 
 
 SMALL_FLOATS = [name for name in dir(torch) if re.match(r"float[48]_", name)]

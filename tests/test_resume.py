@@ -553,7 +553,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(v
     with pytest.raises(UserError) as caught:
         train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=interval))
     assert re.search(
-        r"wrong at step \d: loss (nan|inf) .*, learning rate 9.4e\+29; the weights and",
+        r"wrong at step \d: (train )?loss (nan|inf) .*, learning rate 9.4e\+29; nothing of it",
         str(caught.value),
     )
     assert tiny.saved("last.pt")["iter_num"] == 0
@@ -569,20 +569,44 @@ def test_between_evaluations_only_weights_with_a_finite_gradient_are_saved(verse
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_the_weights_are_not_touched_by_a_step_gone_wrong(verse, monkeypatch, where):
-    config = tiny.settings()
-    model_config = train.make_model_config(config, verse.tokenizer, None)
-    machine = train.choose_machine("cpu", "float32", False)
-    state = train.make_state(config, model_config, machine, None)
-    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    if where == "loss":
-        state.model.register_forward_hook(lambda *a: (a[2][0], a[2][1] * math.nan))
-    else:
-        state.model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(UserError, match=r"step 0: loss .* gradient norm (nan|inf), learning"):
-        train.gradient(state.model, state, verse.train, 0.01, config, machine)
-    assert tiny.same(before, dict(state.model.state_dict()))
-    assert (state.step, len(state.optimizer.state)) == (0, 0)
+@pytest.mark.parametrize("log_interval", [1, 100])
+def test_nothing_is_saved_of_a_step_gone_wrong_nor_after_it(
+    verse, monkeypatch, where, log_interval
+):
+    real, steps = train.make_state, iter(range(100))
+
+    def with_a_wrong_step(*args):
+        state = real(*args)
+        scale = lambda x: x * (math.inf if next(steps) == 4 else 1)  # noqa: E731
+        if where == "loss":
+            state.model.lm_head.register_forward_hook(
+                lambda *a: scale(a[2]) if a[0].training else None
+            )
+        else:
+            state.model.lm_head.weight.register_hook(scale)
+        return state
+
+    monkeypatch.setattr(train, "make_state", with_a_wrong_step)
+    flags = tiny.flags(max_iters=9, eval_interval=6, checkpoint_interval=2)
+    with pytest.raises(UserError, match=r"step 4: loss .* gradient norm (nan|inf), learning"):
+        train.main([*flags, f"--log_interval={log_interval}"])
+    assert tiny.saved("last.pt")["iter_num"] == 2
+    assert all(math.isfinite(e["loss"]) for e in tiny.log_events())
+
+
+def test_a_run_that_is_stopped_after_a_step_gone_wrong_keeps_what_was_saved(verse, monkeypatch):
+    real = train.update
+
+    def update(state, *rest):
+        real(state, *rest)
+        if state.step == 2:
+            state.went_wrong[0] = 1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train, "update", update)
+    with pytest.raises(UserError, match="training went wrong at step 0"):
+        train.main(tiny.flags(log_interval=100))
+    assert tiny.saved("last.pt")["iter_num"] == 0
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_is_saved(verse, monkeypatch):
@@ -590,7 +614,9 @@ def test_an_evaluation_that_is_not_finite_stops_the_run_before_it_is_saved(verse
     monkeypatch.setattr(
         train, "evaluate", lambda *_: {"train": 1.0, "val": next(losses), "perplexity": 1.0}
     )
-    with pytest.raises(UserError, match="training went wrong at step 3: loss nan"):
+    with pytest.raises(
+        UserError, match="training went wrong at step 3: train loss 1 and val loss nan"
+    ):
         train.main(tiny.flags())
     assert tiny.saved("last.pt")["iter_num"] == 0
 

@@ -94,7 +94,7 @@ FLOORS = (
     {"config"},
     {"safety", "untrusted"},
     {"model", "tokenizer", "device"},
-    {"prepare", "checkpoint", "report"},
+    {"batches", "checkpoint", "optimizers", "prepare", "report"},
     {"train", "sample"},
 )
 

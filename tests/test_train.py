@@ -8,11 +8,13 @@ import tiny
 import torch
 import torch.nn.functional as F
 
+import batches
 import checkpoint as ckpt
 import train
 from config import UserError
 from device import choose_machine
 from model import GPT, GPTConfig
+from optimizers import learning_rate_at, make_optimizers
 from prepare import load_dataset
 from tokenizer import GPT2Tokenizer
 
@@ -32,7 +34,7 @@ def tiny_model(vocab_size=65, dropout=0.0, seed=0):
 
 def new_state(model, config):
     no_scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return train.State(model, train.make_optimizer(model, config), no_scaler)
+    return train.State(model, make_optimizers(model, config), no_scaler, torch.zeros(4))
 
 
 def same_tensors(a, b):
@@ -48,48 +50,48 @@ def same_tensors(a, b):
 )
 def test_the_rate_warms_up_and_falls_along_a_cosine(step, rate):
     config = tiny.settings(learning_rate=1.0, warmup_iters=10, lr_decay_iters=110, min_lr=0.1)
-    assert train.learning_rate_at(step, config) == pytest.approx(rate, abs=5e-5)
+    assert learning_rate_at(step, config) == pytest.approx(rate, abs=5e-5)
 
 
 def test_the_decay_ends_at_max_iters_at_a_tenth_unless_told():
     config = tiny.settings(learning_rate=1.0, warmup_iters=0, max_iters=50)
-    assert train.learning_rate_at(25, config) == pytest.approx(0.55)
-    assert train.learning_rate_at(50, config) == pytest.approx(0.1)
+    assert learning_rate_at(25, config) == pytest.approx(0.55)
+    assert learning_rate_at(50, config) == pytest.approx(0.1)
 
 
 def test_a_warm_up_longer_than_the_decay_divides_by_nothing():
     config = tiny.settings(learning_rate=1.0, warmup_iters=10, lr_decay_iters=10)
-    assert [train.learning_rate_at(s, config) for s in (9, 10)] == pytest.approx([10 / 11, 0.1])
+    assert [learning_rate_at(s, config) for s in (9, 10)] == pytest.approx([10 / 11, 0.1])
 
 
 def test_without_decay_the_rate_stays():
     config = tiny.settings(decay_lr=False, learning_rate=0.5)
-    assert {train.learning_rate_at(step, config) for step in (0, 1, 100)} == {0.5}
+    assert {learning_rate_at(step, config) for step in (0, 1, 100)} == {0.5}
 
 
 # Batches
 
 
 def test_a_batch_is_a_function_of_seed_and_step_alone():
-    first = train.batch_starts(1, 2, 8, 1000)
+    first = batches.batch_starts(1, 2, 8, 1000)
     np.random.seed(5)
     torch.manual_seed(5)
-    assert (train.batch_starts(1, 2, 8, 1000) == first).all()
+    assert (batches.batch_starts(1, 2, 8, 1000) == first).all()
 
 
 @pytest.mark.parametrize("other", [(1, 3), (2, 2)])
 def test_another_step_or_seed_has_another_batch(other):
-    assert (train.batch_starts(*other, 8, 10**9) != train.batch_starts(1, 2, 8, 10**9)).all()
+    assert (batches.batch_starts(*other, 8, 10**9) != batches.batch_starts(1, 2, 8, 10**9)).all()
 
 
 def test_batches_reach_every_window_about_equally_often():
-    starts = np.concatenate([train.batch_starts(0, step, 100, 10) for step in range(200)])
+    starts = np.concatenate([batches.batch_starts(0, step, 100, 10) for step in range(200)])
     assert np.bincount(starts, minlength=10) == pytest.approx(2000, rel=0.1)
 
 
 def test_the_target_of_a_token_is_the_one_after_it():
     ids = np.arange(100, dtype=np.uint16)
-    x, y = train.windows(ids, np.array([0, 91]), 8, "cpu")
+    x, y = batches.Split(ids, "cpu").windows(np.array([0, 91]), 8)
     assert x.tolist() == [list(range(8)), list(range(91, 99))]
     assert (y == x + 1).all()
 
@@ -111,7 +113,7 @@ def test_a_run_does_not_depend_on_how_its_batches_are_cut(verse, batch_size, acc
 
 def test_only_matrices_decay_and_the_order_is_that_of_nanogpt():
     model = tiny_model()
-    decayed, rest = train.make_optimizer(model, tiny.settings(weight_decay=0.3)).param_groups
+    decayed, rest = make_optimizers(model, tiny.settings(weight_decay=0.3))["adamw"].param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert [names[id(p)] for p in decayed["params"]] == [
         "transformer.wte.weight",
@@ -131,10 +133,11 @@ def test_a_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     config = tiny.settings(gradient_accumulation_steps=2, grad_clip=grad_clip, seed=3)
     model, reference = tiny_model(), tiny_model()
     state = new_state(model, config)
-    loss, norm = train.gradient(model, state, ids, 0.01, config, CPU)
+    micro_batches = batches.Batches(batches.Split(ids, "cpu"), config).of(0)
+    loss, norm = train.gradient(model, state, micro_batches, config, CPU)
     train.update(state, norm, 0.01, config)
 
-    starts = train.batch_starts(3, 0, 8, len(ids) - 8)
+    starts = batches.batch_starts(3, 0, 8, len(ids) - 8)
     rows = torch.tensor(np.stack([ids[s : s + 9] for s in starts]).astype(np.int64))
     expected = reference(rows[:, :-1], rows[:, 1:])[1]
     expected.backward()
@@ -185,7 +188,9 @@ def test_evaluation_is_the_mean_over_the_whole_split_in_windows_that_do_not_over
     rows = torch.tensor(np.stack([ids[s : s + 9] for s in starts]).astype(np.int64))
     logits, _ = model(rows[:, :-1], rows[:, 1:])
     expected = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
-    assert float(train.split_loss(model, ids, tiny.settings(), CPU)) == pytest.approx(expected)
+    assert float(
+        train.split_loss(model, batches.Split(ids, "cpu"), tiny.settings(), CPU)
+    ) == pytest.approx(expected)
 
 
 def test_eval_iters_limits_the_windows_and_spreads_them_over_the_split():
@@ -194,7 +199,7 @@ def test_eval_iters_limits_the_windows_and_spreads_them_over_the_split():
     seen = []
     model = tiny_model()
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    train.split_loss(model, ids, tiny.settings(eval_iters=2), CPU)
+    train.split_loss(model, batches.Split(ids, "cpu"), tiny.settings(eval_iters=2), CPU)
     assert [tuple(x.shape) for x in seen] == [(4, 8), (4, 8)]
     assert (seen[0] == 0).all()
     assert (seen[1] == 1).all()
@@ -203,14 +208,17 @@ def test_eval_iters_limits_the_windows_and_spreads_them_over_the_split():
 def test_evaluation_is_without_dropout_and_training_goes_on_with_it():
     ids = np.random.default_rng(1).integers(0, 65, 100).astype(np.uint16)
     model = tiny_model(dropout=0.5)
-    losses = {float(train.split_loss(model, ids, tiny.settings(), CPU)) for _ in range(3)}
+    losses = {
+        float(train.split_loss(model, batches.Split(ids, "cpu"), tiny.settings(), CPU))
+        for _ in range(3)
+    }
     assert len(losses) == 1
     assert model.training
 
 
 def test_perplexity_and_bits_per_byte_come_from_the_validation_loss(folder):
     tiny.prepare_verse(text="äö ü" * 200)  # 7 bytes in 4 characters
-    dataset = load_dataset("verse")
+    dataset = batches.on_device(load_dataset("verse"), "cpu")
     losses = train.evaluate(tiny_model(), dataset, tiny.settings(), CPU)
     assert losses["perplexity"] == pytest.approx(math.exp(losses["val"]))
     assert losses["bits_per_byte"] == pytest.approx(losses["val"] / math.log(2) * 4 / 7)
@@ -460,7 +468,7 @@ def test_a_trial_that_fails_while_evaluating_leaves_the_model_in_training():
     model.register_forward_pre_hook(lambda *_: print(1 / torch.is_grad_enabled()))
     ids = np.zeros(100, dtype=np.uint16)
     with pytest.raises(ZeroDivisionError):
-        train.warm_up_compiler(tiny.settings(), CPU, ids, model)
+        train.warm_up_compiler(tiny.settings(), CPU, batches.Split(ids, "cpu"), model)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 

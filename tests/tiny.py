@@ -11,6 +11,7 @@ import prepare
 import train
 from config import load
 from model import GPT, GPTConfig
+from optimizers import make_optimizers
 
 VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
@@ -76,7 +77,7 @@ def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
     torch.manual_seed(7)
     args = {**SHAPE, "bias": False, "vocab_size": vocab_size, "dropout": 0.0}
     model = GPT(GPTConfig(**args))
-    optimizer = train.make_optimizer(model, settings())
+    optimizer = make_optimizers(model, settings())["adamw"]
     idx = torch.arange(8)[None]
     model(idx, idx)[1].backward()
     optimizer.step()
