@@ -171,17 +171,7 @@ class State:
 
 def train(config, dataset, model_config, resumed):
     """Train from scratch, or from a checkpoint on, to max_iters; write checkpoints and the log."""
-    flops = flops_per_token(model_config) * tokens_per_step(config) * config.max_iters
-    compile = as_before(config, resumed)
-    machine = choose_machine(config.device, config.dtype, compile, flops)
-    config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
-    print_start(config, dataset, model_config, machine, tokens_per_step(config))
-    state = make_state(config, model_config, machine, resumed)
-    dataset = on_device(dataset, machine.device)
-    model = state.model
-    if machine.compile:
-        trial = partial(warm_up_compiler, config, machine, dataset.train)
-        model = compile_or_fall_back(model, trial)
+    config, machine, dataset, state, model = made_ready(config, dataset, model_config, resumed)
     if config.eval_only:
         print(evaluation_line(state.step, evaluate(model, dataset, config, machine)))
         return
@@ -196,6 +186,24 @@ def train(config, dataset, model_config, resumed):
                 report.resumed(state, resumed, changes(resumed, config))
         train_on(model, state, dataset, config, machine, report, signals)
     print_end(config, state.best_val_loss, Path(config.out_dir, ckpt.BEST))
+
+
+def made_ready(config, dataset, model_config, resumed):
+    """All that training needs: (config, machine, dataset, state, model), nothing left on auto.
+
+    The ids of the dataset are at the device; the model is the state's or its compiled wrapper.
+    """
+    flops = flops_per_token(model_config) * tokens_per_step(config) * config.max_iters
+    machine = choose_machine(config.device, config.dtype, as_before(config, resumed), flops)
+    config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
+    print_start(config, dataset, model_config, machine, tokens_per_step(config))
+    state = make_state(config, model_config, machine, resumed)
+    dataset = on_device(dataset, machine.device)
+    model = state.model
+    if machine.compile:
+        trial = partial(warm_up_compiler, config, machine, dataset.train)
+        model = compile_or_fall_back(model, trial)
+    return config, machine, dataset, state, model
 
 
 def as_before(config, resumed):
