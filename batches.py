@@ -8,17 +8,24 @@ import torch
 
 from device import kind_of, memory_bytes
 
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fraction, in 2^-64 of a turn
 SHARE_FOR_DATA = 1 / 8  # of a GPU's memory; the model, its moments and activations need the rest
 
 
 def batch_starts(seed, step, count, choices):
-    """Where the windows of a step's global batch begin: `count` draws from range(choices), int64.
+    """Where the windows of a step's global batch begin: `count` places in range(choices), int64.
 
-    A pure function of its arguments, by the counter-based generator of Salmon et al. 2011: no
-    state to save, and the same batch however it is cut into micro-batches.
+    The seed's phase plus multiples of the golden ratio (Kronecker's sequence): however many places
+    there are so far, they lie about evenly over the text, so that each batch sees all of it in
+    small and no part is seen twice before the rest is seen once. A pure function of its arguments:
+    no state to save, and the same batch however it is cut into micro-batches.
     """
-    draws = np.random.Philox(key=[seed, step]).random_raw(count)
-    return (draws % np.uint64(choices)).astype(np.int64)
+    first = step * count
+    indices = np.arange(first, first + count, dtype=np.uint64)
+    phase = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    turns = indices * GOLDEN_RATIO + phase  # modulo 2^64, one turn
+    places = (turns / 2.0**64 * choices).astype(np.int64)
+    return np.minimum(places, choices - 1)  # rounding may reach a whole turn
 
 
 class Split:

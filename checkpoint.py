@@ -190,7 +190,7 @@ def _check(checkpoint):
         if not all(isinstance(value, PLAIN) for value in (part or {}).values()):
             raise ValueError("it has more than plain data where they belong")
     _check_weights(checkpoint)
-    if not -1 <= checkpoint.evaluated <= checkpoint.step or isnan(checkpoint.best_val_loss):
+    if not -1 <= checkpoint.evaluated <= checkpoint.step >= 0 or isnan(checkpoint.best_val_loss):
         raise ValueError(
             f"its steps are {checkpoint.step} and {checkpoint.evaluated}, its validation loss "
             f"{checkpoint.best_val_loss}"
@@ -281,7 +281,7 @@ def restore_optimizers(checkpoint, optimizers, scaler):
 
 
 def _restore(name, optimizer, saved, begun):
-    if begun:
+    if begun or saved["state"]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         _check_moments(saved["state"], parameters, name)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})

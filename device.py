@@ -11,7 +11,6 @@ import time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
 
 import torch
 
@@ -181,8 +180,8 @@ def compile_or_fall_back(model, trial):
 def keep_freed_memory():
     """Make the C library keep what a step frees, since the next step takes as much again.
 
-    glibc gives it back to the system, which hands it out anew page by page: three thousand faults
-    in a step of the small Shakespeare model, a third of its time. Other libraries have no such call.
+    glibc gives it back to the system, which hands it out anew page by page: in a step of the small
+    Shakespeare model three thousand times, a third of its time. Other libraries have no such call.
     """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
@@ -230,13 +229,13 @@ def peak_flops(device, dtype):
 
 
 @cache
-def _measured_peak(device, dtype, repeats=7):
-    """FLOP/s of the median of a few square matrix products, large enough for the device."""
+def _measured_peak(device, dtype, repeats=8):
+    """FLOP/s of the fastest of a few square matrix products, large enough for the device."""
     size = 512 if kind_of(device) == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # reading one number waits for the product
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / median(seconds[1:])
+    return 2 * size**3 / min(seconds)  # whatever else the machine does only adds to it

@@ -6,12 +6,14 @@ import pickle
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 import safety
 from checkpoint import Checkpoint, build_model, load, newest, restore_optimizers, save, stamp_of
 from config import UserError
 from model import GPT, GPTConfig
+from optimizers import make_optimizers
 
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 11}
 IDX = torch.arange(8)[None]
@@ -96,10 +98,19 @@ def test_a_plain_model_is_saved_with_nanogpts_keys_alone(changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"activation": "relu"}, {"tie_weights": False}, {"dropout": 0.3, "bias": False}]
+    "changes",
+    [
+        {"activation": "relu"},
+        {"tie_weights": False},
+        {"dropout": 0.3, "bias": False},
+        tiny.SWITCHES,
+    ],
+    ids=str,
 )
 def test_a_model_comes_back_as_it_was(changes):
-    model = trained(**changes)[0]
+    model, optimizer = trained(**changes)
+    for _ in range(2):  # after which nothing that zero_init put at zero is zero
+        step(model, optimizer)
     save(["ckpt.pt"], checkpoint_of(model))
     back = build_model(load("ckpt.pt"))
     assert back.config == model.config
@@ -410,3 +421,28 @@ def test_what_is_no_optimizers_state_is_refused(state):
 @pytest.mark.parametrize("changes", [{"n_layer": 2}, {"n_embd": 32}], ids=str)
 def test_the_state_of_other_parameters_is_refused(changes):
     assert_restoring_fails(trained(**changes)[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda moments: moments.pop(0),
+        lambda moments: moments[0].clear(),
+        lambda moments: moments[0].update(momentum_buffer=torch.zeros(16, 48)),  # turned
+        lambda moments: moments[0].update(momentum_buffer=torch.full((48, 16), torch.nan)),
+        lambda moments: moments[0].update(exp_avg=torch.zeros(48, 16)),
+    ],
+    ids=["a matrix without", "empty", "shape", "nan", "AdamW's"],
+)
+def test_moments_that_are_not_muons_of_these_matrices_are_refused(damage):
+    model = model_of()
+    optimizers = make_optimizers(model, tiny.settings(optimizer="muon"))
+    model(IDX, IDX)[1].backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    states = {name: each.state_dict() for name, each in optimizers.items()}
+    checkpoint = checkpoint_of(model, optimizers=states, path="ckpt.pt")
+    restore_optimizers(checkpoint, optimizers, NO_SCALER)
+    damage(states["muon"]["state"])
+    with pytest.raises(UserError, match="ckpt.pt: the optimiser's state does not fit: "):
+        restore_optimizers(checkpoint, optimizers, NO_SCALER)

@@ -18,6 +18,7 @@ from filelock import FileLock
 import checkpoint as ckpt
 import report
 import safety
+import sample
 import train
 from config import UserError
 from safety import Interrupted
@@ -67,6 +68,8 @@ def interrupted(*flags, number=signal.SIGTERM, name="update", calls=1):
         {"dtype": "float16", "grad_clip": 0.0},
         {"eval_interval": 4, "checkpoint_interval": 2, "log_interval": 2},
         {"eval_interval": 7, "always_save_checkpoint": True},
+        {"optimizer": "muon", **tiny.SWITCHES},
+        {"optimizer": "muon", **tiny.SWITCHES, "dtype": "bfloat16", "n_layer": 2, "dropout": 0.3},
     ],
     ids=str,
 )
@@ -81,6 +84,32 @@ def test_a_run_that_was_stopped_ends_as_one_that_never_was(verse, settings):
         interrupted(*flags, calls=1)
     train.main(flags)  # for the last evaluation
     assert tiny.differences("out", "out-whole") == []
+
+
+@pytest.mark.parametrize(
+    ("began", "now", "words"),
+    [
+        ("muon", "adamw", "by adamw and muon, and not by adamw: resume"),
+        ("adamw", "muon", "by adamw, and not by adamw and muon: resume"),
+    ],
+)
+def test_a_run_does_not_go_on_by_another_optimizer(verse, folder, began, now, words):
+    train.main(tiny.flags(max_iters=3, optimizer=began))
+    before = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+    with pytest.raises(UserError, match=words) as caught:
+        train.main(tiny.flags(init_from="resume", optimizer=now))
+    assert len(str(caught.value).splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in (folder / "out").iterdir()} == before
+
+
+def test_a_model_with_every_switch_on_is_sampled_from_its_checkpoint(verse, capsys):
+    train.main(tiny.flags(optimizer="muon", **tiny.SWITCHES))
+    capsys.readouterr()
+    flags = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
+    sample.main([*flags, "--start=Shall I compare"])  # longer than the context
+    text = capsys.readouterr().out
+    assert text.startswith("Shall I compare")
+    assert len(text.partition("\n---------------")[0]) == 35
 
 
 @pytest.mark.parametrize("kept", [["ckpt.pt"], ["last.pt"]])

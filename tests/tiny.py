@@ -30,6 +30,15 @@ SETTINGS = {
     "dtype": "float32",
     "compile": False,
 }
+SWITCHES = {  # all that GPT-2 has otherwise
+    "position": "rotary",
+    "norm": "rmsnorm",
+    "qk_norm": True,
+    "activation": "relu2",
+    "zero_init": True,
+    "tie_weights": False,
+    "smear": 2,
+}
 
 
 def flags(**settings):
@@ -94,7 +103,10 @@ def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
     return model
 
 
-STATE = ("model", "optimizer", "scaler", "iter_num", "best_val_loss", "evaluated", "seed", "data")
+STATE = (
+    "model", "optimizer", "muon", "scaler",
+    "iter_num", "best_val_loss", "evaluated", "seed", "data",
+)  # fmt: skip
 TIMES = ("elapsed_s", "tokens_per_s", "mfu")
 
 
