@@ -38,11 +38,6 @@ GPU_PEAKS = (
     (r"\bRTX 3090$", 71, 35.6),
 )
 
-# Compiling for two cores took up to a minute. It made the step of the small Shakespeare model about
-# a tenth shorter, but that of a GPU's, with dropout, a tenth longer; --compile=False prevents it.
-CPU_COMPILE_PAYS_AFTER_S = 600
-CPU_SHARE_OF_PEAK = 0.3  # what training of small models reaches of the matmul peak
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of settings in glibc's mallopt(3)
 
 
@@ -74,17 +69,16 @@ class Machine:
             torch.mps.synchronize()
 
 
-def choose_machine(device, dtype, compile, run_flops=0.0):
+def choose_machine(device, dtype, compile):
     """The Machine for a resolved device and settings that may be 'auto'.
 
-    `run_flops` is the work ahead, in FLOPs, which decides whether compiling for a CPU pays. Lets
-    what stays in float32 use TF32, where the device has it, and a CPU keep its memory.
+    Lets what stays in float32 use TF32, where the device has it, and a CPU keep its memory.
     """
     torch.set_float32_matmul_precision("high")
     if kind_of(device) == "cpu":
         keep_freed_memory()
     dtype, why_dtype = resolve_dtype(dtype, device)
-    compile, why_compile = resolve_compile(compile, device, dtype, run_flops)
+    compile, why_compile = resolve_compile(compile, device)
     summary = (
         f"{device} ({describe_device(device)}), {dtype} ({why_dtype}), "
         f"{'compiled' if compile else 'not compiled'} ({why_compile})"
@@ -148,15 +142,15 @@ def _cpu_multiplies_bf16():
     return any(capabilities.get(unit, False) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def resolve_compile(setting, device, dtype, run_flops):
-    """(whether to compile, reason) for a run of `run_flops` FLOPs."""
+def resolve_compile(setting, device):
+    """(whether to compile, reason).
+
+    On two cores it took 10 to 60 s, and then made the step of small models between a tenth shorter
+    and a quarter longer: there --compile=True is for those who have tried it.
+    """
     kind = kind_of(device)
     if setting != "auto":
         return setting, "as set"
-    if kind == "cpu":
-        run_seconds = run_flops / (CPU_SHARE_OF_PEAK * peak_flops(device, dtype)[0])
-        pays = run_seconds > CPU_COMPILE_PAYS_AFTER_S
-        return pays, "the run is long enough" if pays else "the run is too short to earn it"
     return (True, "worth it on cuda") if kind == "cuda" else (False, f"not worth it on {kind}")
 
 

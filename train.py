@@ -193,8 +193,7 @@ def made_ready(config, dataset, model_config, resumed):
 
     The ids of the dataset are at the device; the model is the state's or its compiled wrapper.
     """
-    flops = flops_per_token(model_config) * tokens_per_step(config) * config.max_iters
-    machine = choose_machine(config.device, config.dtype, as_before(config, resumed), flops)
+    machine = choose_machine(config.device, config.dtype, config.compile)
     config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
     print_start(config, dataset, model_config, machine, tokens_per_step(config))
     state = make_state(config, model_config, machine, resumed)
@@ -204,14 +203,6 @@ def made_ready(config, dataset, model_config, resumed):
         trial = partial(warm_up_compiler, config, machine, dataset.train)
         model = compile_or_fall_back(model, trial)
     return config, machine, dataset, state, model
-
-
-def as_before(config, resumed):
-    """Whether to compile. A run that is resumed keeps what auto chose: other code rounds else."""
-    if config.compile != "auto" or not resumed or resumed.config.get("device") != config.device:
-        return config.compile
-    before = resumed.config.get("compile")
-    return before if resumed.data and type(before) is bool else "auto"
 
 
 def train_on(model, state, dataset, config, machine, report, signals):

@@ -242,25 +242,6 @@ def test_a_dataset_may_get_another_name(verse):
     assert tiny.saved("last.pt")["iter_num"] == 6
 
 
-@pytest.mark.parametrize("chosen", [True, False])
-def test_what_auto_chose_of_compiling_is_kept(verse, monkeypatch, chosen):
-    asked = []
-    real = train.choose_machine
-
-    def choose(device, dtype, compile, flops):
-        asked.append(compile)
-        return real(device, dtype, False, flops)
-
-    train.main(tiny.flags(max_iters=3))
-    content = tiny.saved("last.pt")
-    content["config"]["compile"] = chosen
-    torch.save(content, "out/last.pt")
-    monkeypatch.setattr(train, "choose_machine", choose)
-    train.main(tiny.flags(init_from="resume", compile="auto"))
-    train.main(tiny.flags(init_from="resume", compile="auto", max_iters=9, out_dir="out"))
-    assert asked == [chosen, False]
-
-
 # Signals
 
 
