@@ -31,6 +31,7 @@ ACTIVATIONS = {
 }
 NORMS = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
 POSITIONS = ("learned", "rotary")
+BIGRAM_ROWS = 65_537  # at most, for pairs of tokens; a prime, so that pairs share rows evenly
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class GPTConfig:
     qk_norm: bool = False  # normalise the queries and keys of each head
     zero_init: bool = False  # what ends a branch, or the model, starts at zero
     smear: int = 0  # how many of the embeddings before it are mixed into each
+    bigrams: bool = False  # embed each token with the one before it, too
 
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_head", "n_embd"):
@@ -179,6 +181,17 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def bigram_rows(vocab_size):
+    """Rows of the table of pairs: one each for the pairs of small vocabularies."""
+    return min(vocab_size**2, BIGRAM_ROWS)
+
+
+def bigram_ids(idx, vocab_size):
+    """The row of each token and the one before it, (B, T) int64; before the first comes id 0."""
+    before = F.pad(idx, (1, 0))[:, :-1]
+    return (before * vocab_size + idx) % bigram_rows(vocab_size)
+
+
 class Smear(nn.Module):
     """Adds to each embedding those of the tokens just before it, weighted by channel.
 
@@ -209,6 +222,8 @@ class GPT(nn.Module):
             cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
+        if config.bigrams:
+            parts["bigrams"] = nn.Embedding(bigram_rows(config.vocab_size), config.n_embd)
         if config.smear:
             parts["smear"] = Smear(config)
         parts["drop"] = nn.Dropout(config.dropout)
@@ -269,6 +284,8 @@ class GPT(nn.Module):
             x = x + parts.wpe(torch.arange(T, device=idx.device))
         else:
             rotation = self.cos[:T], self.sin[:T]
+        if self.config.bigrams:
+            x = x + parts.bigrams(bigram_ids(idx, self.config.vocab_size))
         if self.config.smear:
             x = parts.smear(x)
         return parts.drop(x), rotation
@@ -280,7 +297,8 @@ def num_params(config):
     norm = C * (1 + (bias if config.norm == "layernorm" else 0))
     block = 12 * C * C + bias * 9 * C + 2 * norm  # attention 4 C^2 + 4 C, MLP 8 C^2 + 5 C
     positions = config.block_size if config.position == "learned" else 0
-    embeddings = (config.vocab_size + positions + config.smear) * C
+    pairs = bigram_rows(config.vocab_size) if config.bigrams else 0
+    embeddings = (config.vocab_size + pairs + positions + config.smear) * C
     head = 0 if config.tie_weights else config.vocab_size * C
     return embeddings + L * block + norm + head
 

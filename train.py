@@ -72,6 +72,7 @@ class TrainConfig:
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "what normalises activations")
     qk_norm: bool = setting(False, "normalise queries and keys, which bears higher rates")
     zero_init: bool = setting(False, "start what ends a branch, and an untied head, at zero")
+    bigrams: bool = setting(False, "embed each token with the one before it, too")
     smear: int = setting(
         0, "earlier embeddings mixed into each; 2 helps small models", bounds="[0, inf)"
     )

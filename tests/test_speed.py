@@ -4,6 +4,8 @@ That a step waits for nothing, copies no more than it must, multiplies many matr
 is compiled once. Profiler events have torch's own names for what it does.
 """
 
+import platform
+import resource
 from collections import Counter
 
 import numpy as np
@@ -208,3 +210,19 @@ def test_all_that_is_compiled_is_compiled_before_the_first_step(verse, monkeypat
     train.main(tiny.flags(compile=True, **changes, **switches))
     assert (len(verse.train) - 1) // 8 % 4  # or no batch of the evaluation would be filled up
     assert graphs == [2, 2]  # to train and to evaluate, each in one piece
+
+
+# Memory
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do otherwise")
+def test_a_step_on_a_cpu_asks_the_system_for_little_memory():
+    shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12}
+    training = Training(dtype="bfloat16", **shape)
+    for _ in range(5):
+        training.step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        training.step()
+    faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10
+    assert faults < 500  # pages: about 100, and 2,800 where glibc gives back what a step frees
