@@ -11,11 +11,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForC
 import model as model_module
 from model import (
     ACTIVATIONS,
+    BIGRAM_ROWS,
     GPT,
     NORMS,
     GPTConfig,
     attend,
     attend_plainly,
+    bigram_ids,
     flops_per_token,
     generate,
     num_params,
@@ -34,6 +36,8 @@ SHAPES = (
     {"n_layer": 0, "bias": False, "tie_weights": False},
     {"position": "rotary"},
     {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
+    {"bigrams": True},
+    {"bigrams": True, "vocab_size": 300},
     {"norm": "rmsnorm", "bias": False, "activation": "relu2", "zero_init": True},
     {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 11},
 )
@@ -238,6 +242,27 @@ def test_smeared_embeddings_are_sums_over_the_tokens_before():
         assert torch.allclose(mixed[:, t], expected, atol=1e-6)
 
 
+def test_each_pair_of_a_small_vocabulary_has_a_row_of_its_own():
+    pairs = torch.cartesian_prod(torch.arange(37), torch.arange(37))
+    assert bigram_ids(pairs, 37)[:, 1].tolist() == list(range(37 * 37))
+    assert bigram_ids(pairs, 37)[:, 0].tolist() == pairs[:, 0].tolist()  # as after token 0
+
+
+def test_pairs_of_a_large_vocabulary_share_rows_evenly():
+    ids = torch.randint(50_304, (1000, 200), generator=torch.Generator().manual_seed(0))
+    rows = bigram_ids(ids, 50_304)
+    assert 0 <= rows.min() <= rows.max() < BIGRAM_ROWS
+    assert rows.flatten().bincount().max() < 20  # three on average
+
+
+def test_a_token_gets_the_embedding_of_its_pair():
+    model = random_model(bigrams=True, position="rotary")
+    idx = random_ids(model)
+    table = model.transformer.bigrams.weight.view(37, 37, 16)
+    expected = model.transformer.wte(idx)[:, 1:] + table[idx[:, :-1], idx[:, 1:]]
+    assert torch.equal(model.embed(idx)[0][:, 1:], expected)
+
+
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_with_qk_norm_the_size_of_queries_and_keys_does_not_matter(norm):
     model = random_model(qk_norm=True, norm=norm, bias=False, position="rotary")
@@ -349,6 +374,7 @@ def test_flops_per_token_are_those_that_torch_counts(changes):
         *(dict(zip(NAMES, values, strict=True)) for values in product(*CHOICES)),
         *({"position": "rotary", "norm": norm, "qk_norm": True, "smear": 3} for norm in NORMS),
         {"smear": 20},
+        {"bigrams": True},
     ],
     ids=str,
 )

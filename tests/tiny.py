@@ -37,6 +37,7 @@ SWITCHES = {  # all that GPT-2 has otherwise
     "activation": "relu2",
     "zero_init": True,
     "tie_weights": False,
+    "bigrams": True,
     "smear": 2,
 }
 
