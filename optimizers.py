@@ -4,31 +4,39 @@ import math
 from collections import defaultdict
 
 import torch
+from torch import nn
 
 from device import DTYPES
+
+EMBEDDING_RATE = 5.0  # of Muon's rate, as few of the rows are in a batch; found by trial
 
 
 def make_optimizers(model, config):
     """{name: optimiser}: AdamW for everything, or, beside Muon, for all but the blocks' matrices.
 
     AdamW is Loshchilov and Hutter's (2019), with weight decay on matrices and embeddings alone.
-    `config` has its dtype resolved.
+    Each group of parameters has the factor `rate` for the learning rate of a step. `config` has
+    its dtype resolved.
     """
-    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
-    matrices = matrices if config.optimizer == "muon" else []
-    taken = {id(p) for p in matrices}
+    with_muon = config.optimizer == "muon"
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2] if with_muon else []
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] if with_muon else []
+    taken = {id(p) for p in matrices + tables}
     rest = [p for p in model.parameters() if id(p) not in taken]
+    decay = config.weight_decay
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay, "rate": 1.0},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "rate": 1.0},
     ]
-    rate, betas = config.learning_rate, (config.beta1, config.beta2)
+    if tables:
+        groups.append({"params": tables, "weight_decay": decay, "rate": EMBEDDING_RATE})
+    betas = (config.beta1, config.beta2)
     # Fused updates exist wherever folio runs: CPUs, CUDA and mps.
-    optimizers = {"adamw": torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)}
-    if matrices:
-        dtype = DTYPES["bfloat16" if config.dtype == "bfloat16" else "float32"]
-        optimizers["muon"] = Muon(matrices, rate, config.weight_decay, dtype=dtype)
-    return optimizers
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True)
+    if not matrices:
+        return {"adamw": adamw}
+    dtype = DTYPES["bfloat16" if config.dtype == "bfloat16" else "float32"]
+    return {"adamw": adamw, "muon": Muon(matrices, config.learning_rate, decay, dtype=dtype)}
 
 
 class Muon(torch.optim.Optimizer):
@@ -43,7 +51,9 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16):
         """`params` are matrices; `dtype` is that of the products."""
         self.dtype = dtype
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "rate": 1.0}
+        )
 
     @torch.no_grad()
     def step(self):

@@ -474,7 +474,7 @@ def update(state, norm, rate, config):
         torch.nn.utils.clip_grads_with_norm_(parameters, config.grad_clip, norm)
     for optimizer in state.optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate"]
         state.scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
     state.scaler.update()
