@@ -1,5 +1,5 @@
 # The same characters as config/shakespeare_char.py, learnt with what has come since GPT-2.
-# First: python prepare.py. RESULTS.md tells what each choice bought, by leaving it out.
+# First: python prepare.py
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
