@@ -17,7 +17,7 @@ def batch_starts(seed, step, count, choices):
 
     The seed's phase plus multiples of the golden ratio (Kronecker's sequence): however many places
     there are so far, they lie about evenly over the text, so that each batch sees all of it in
-    small and no part is seen twice before the rest is seen once. A pure function of its arguments:
+    small, and no part much more often than another. A pure function of its arguments:
     no state to save, and the same batch however it is cut into micro-batches.
     """
     first = step * count

@@ -215,7 +215,7 @@ def initial_std(name, config):
     Each block adds two projections to the residual stream; 1/sqrt(2 n_layer) keeps its variance
     from growing with depth (Radford et al. 2019, section 2.3). With `zero_init` they start at zero,
     and so does an untied head. Then the embeddings alone make the stream, and are larger; 0.3 was
-    best of 0.02 to 1.
+    the best of a few trials.
     """
     if name.endswith("c_proj.weight"):
         return 0.0 if config.zero_init else 0.02 / math.sqrt(2 * config.n_layer)

@@ -239,8 +239,8 @@ def profile(arguments):
     peak, source = machine.peak
     print(
         f"\nat best: {flops / 1e9:.3g} GFLOP in products at {peak / 1e9:.4g} GFLOP/s ({source}): "
+        f"{flops / peak * 1e3:.2f} ms"
     )
-    print(f"{flops / peak * 1e3:.2f} ms")
     moved, speed = bytes_of_step(model, batches.of(0), state, machine), bandwidth(machine)
     print(
         f"at best: {moved / 1e6:.4g} MB of weights, moments and kept activations at "
