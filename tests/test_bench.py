@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from config import UserError
-from tools import bench
+from tools import bench, roofline
 
 TRAINING = """
 import sys, time
@@ -100,7 +100,7 @@ def test_a_measurement_leaves_no_run_behind(verse, capsys):
 
 
 def test_a_profile_tells_operations_and_limits(verse, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "bandwidth", lambda *_: 1e9)
+    monkeypatch.setattr(roofline, "bandwidth", lambda *_: 1e9)
     bench.main(["--profile=True", "--", *tiny.flags(optimizer="muon")])
     out = capsys.readouterr().out
     for words in ("| aten::mm | ", "| all matrix products | ", "GFLOP in products", "GB/s"):

@@ -28,8 +28,7 @@ ROOT = Path(__file__).parent.parent
 STEP = re.compile(r"iter (\d+): loss [\d.]+, time ([\d.]+)ms")
 RATES = re.compile(r"mfu (-?[\d.]+)%, ([\d,]+) tokens/s")
 EVALUATION = re.compile(r"step (\d+): train loss [\d.]+, val loss ([\d.]+)")
-WARM_UP_STEPS, PROFILED_STEPS = 10, 20  # the first are not counted
-PRODUCTS = r"mm\b|mm_|attention|gemm|matmul"  # in names of operations and kernels
+WARM_UP_STEPS = 10  # are not counted
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,9 @@ def main(argv=None):
     cut = argv.index("--") if "--" in argv else len(argv)
     config, arguments = load(BenchConfig, argv[:cut]), argv[cut + 1 :]
     if config.profile:
+        from tools.roofline import profile  # torch, which the other measurements do without
+
+        print(where())
         profile(arguments)
         return
     with tempfile.TemporaryDirectory() as folder:  # a measurement leaves no run behind
@@ -198,101 +200,6 @@ def where():
         f"{models[0] if models else processor}, {gpu}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, commit {commit}"
     )
-
-
-# Where the time of a step goes
-
-
-def profile(arguments):
-    """Print a step's time by operation, beside what the machine could do at best."""
-    import torch
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recorded
-
-    import train
-
-    config = load(train.TrainConfig, arguments, {"device": train.resolve_device})
-    dataset = train.load_dataset(config.dataset)
-    model_config = train.make_model_config(config, dataset.tokenizer, None)
-    config, machine, dataset, state, model = train.made_ready(config, dataset, model_config, None)
-    batches = train.Batches(dataset.train, config)
-
-    def steps(count):
-        machine.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            loss, norm = train.gradient(model, state, batches.of(state.step), config, machine)
-            train.update(state, norm, config.learning_rate, config)
-        machine.synchronize()
-        return (time.perf_counter() - start) / count
-
-    steps(WARM_UP_STEPS)
-    seconds = median(steps(1) for _ in range(PROFILED_STEPS))
-    gpu = machine.device.startswith("cuda")
-    with recorded(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu) as events:
-        steps(PROFILED_STEPS)
-    print(f"\n{where()}\na step takes {seconds * 1e3:.2f} ms (median of {PROFILED_STEPS})\n")
-    print_operations(
-        events.key_averages(), "self_device_time_total" if gpu else "self_cpu_time_total"
-    )
-    flops = train.flops_per_token(model_config) * train.tokens_per_step(config)
-    peak, source = machine.peak
-    print(
-        f"\nat best: {flops / 1e9:.3g} GFLOP in products at {peak / 1e9:.4g} GFLOP/s ({source}): "
-        f"{flops / peak * 1e3:.2f} ms"
-    )
-    moved, speed = bytes_of_step(model, batches.of(0), state, machine), bandwidth(machine)
-    print(
-        f"at best: {moved / 1e6:.4g} MB of weights, moments and kept activations at "
-        f"{speed / 1e9:.3g} GB/s, were no cache there: {moved / speed * 1e3:.2f} ms"
-    )
-    if gpu:
-        print(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at most")
-
-
-def print_operations(averages, clock, rows=12):
-    """A table of the operations that take longest, and the share of matrix products in all."""
-    total = sum(getattr(each, clock) for each in averages)
-    print("| operation | calls a step | ms a step | share, % |\n| --- | --- | --- | --- |")
-    for each in sorted(averages, key=lambda each: -getattr(each, clock))[:rows]:
-        took = getattr(each, clock)
-        calls, ms = each.count / PROFILED_STEPS, took / 1e3 / PROFILED_STEPS
-        print(f"| {each.key} | {calls:g} | {ms:.2f} | {100 * took / total:.1f} |")
-    products = sum(getattr(each, clock) for each in averages if re.search(PRODUCTS, each.key))
-    print(f"| all matrix products | | | {100 * products / total:.1f} |")
-
-
-def bytes_of_step(model, micro_batches, state, machine):
-    """Bytes a step must move: 7 float32 a parameter for its update, kept activations twice."""
-    import torch
-
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    x, y = micro_batches[0]
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, machine.autocast():
-        model(x, y)
-    weights = sum(p.numel() for p in state.model.parameters())
-    return 7 * 4 * weights + 2 * len(micro_batches) * sum(kept.values())
-
-
-def bandwidth(machine, mib=256):
-    """Bytes/s of the median of a few copies of an array that no cache holds."""
-    import torch
-
-    source = torch.ones(mib * 2**18, device=machine.device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(7):
-        machine.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        machine.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * source.nbytes / median(seconds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""Where the time of a training step goes, beside what the machine could do at best.
+
+The bounds are those of the roofline model (Williams et al. 2009): the products at the rate of large
+matrix products, and the bytes that must move at that of a long copy.
+"""
+
+import re
+import time
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity
+
+import train
+from config import load
+
+WARM_UP_STEPS, PROFILED_STEPS = 10, 20
+PRODUCTS = r"mm\b|mm_|attention|gemm|matmul"  # in names of operations and kernels
+
+
+def profile(arguments):
+    """Print the time of a step of train.py with `arguments`, by operation, and the bounds."""
+    config = load(train.TrainConfig, arguments, {"device": train.resolve_device})
+    dataset = train.load_dataset(config.dataset)
+    model_config = train.make_model_config(config, dataset.tokenizer, None)
+    config, machine, dataset, state, model = train.made_ready(config, dataset, model_config, None)
+    batches = train.Batches(dataset.train, config)
+
+    def steps(count):
+        machine.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            loss, norm = train.gradient(model, state, batches.of(state.step), config, machine)
+            train.update(state, norm, config.learning_rate, config)
+        machine.synchronize()
+        return (time.perf_counter() - start) / count
+
+    steps(WARM_UP_STEPS)
+    seconds = median(steps(1) for _ in range(PROFILED_STEPS))
+    gpu = machine.device.startswith("cuda")
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
+    with torch.profiler.profile(activities=activities) as events:
+        steps(PROFILED_STEPS)
+    print(f"\na step takes {seconds * 1e3:.2f} ms (median of {PROFILED_STEPS})\n")
+    print_operations(
+        events.key_averages(), "self_device_time_total" if gpu else "self_cpu_time_total"
+    )
+    print_bounds(model, batches.of(0), state, config, machine)
+    if gpu:
+        print(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at most")
+
+
+def print_bounds(model, micro_batches, state, config, machine):
+    """The least that a step can take, by its products and by its bytes."""
+    flops = train.flops_per_token(state.model.config) * train.tokens_per_step(config)
+    peak, source = machine.peak
+    print(
+        f"\nat best: {flops / 1e9:.3g} GFLOP in products at {peak / 1e9:.4g} GFLOP/s ({source}): "
+        f"{flops / peak * 1e3:.2f} ms"
+    )
+    moved, speed = bytes_of_step(model, micro_batches, state, machine), bandwidth(machine)
+    print(
+        f"at best: {moved / 1e6:.4g} MB of weights, moments and kept activations at "
+        f"{speed / 1e9:.3g} GB/s, were no cache there: {moved / speed * 1e3:.2f} ms"
+    )
+
+
+def print_operations(averages, clock, rows=12):
+    """A table of the operations that take longest, and the share of matrix products in all."""
+    total = sum(getattr(each, clock) for each in averages)
+    print("| operation | calls a step | ms a step | share, % |\n| --- | --- | --- | --- |")
+    for each in sorted(averages, key=lambda each: -getattr(each, clock))[:rows]:
+        took = getattr(each, clock)
+        calls, ms = each.count / PROFILED_STEPS, took / 1e3 / PROFILED_STEPS
+        print(f"| {each.key} | {calls:g} | {ms:.2f} | {100 * took / total:.1f} |")
+    products = sum(getattr(each, clock) for each in averages if re.search(PRODUCTS, each.key))
+    print(f"| all matrix products | | | {100 * products / total:.1f} |")
+
+
+def bytes_of_step(model, micro_batches, state, machine):
+    """Bytes a step must move: 7 float32 a parameter for its update, kept activations twice."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x, y = micro_batches[0]
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, machine.autocast():
+        model(x, y)
+    weights = sum(p.numel() for p in state.model.parameters())
+    return 7 * 4 * weights + 2 * len(micro_batches) * sum(kept.values())
+
+
+def bandwidth(machine, mib=256):
+    """Bytes/s of the median of a few copies of an array that no cache holds."""
+    source = torch.ones(mib * 2**18, device=machine.device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(7):
+        machine.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        machine.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.nbytes / median(seconds)
