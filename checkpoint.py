@@ -264,12 +264,9 @@ def restore_optimizers(checkpoint, optimizers, scaler):
     saved = checkpoint.optimizers
     if not saved:
         raise UserError(f"{checkpoint.path} has no optimiser's state to go on from")
-    if saved.keys() != optimizers.keys():
-        raise UserError(
-            f"{checkpoint.path} was trained by {' and '.join(saved)}, and not by "
-            f"{' and '.join(optimizers)}: resume with the --optimizer it began with"
-        )
     try:
+        if saved.keys() != optimizers.keys():
+            raise ValueError(f"it is that of {' and '.join(saved)}")
         for name, optimizer in optimizers.items():
             _restore(name, optimizer, saved[name], begun=checkpoint.step > 0)
         if checkpoint.scaler:

@@ -175,7 +175,8 @@ def keep_freed_memory():
     """Make the C library keep what a step frees, since the next step takes as much again.
 
     glibc gives it back to the system, which hands it out anew page by page: in a step of the small
-    Shakespeare model three thousand times, a third of its time. Other libraries have no such call.
+    Shakespeare model three thousand times, on two threads a third of its time. Other libraries
+    have no such call.
     """
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):

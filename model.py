@@ -65,6 +65,8 @@ class GPTConfig:
         for name in ("n_layer", "smear"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, as {getattr(self, name)} is")
+        if self.smear >= self.block_size:
+            raise ValueError(f"smear={self.smear} does not fit block_size={self.block_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
@@ -105,18 +107,18 @@ def attend_plainly(q, k, v, dropout=0.0):
 
 
 def rotary_tables(length, size):
-    """Cosines and signed sines that `rotate` takes, (length, 1, size) float32 each.
+    """Cosines and signed sines that `rotate` takes, (length, size) float32 each.
 
     Pair i of a head turns by position / 10000^(2i/size) radians (Su et al. 2021, "RoFormer").
     """
     frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(length), frequencies)[:, None]
+    angles = torch.outer(torch.arange(length), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (i, i + size/2) of each head: (B, T, n_head, head size) -> the same shape."""
+    """Turn the pairs (i, i + size/2) of each head: (..., T, size) -> the same shape."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
 
@@ -136,14 +138,18 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, rotation=None):
         B, T, C = x.shape
         size = C // self.n_head
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, size).unbind(dim=2)
-        if self.qk_norm:  # Henry et al. 2020, "Query-Key Normalization"
-            q, k = (self.qk_norm(each, (size,)) for each in (q, k))
-        if rotation:
-            q, k = (rotate(each, *rotation) for each in (q, k))
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, n_head, T, head size)
+        # (B, n_head, T, head size) each
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, size).permute(2, 0, 3, 1, 4)
+        if self.qk_norm or rotation:
+            q, k = self.prepare(torch.stack((q, k)), rotation)
         y = attend(q, k, v, self.dropout if self.training else 0.0)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+    def prepare(self, qk, rotation):
+        """Queries and keys as their products want them, both at once: (2, B, n_head, T, size)."""
+        if self.qk_norm:  # Henry et al. 2020, "Query-Key Normalization"
+            qk = self.qk_norm(qk, qk.shape[-1:])
+        return rotate(qk, *rotation) if rotation else qk
 
 
 class MLP(nn.Module):
@@ -204,9 +210,11 @@ class Smear(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.smear, config.n_embd))
 
     def forward(self, x):
-        length = x.shape[1]
-        earlier = (F.pad(x, (0, 0, back + 1, 0))[:, :length] for back in range(len(self.weight)))
-        return x + sum(each * weight for each, weight in zip(earlier, self.weight, strict=True))
+        smeared = x
+        for back, weight in enumerate(self.weight, start=1):
+            earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+            smeared = torch.addcmul(smeared, earlier, weight)
+        return smeared
 
 
 def initial_std(name, config):

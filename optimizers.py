@@ -18,9 +18,10 @@ def make_optimizers(model, config):
     Each group of parameters has the factor `rate` for the learning rate of a step. `config` has
     its dtype resolved.
     """
-    with_muon = config.optimizer == "muon"
-    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2] if with_muon else []
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] if with_muon else []
+    matrices, tables = [], []
+    if config.optimizer == "muon":
+        matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+        tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     taken = {id(p) for p in matrices + tables}
     rest = [p for p in model.parameters() if id(p) not in taken]
     decay = config.weight_decay

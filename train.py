@@ -78,11 +78,13 @@ class TrainConfig:
     )
 
     optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "muon takes the matrices of the blocks, AdamW the rest", group="Optimiser"
+        "adamw",
+        "muon takes the matrices of the blocks, AdamW the rest, embeddings at five times its rate",
+        group="Optimiser",
     )
     learning_rate: float = setting(6e-4, "the highest, after warm-up", bounds="[0, inf)")
     max_iters: int = setting(600_000, "steps to train", bounds="[1, inf)")
-    weight_decay: float = setting(0.1, "AdamW's, of matrices and embeddings", bounds="[0, inf)")
+    weight_decay: float = setting(0.1, "of matrices and embeddings", bounds="[0, inf)")
     beta1: float = setting(0.9, "AdamW's momentum", bounds="[0, 1)")
     beta2: float = setting(0.95, "AdamW's memory of squared gradients", bounds="[0, 1)")
     grad_clip: float = setting(1.0, "largest gradient norm; 0 is no limit", bounds="[0, inf)")
@@ -105,8 +107,6 @@ class TrainConfig:
     def __post_init__(self):
         if not self.out_dir:
             raise UserError("out_dir is empty: it names a folder")
-        if self.n_embd % self.n_head:
-            raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if self.decay_lr and (self.min_lr or 0) > self.learning_rate:
             raise UserError(
                 f"min_lr={self.min_lr} is above learning_rate={self.learning_rate}: the rate would "
@@ -142,11 +142,7 @@ def main(argv=None):
         raise UserError("folio trains in one process: start it by python, not by torchrun")
     with explained_lack_of_memory(config.device, less_memory(config)):
         resumed = load_resumed(config)
-        dataset = load_dataset(config.dataset)
-        model_config = make_model_config(config, dataset.tokenizer, resumed)
-        if resumed:
-            check_resumed(resumed, model_config, config, dataset)
-        check_lengths(dataset, model_config, config.dataset)
+        dataset, model_config = load_fitting(config, resumed)
         finished = resumed and min(resumed.step, resumed.evaluated) >= config.max_iters
         if finished and not config.eval_only:
             print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
@@ -271,6 +267,16 @@ def load_resumed(config):
     return ckpt.load(path)
 
 
+def load_fitting(config, resumed):
+    """The dataset and the model's shape. Raises UserError where they do not fit the settings."""
+    dataset = load_dataset(config.dataset)
+    model_config = make_model_config(config, dataset.tokenizer, resumed)
+    if resumed:
+        check_resumed(resumed, model_config, config, dataset)
+    check_lengths(dataset, model_config, config.dataset)
+    return dataset, model_config
+
+
 def make_model_config(config, tokenizer, resumed):
     """The model's shape: the settings of the same names, and the tokenizer's vocabulary."""
     names = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size"}
@@ -279,7 +285,10 @@ def make_model_config(config, tokenizer, resumed):
         size = resumed.model_config.vocab_size
     elif tokenizer.kind == "gpt2":
         size += -size % 64  # GPUs multiply faster so, and nanoGPT does it
-    return GPTConfig(vocab_size=size, **{name: getattr(config, name) for name in names})
+    try:
+        return GPTConfig(vocab_size=size, **{name: getattr(config, name) for name in names})
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def check_lengths(dataset, model_config, name):
@@ -300,6 +309,8 @@ def check_resumed(resumed, model_config, config, dataset):
     Whatever is not named here may change: rates, intervals, batches, the machine.
     """
     before, now = dataclasses.asdict(resumed.model_config), dataclasses.asdict(model_config)
+    before["optimizer"] = resumed.config.get("optimizer", "adamw")  # nanoGPT's, always
+    now["optimizer"] = config.optimizer
     wrong = [
         f"{name} {before[name]} there and {now[name]} here"
         for name in now
@@ -485,7 +496,7 @@ def note_if_wrong(state, loss, norm):
     """Keep the first loss or gradient norm that is no finite number, without waiting for either.
 
     A gradient that overflows in float16 only because the scaler enlarged it is the scaler's to
-    skip; it does so until the scale is 1.
+    skip; it does so until the scale is 1, and to read that scale is to wait.
     """
     enlarged = state.scaler.is_enabled() and state.scaler.get_scale() > 1
     good = torch.isfinite(loss if enlarged else loss + norm)

@@ -235,9 +235,11 @@ def _type_name(field):
 
 
 def _help_text(settings_class):
-    script = Path(sys.argv[0]).name
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # set by python -m
+    script = f"-m {module.name}" if module else Path(sys.argv[0]).name
     summary = (settings_class.__doc__ or "").strip()
-    lines = [f"python {script} [config/NAME.py ...] [--key=value ...]", "", summary]
+    arguments = getattr(settings_class, "ARGUMENTS", "[config/NAME.py ...] [--key=value ...]")
+    lines = [f"python {script} {arguments}", "", summary]
     for field in dataclasses.fields(settings_class):
         if field.metadata["group"]:
             lines += ["", field.metadata["group"]]

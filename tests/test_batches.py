@@ -58,6 +58,12 @@ def test_batches_reach_every_window_about_equally_often():
     assert np.bincount(starts, minlength=10) == pytest.approx(2000, rel=0.1)
 
 
+def test_no_window_begins_beyond_the_last():
+    phase = int(np.random.SeedSequence(0).generate_state(1, np.uint64)[0])
+    last = (2**64 - 1 - phase) * pow(int(batches.GOLDEN_RATIO), -1, 2**64) % 2**64
+    assert batch_starts(0, last, 1, 1000) == [999]  # where the sequence comes next to a whole turn
+
+
 # Splits
 
 

@@ -224,6 +224,12 @@ SETTINGS = {
     "heads that do not divide the width": (
         None, [*TRAIN, "--n_embd=15"], "n_embd=15 is not divisible by n_head=2",
     ),
+    "heads of odd size that should turn": (
+        None, [*TRAIN, "--n_embd=6", "--position=rotary"], "make heads of odd size",
+    ),
+    "more to smear than there is": (
+        None, [*TRAIN, "--smear=8"], "smear=8 does not fit block_size=8",
+    ),
     "more heads than the width": (None, [*TRAIN, "--n_head=32"], "is not divisible by n_head=32"),
     "a rate that would rise": (
         None, [*TRAIN, "--min_lr=0.1"], "min_lr=0.1 is above learning_rate=0.01",

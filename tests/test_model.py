@@ -300,6 +300,16 @@ def test_with_zero_init_blocks_begin_as_the_identity(tie_weights):
     assert (all_logits(model, idx) == 0).all() == (not tie_weights)
 
 
+def test_with_zero_init_and_an_untied_head_embeddings_make_the_stream():
+    torch.manual_seed(0)
+    config = GPTConfig(
+        n_layer=0, n_head=1, n_embd=64, bigrams=True, zero_init=True, tie_weights=False
+    )
+    tables = GPT(config).transformer
+    for table in (tables.wte, tables.bigrams):
+        assert table.weight.std().item() == pytest.approx(0.3, rel=0.05)
+
+
 # Parameters
 
 
@@ -373,7 +383,7 @@ def test_flops_per_token_are_those_that_torch_counts(changes):
     [
         *(dict(zip(NAMES, values, strict=True)) for values in product(*CHOICES)),
         *({"position": "rotary", "norm": norm, "qk_norm": True, "smear": 3} for norm in NORMS),
-        {"smear": 20},
+        {"smear": 7},
         {"bigrams": True},
     ],
     ids=str,
@@ -439,6 +449,7 @@ def test_bfloat16_loses_little_and_none_of_it_in_the_loss():
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), not 1.0"),
         ({"dropout": math.nan}, r"dropout must lie in \[0, 1\), not nan"),
         ({"smear": -1}, "smear must not be negative"),
+        ({"smear": SMALL["block_size"]}, "smear=.* does not fit block_size"),
         ({"norm": "batch"}, "norm must be one of layernorm, rmsnorm, not batch"),
         ({"position": "none"}, "position must be one of learned, rotary, not none"),
         ({"position": "rotary", "n_embd": 6}, "n_embd=6 and n_head=2 make heads of odd size"),

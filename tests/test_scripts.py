@@ -1,6 +1,7 @@
 """The four scripts together, as a person runs them, and the house that their imports draw."""
 
 import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 import config
 import train
+from model import GPT, GPTConfig, num_params
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("prepare.py", "train.py", "sample.py")
@@ -160,6 +163,18 @@ def test_the_shakespeare_preset_is_nanogpts_recipe_for_the_machine(device, recip
     assert train.learning_rate_at(settings.max_iters, settings) == pytest.approx(1e-4)
     assert train.learning_rate_at(settings.max_iters - 1, settings) > 1e-4
     assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+@pytest.mark.parametrize(("device", "place"), [("cuda", 0), ("cpu", 1)])
+def test_the_fast_preset_has_the_parameters_that_it_says(device, place):
+    preset = ROOT / "config" / "shakespeare_char_fast.py"
+    settings = config.load(train.TrainConfig, [str(preset)], {"device": lambda _: device})
+    names = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size"}
+    shape = GPTConfig(vocab_size=65, **{name: getattr(settings, name) for name in names})
+    said = re.findall(r"([\d.]+) M parameters", preset.read_text())[place]
+    assert f"{num_params(shape) / 1e6:.1f}" == said
+    x = torch.zeros((1, shape.block_size), dtype=torch.int64)
+    assert torch.isfinite(GPT(shape)(x, x)[1])
 
 
 def test_every_preset_loads():

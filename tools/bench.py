@@ -17,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
-from config import UserError, load, setting
+from config import UserError, changed, load, setting
 from safety import replacing, run
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +35,9 @@ WARM_UP_STEPS = 10  # are not counted
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure train.py with the arguments after a lone --, beside another command if one is given.
+    """Measure train.py, and another command in turn with it; times are from a process's start."""
 
-    Times are from the start of a process, losses those on validation."""
+    ARGUMENTS: ClassVar[str] = "[--key=value ...] -- ARGUMENTS OF train.py"
 
     runs: int = setting(3, "runs of each command, in turn", bounds="[1, inf)")
     target: float | None = setting(None, "validation loss whose time is measured")
@@ -43,6 +45,14 @@ class BenchConfig:
     vs_dir: str = setting(".", "folder to run it in")
     json: str | None = setting(None, "file for all that was measured")
     profile: bool = setting(False, "tell where the time of a step goes, instead")
+
+    def __post_init__(self):
+        if self.json is not None and not Path(self.json).name:
+            raise UserError(f"--json={self.json} names no file")
+        if self.vs is None and self.vs_dir != ".":
+            raise UserError("--vs_dir is the folder for --vs, which is not given")
+        if self.profile and changed(self) != {"profile": True}:
+            raise UserError("--profile is another measurement, and takes no other setting")
 
 
 @dataclass
@@ -93,6 +103,8 @@ COLUMNS = {  # of the table: heading and format
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
+    if any(each.endswith(".py") for each in argv[:cut]):
+        raise UserError("the arguments of train.py, config files too, come after a lone --")
     config, arguments = load(BenchConfig, argv[:cut]), argv[cut + 1 :]
     if config.profile:
         from tools.roofline import profile  # torch, which the other measurements do without
@@ -100,22 +112,49 @@ def main(argv=None):
         print(where())
         profile(arguments)
         return
-    with tempfile.TemporaryDirectory() as folder:  # a measurement leaves no run behind
-        ours = [sys.executable, str(ROOT / "train.py"), *arguments, "--overwrite=True"]
-        commands = {"folio": ([*ours, f"--out_dir={folder}"], ".")}
-        if config.vs:
-            commands["other"] = (shlex.split(config.vs), config.vs_dir)
-        measured = {name: [] for name in commands}
-        for turn in range(config.runs):
-            for name, command in commands.items():
-                measured[name].append(measure(*command))
-                figures = measured[name][-1].summary(config.target)
-                print(f"run {turn + 1} of {name}: {in_words(figures)}", flush=True)
-    report(config, {"folio": shlex.join(["train.py", *arguments]), "other": config.vs}, measured)
+    with replacing(config.json) if config.json else nullcontext([None]) as [file]:
+        measured = measure_in_turn(config, arguments)
+        medians = {name: medians_of(runs, config.target) for name, runs in measured.items()}
+        commands = {"folio": shlex.join(["train.py", *arguments]), "other": config.vs}
+        print_table(config, commands, medians)
+        if file:
+            runs = {name: [asdict(each) for each in runs] for name, runs in measured.items()}
+            content = {"where": where(), "settings": asdict(config), "commands": commands}
+            file.write(json.dumps(content | {"medians": medians, "runs": runs}, indent=1).encode())
+
+
+def measure_in_turn(config, arguments):
+    """{name: a Measured for each of its runs} of folio and of the other command."""
+    # The other goes first: if a command is mistyped, it is that one.
+    commands = {"other": (split(config.vs), config.vs_dir)} if config.vs is not None else {}
+    commands["folio"] = ([sys.executable, str(ROOT / "train.py"), *arguments], ".")
+    measured = {name: [] for name in reversed(commands)}
+    for turn in range(config.runs):
+        for name, (command, folder) in commands.items():
+            with tempfile.TemporaryDirectory() as out_dir:  # a measurement leaves no run behind
+                alone = [f"--out_dir={out_dir}", "--init_from=scratch", "--overwrite=True"]
+                run = measure([*command, *(alone if name == "folio" else [])], folder)
+            measured[name].append(run)
+            print(f"run {turn + 1} of {name}: {in_words(run.summary(config.target))}", flush=True)
+    return measured
+
+
+def split(command):
+    """A command's words. Raises UserError where a shell would not understand it either."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UserError(f"--vs={command}: {error}") from error
+    if not words:
+        raise UserError("--vs is empty: it is the command to compare with")
+    return words
 
 
 def measure(command, folder):
-    """Run a command to its end and read what it prints. Raises UserError where it fails."""
+    """Run a command to its end and read what it prints. Raises UserError where it fails.
+
+    Whatever stops the measurement stops the command, too.
+    """
     measured, start, tail = Measured(), time.perf_counter(), []
     try:
         process = subprocess.Popen(
@@ -125,18 +164,26 @@ def measure(command, folder):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
         )
     except OSError as error:
         raise UserError(f"cannot run {shlex.join(command)} in {folder}: {error}") from error
-    with process.stdout as lines:
-        for line in lines:
+    try:
+        for line in process.stdout:
             measured.read(line, time.perf_counter() - start)
             tail = [*tail[-4:], line.strip()]
-    _, status, usage = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     measured.seconds = time.perf_counter() - start
     measured.memory_gib = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
     if status:
-        raise UserError(f"{shlex.join(command)} failed: {' / '.join(tail)}")
+        status = os.waitstatus_to_exitcode(status)
+        raise UserError(f"{shlex.join(command)} ended with status {status}: {' / '.join(tail)}")
+    if not measured.step_ms and not measured.evaluations:
+        raise UserError(f"{shlex.join(command)} printed no line of a training: {' / '.join(tail)}")
     return measured
 
 
@@ -149,23 +196,23 @@ def in_words(figures):
     return "; ".join(parts)
 
 
-def report(config, commands, measured):
-    """Print the medians as a table for RESULTS.md; write all figures as JSON if asked."""
-    medians = {}
-    for name, runs in measured.items():
-        summaries = [each.summary(config.target) for each in runs]
-        columns = {key: [summary[key] for summary in summaries] for key in COLUMNS}
-        medians[name] = {
-            key: None if None in values else median(values) for key, values in columns.items()
-        }
+def medians_of(runs, target):
+    """{figure: its median over the runs}; None where one of them has none."""
+    summaries = [each.summary(target) for each in runs]
+    columns = {key: [summary[key] for summary in summaries] for key in COLUMNS}
+    return {key: None if None in values else median(values) for key, values in columns.items()}
+
+
+def print_table(config, commands, medians):
+    """Print the medians, and their ratios, as a table for RESULTS.md."""
     rows = dict(medians)
-    if config.vs:
+    if "other" in medians:
         pairs = {key: (medians["folio"][key], medians["other"][key]) for key in COLUMNS}
         rows["folio / other"] = {
             key: ours / theirs if ours and theirs else None for key, (ours, theirs) in pairs.items()
         }
     print(f"\nmedians of {config.runs} runs in turn; {where()}\n")
-    for name in measured:
+    for name in medians:
         print(f"    {name}: {commands[name]}")
     print(f"\n| | {' | '.join(heading for heading, _ in COLUMNS.values())} |")
     print(f"| --- {'| --- ' * len(COLUMNS)}|")
@@ -173,16 +220,6 @@ def report(config, commands, measured):
         form = {key: ".3f" if "/" in name else COLUMNS[key][1] for key in COLUMNS}
         cells = ("" if row[key] is None else f"{row[key]:{form[key]}}" for key in COLUMNS)
         print(f"| {name} | {' | '.join(cells)} |")
-    if config.json:
-        content = {
-            "where": where(),
-            "settings": asdict(config),
-            "commands": commands,
-            "medians": medians,
-            "runs": {name: [asdict(each) for each in runs] for name, runs in measured.items()},
-        }
-        with replacing(config.json) as [file]:
-            file.write(json.dumps(content, indent=1).encode())
 
 
 def where():
@@ -190,16 +227,23 @@ def where():
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     processor = platform.processor() or platform.machine()
-    with open(os.devnull if not os.path.exists("/proc/cpuinfo") else "/proc/cpuinfo") as file:
-        models = re.findall(r"model name\s*: (.*)", file.read())
+    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    models = re.findall(r"model name\s*: (.*)", cpuinfo)
     return (
         f"{time.strftime('%Y-%m-%d')}, {len(models) or os.cpu_count()} cores of "
         f"{models[0] if models else processor}, {gpu}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, commit {commit}"
+        f"torch {torch.__version__}, commit {commit()}"
     )
+
+
+def commit():
+    """The commit that is checked out, with -dirty where files differ from it."""
+    try:
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # no git here
+        return "unknown"
 
 
 if __name__ == "__main__":

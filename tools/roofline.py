@@ -9,9 +9,11 @@ import time
 from statistics import median
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 import train
+from batches import Batches
 from config import load
 
 WARM_UP_STEPS, PROFILED_STEPS = 10, 20
@@ -21,10 +23,9 @@ PRODUCTS = r"mm\b|mm_|attention|gemm|matmul"  # in names of operations and kerne
 def profile(arguments):
     """Print the time of a step of train.py with `arguments`, by operation, and the bounds."""
     config = load(train.TrainConfig, arguments, {"device": train.resolve_device})
-    dataset = train.load_dataset(config.dataset)
-    model_config = train.make_model_config(config, dataset.tokenizer, None)
+    dataset, model_config = train.load_fitting(config, None)
     config, machine, dataset, state, model = train.made_ready(config, dataset, model_config, None)
-    batches = train.Batches(dataset.train, config)
+    batches = Batches(dataset.train, config)
 
     def steps(count):
         machine.synchronize()
@@ -42,12 +43,10 @@ def profile(arguments):
     with torch.profiler.profile(activities=activities) as events:
         steps(PROFILED_STEPS)
     print(f"\na step takes {seconds * 1e3:.2f} ms (median of {PROFILED_STEPS})\n")
-    print_operations(
-        events.key_averages(), "self_device_time_total" if gpu else "self_cpu_time_total"
-    )
-    print_bounds(model, batches.of(0), state, config, machine)
+    print_operations(events.key_averages(), gpu)
     if gpu:
-        print(f"memory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at most")
+        print(f"\nmemory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at most")
+    print_bounds(model, batches.of(0), state, config, machine)
 
 
 def print_bounds(model, micro_batches, state, config, machine):
@@ -65,8 +64,11 @@ def print_bounds(model, micro_batches, state, config, machine):
     )
 
 
-def print_operations(averages, clock, rows=12):
+def print_operations(averages, gpu, rows=12):
     """A table of the operations that take longest, and the share of matrix products in all."""
+    clock = "self_device_time_total" if gpu else "self_cpu_time_total"
+    if gpu:  # what runs there, and not what started it
+        averages = [each for each in averages if each.device_type == DeviceType.CUDA]
     total = sum(getattr(each, clock) for each in averages)
     print("| operation | calls a step | ms a step | share, % |\n| --- | --- | --- | --- |")
     for each in sorted(averages, key=lambda each: -getattr(each, clock))[:rows]:
@@ -78,7 +80,7 @@ def print_operations(averages, clock, rows=12):
 
 
 def bytes_of_step(model, micro_batches, state, machine):
-    """Bytes a step must move: 7 float32 a parameter for its update, kept activations twice."""
+    """Bytes a step must move: weights, moments and activations in and out, gradients once."""
     kept = {}
 
     def keep(tensor):
@@ -89,8 +91,10 @@ def bytes_of_step(model, micro_batches, state, machine):
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with hooks, machine.autocast():
         model(x, y)
-    weights = sum(p.numel() for p in state.model.parameters())
-    return 7 * 4 * weights + 2 * len(micro_batches) * sum(kept.values())
+    weights = sum(p.nbytes for p in state.model.parameters())
+    states = [of for each in state.optimizers.values() for of in each.state.values()]
+    moments = sum(tensor.nbytes for of in states for tensor in of.values())
+    return 3 * weights + 2 * moments + 2 * len(micro_batches) * sum(kept.values())
 
 
 def bandwidth(machine, mib=256):
