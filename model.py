@@ -57,12 +57,13 @@ class GPTConfig:
     zero_init: bool = False  # what ends a branch, or the model, starts at zero
     smear: int = 0  # how many of the embeddings before it are mixed into each
     bigrams: bool = False  # embed each token with the one before it, too
+    window: int = 0  # tokens that attention sees, itself and those before; 0 is all
 
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("n_layer", "smear"):
+        for name in ("n_layer", "smear", "window"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, as {getattr(self, name)} is")
         if self.smear >= self.block_size:
@@ -84,26 +85,61 @@ class GPTConfig:
                 )
 
 
-def attend(q, k, v, dropout=0.0):
+def attend(q, k, v, window=0, dropout=0.0):
     """Causal attention: (B, n_head, T, head size) each -> the same shape.
 
-    torch's own kernel, except for bfloat16 on a CPU, where its backward pass is slow: forward and
-    backward on two AMD cores, plain products took 1/4 of its time at T=128, 1/2 at 512, and more
-    than it from 1024 on.
+    A position sees itself and all before it, or, with a window, itself and window - 1 before it.
     """
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
-        return attend_plainly(q, k, v, dropout)
+    T = q.shape[2]
+    if 0 < window < T:
+        return attend_nearby(q, k, v, window, dropout)
+    if products_are_faster(q, T):
+        future = torch.full((1, T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+        return attend_by_products(q, k, v, future, dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
-def attend_plainly(q, k, v, dropout=0.0):
-    """The same by its definition, softmax(q k' / sqrt(size)) v (Vaswani et al. 2017, 3.2.1)."""
-    T, size = q.shape[2:]
-    future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    q, k = q.flatten(0, 1), k.flatten(0, 1)
-    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=size**-0.5)
+def attend_nearby(q, k, v, window, dropout):
+    """The same where T is above the window, in time that grows with T * window.
+
+    The sequence is cut into pieces of `window` positions, and each sees itself and the one before
+    (Child et al. 2019, "Generating Long Sequences with Sparse Transformers", have such pieces).
+    """
+    B, n_head, T, size = q.shape
+    count = -(-T // window)
+    cut = (F.pad(each, (0, 0, 0, count * window - T)) for each in (q, k, v))
+    q, k, v = (each.reshape(B * n_head, count, window, size) for each in cut)
+    k, v = (torch.cat((F.pad(each, (0, 0, 0, 0, 1, -1)), each), dim=2) for each in (k, v))
+    here, there = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window)
+    distance = here + window - there.to(q.device)
+    hidden = ((distance < 0) | (distance >= window)).repeat(count, 1, 1)
+    hidden[0, :, :window] = True  # before the first piece is nothing
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
+    if products_are_faster(q, 2 * window):
+        y = attend_by_products(q, k, v, mask.repeat(B * n_head, 1, 1), dropout)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return y.reshape(B, n_head, count * window, size)[:, :, :T]
+
+
+def products_are_faster(q, keys):
+    """Whether plain products beat torch's own kernel, whose backward pass is slow on CPUs.
+
+    Forward and backward in bfloat16 on two AMD cores, they took 1/4 of its time with 128 keys, 1/2
+    with 512, and more than it from 1024 on.
+    """
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and keys <= 512
+
+
+def attend_by_products(q, k, v, mask, dropout):
+    """Attention by its definition, softmax(q k' / sqrt(size)) v (Vaswani et al. 2017, 3.2.1).
+
+    `mask` is added to the scores of the first two dimensions of q as one: (1 or all, T, keys).
+    """
+    flat_q, flat_k, flat_v = (each.flatten(0, 1) for each in (q, k, v))
+    scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
     weights = F.dropout(scores.softmax(dim=-1), dropout)
-    return (weights @ v.flatten(0, 1)).view(v.shape)
+    return (weights @ flat_v).unflatten(0, q.shape[:2])
 
 
 def rotary_tables(length, size):
@@ -130,6 +166,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
+        self.window = config.window
         self.qk_norm = NORMS[config.norm] if config.qk_norm else None
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -138,11 +175,11 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, rotation=None):
         B, T, C = x.shape
         size = C // self.n_head
-        # (B, n_head, T, head size) each
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, size).permute(2, 0, 3, 1, 4)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, size).unbind(dim=2)
+        q, k, v = (each.transpose(1, 2) for each in qkv)  # (B, n_head, T, head size)
         if self.qk_norm or rotation:
             q, k = self.prepare(torch.stack((q, k)), rotation)
-        y = attend(q, k, v, self.dropout if self.training else 0.0)
+        y = attend(q, k, v, self.window, self.dropout if self.training else 0.0)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
     def prepare(self, qk, rotation):
@@ -325,7 +362,8 @@ def flops_per_token(config):
     """
     C, L = config.n_embd, config.n_layer
     weights = L * 12 * C * C + config.vocab_size * C
-    attention = L * 2 * config.block_size * C
+    windowed = 0 < config.window < config.block_size
+    attention = L * 2 * (2 * config.window if windowed else config.block_size) * C
     return 3 * 2 * (weights + attention)
 
 

@@ -76,6 +76,9 @@ class TrainConfig:
     smear: int = setting(
         0, "earlier embeddings mixed into each; 2 helps small models", bounds="[0, inf)"
     )
+    window: int = setting(
+        0, "tokens that attention sees, itself and those before; 0 is all", bounds="[0, inf)"
+    )
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw",

@@ -16,7 +16,7 @@ from model import (
     NORMS,
     GPTConfig,
     attend,
-    attend_plainly,
+    attend_by_products,
     bigram_ids,
     flops_per_token,
     generate,
@@ -36,6 +36,7 @@ SHAPES = (
     {"n_layer": 0, "bias": False, "tie_weights": False},
     {"position": "rotary"},
     {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
+    {"window": 2},
     {"bigrams": True},
     {"bigrams": True, "vocab_size": 300},
     {"norm": "rmsnorm", "bias": False, "activation": "relu2", "zero_init": True},
@@ -385,6 +386,7 @@ def test_flops_per_token_are_those_that_torch_counts(changes):
         *({"position": "rotary", "norm": norm, "qk_norm": True, "smear": 3} for norm in NORMS),
         {"smear": 7},
         {"bigrams": True},
+        {"window": 3, "n_layer": 7},
     ],
     ids=str,
 )
@@ -450,6 +452,7 @@ def test_bfloat16_loses_little_and_none_of_it_in_the_loss():
         ({"dropout": math.nan}, r"dropout must lie in \[0, 1\), not nan"),
         ({"smear": -1}, "smear must not be negative"),
         ({"smear": SMALL["block_size"]}, "smear=.* does not fit block_size"),
+        ({"window": -1}, "window must not be negative"),
         ({"norm": "batch"}, "norm must be one of layernorm, rmsnorm, not batch"),
         ({"position": "none"}, "position must be one of learned, rotary, not none"),
         ({"position": "rotary", "n_embd": 6}, "n_embd=6 and n_head=2 make heads of odd size"),
@@ -546,31 +549,58 @@ def test_top_k_keeps_what_ties_with_the_last_id_kept():
     assert (drawn([0.0, 1.0, 1.0], top_k=1) > 0).tolist() == [False, True, True]
 
 
-# The two ways to attend
+# The ways to attend
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4), (1, 2, 33, 16)])
-def test_plain_attention_is_torchs_kernel(shape):
+@pytest.fixture(params=[True, False], ids=["products", "kernel"])
+def kind(request, monkeypatch):
+    monkeypatch.setattr(model_module, "products_are_faster", lambda *_: request.param)
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, 5, 8, 32, 33, 40])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4), (2, 2, 33, 16)], ids=str)
+def test_a_position_attends_to_itself_and_those_before_within_the_window(kind, shape, window):
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, *shape).unbind()
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.allclose(attend_plainly(q, k, v), expected, atol=1e-6)
+    q, k, v = torch.randn(3, *shape, requires_grad=True).unbind()
+    back = torch.arange(shape[2])[:, None] - torch.arange(shape[2])
+    seen = (back >= 0) & (back < (window or shape[2]))
+    scores = (q @ k.mT / math.sqrt(shape[3])).masked_fill(~seen, -math.inf)
+    expected, y = scores.softmax(dim=-1) @ v, attend(q, k, v, window)
+    assert torch.allclose(y, expected, atol=1e-6)
+    direction = torch.randn(shape)
+    gradients = [torch.autograd.grad((of * direction).sum(), (q, k, v)) for of in (y, expected)]
+    for each, other in zip(*gradients, strict=True):
+        assert torch.allclose(each, other, atol=1e-5)
 
 
-def test_dropout_of_plain_attention_keeps_the_mean_and_drops_its_share():
+def test_dropout_of_attention_by_products_keeps_the_mean_and_drops_its_share():
     torch.manual_seed(0)
     q = k = torch.zeros(1, 1, 400, 8)
     v = torch.eye(400)[None, None]
-    weights = attend_plainly(q, k, v, dropout=0.25)[0, 0, -1]  # 1/400 each without dropout
-    assert (weights == 0).float().mean() == pytest.approx(0.25, abs=0.07)
+    weights = attend_by_products(q, k, v, torch.zeros(1, 400, 400), dropout=0.25)
+    assert (weights == 0).float().mean() == pytest.approx(0.25, abs=0.01)
     assert weights.max() == pytest.approx(1 / 400 / 0.75)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "length", "plain"),
-    [(torch.bfloat16, 512, True), (torch.bfloat16, 513, False), (torch.float32, 8, False)],
+    ("dtype", "length", "window", "by_products"),
+    [
+        (torch.bfloat16, 512, 0, True),
+        (torch.bfloat16, 513, 0, False),
+        (torch.bfloat16, 900, 256, True),
+        (torch.bfloat16, 900, 257, False),
+        (torch.float32, 8, 0, False),
+        (torch.float32, 8, 2, False),
+    ],
 )
-def test_attention_is_plain_for_short_bfloat16_on_a_cpu(dtype, length, plain, monkeypatch):
-    monkeypatch.setattr(model_module, "attend_plainly", lambda q, k, v, dropout: "plain")
+def test_attention_is_by_products_for_few_bfloat16_keys_on_a_cpu(
+    dtype, length, window, by_products, monkeypatch
+):
+    called = []
+    original = model_module.attend_by_products
+    monkeypatch.setattr(
+        model_module, "attend_by_products", lambda *args: called.append(1) or original(*args)
+    )
     x = torch.zeros(1, 1, length, 2, dtype=dtype)
-    assert (isinstance(attend(x, x, x), str)) == plain
+    attend(x, x, x, window)
+    assert bool(called) == by_products

@@ -39,6 +39,7 @@ SWITCHES = {  # all that GPT-2 has otherwise
     "tie_weights": False,
     "bigrams": True,
     "smear": 2,
+    "window": 3,
 }
 
 
