@@ -160,3 +160,8 @@ def test_a_profile_tells_operations_and_limits(verse, capsys, monkeypatch):
     for words in ("| aten::mm | ", "| all matrix products | ", "GFLOP in products", "GB/s"):
         assert words in out
     assert not Path("out").exists()
+
+
+def test_a_profile_refuses_what_training_refuses(verse):
+    with pytest.raises(UserError, match="fewer than the 5,001 of block_size"):
+        bench.main(["--profile=True", "--", *tiny.flags(block_size=5000)])

@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity
 import train
 from batches import Batches
 from config import load
+from device import explained_lack_of_memory, resolve_device
+from report import less_memory
 
 WARM_UP_STEPS, PROFILED_STEPS = 10, 20
 PRODUCTS = r"mm\b|mm_|attention|gemm|matmul"  # in names of operations and kernels
@@ -22,7 +24,12 @@ PRODUCTS = r"mm\b|mm_|attention|gemm|matmul"  # in names of operations and kerne
 
 def profile(arguments):
     """Print the time of a step of train.py with `arguments`, by operation, and the bounds."""
-    config = load(train.TrainConfig, arguments, {"device": train.resolve_device})
+    config = load(train.TrainConfig, arguments, {"device": resolve_device})
+    with explained_lack_of_memory(config.device, less_memory(config)):
+        profile_steps(config)
+
+
+def profile_steps(config):
     dataset, model_config = train.load_fitting(config, None)
     config, machine, dataset, state, model = train.made_ready(config, dataset, model_config, None)
     batches = Batches(dataset.train, config)
