@@ -1,5 +1,7 @@
 # The same characters as config/shakespeare_char.py, learnt with what has come since GPT-2.
 # First: python prepare.py
+#
+# Figures are of validation loss at the same steps on a CPU; seeds differ by 0.01 (RESULTS.md).
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
@@ -8,26 +10,27 @@ eval_iters = 55  # 2 windows of 1024 each: the whole of Shakespeare's validation
 log_interval = 10
 
 # What the model knows of neighbours without a single product: pairs of characters have
-# embeddings of their own, and each is mixed with the two before it.
+# embeddings of their own, which buys 0.02, and each is mixed with the two before it, 0.02.
 bigrams = True
 smear = 2
 
 # Characters further back tell next to nothing, so attention need not see them. Then long contexts
-# cost no more than short ones, and fewer characters stand at a beginning, where nothing is known.
+# cost no more than short ones, and fewer characters stand at a beginning, where nothing is known:
+# 0.01 beside contexts of 256 in batches of 8.
 block_size = 1024
 window = 64
 
-position = "rotary"
-qk_norm = True
+position = "rotary"  # 0.12
+tie_weights = False  # 0.005
+qk_norm = True  # this and the next two make no difference that shows at this size
 activation = "relu2"
 zero_init = True
-tie_weights = False
 
-optimizer = "muon"
+optimizer = "muon"  # 0.05 beside AdamW at its best of three rates
 learning_rate = 8e-3
-min_lr = 0.0  # Muon's updates do not shrink by themselves
-warmup_iters = 0  # blocks that begin as nothing and orthogonal updates need none
-weight_decay = 0.3
+min_lr = 0.0  # 0.02 beside a tenth, since Muon's updates do not shrink by themselves
+warmup_iters = 0  # 100 steps of it change nothing
+weight_decay = 0.3  # 0.01 beside 0.1: the text is short, and is read four times
 beta1 = 0.8
 beta2 = 0.95
 grad_clip = 0.0  # Muon's updates have one size whatever the gradient's
