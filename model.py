@@ -110,8 +110,8 @@ def attend_nearby(q, k, v, window, dropout):
     cut = (F.pad(each, (0, 0, 0, count * window - T)) for each in (q, k, v))
     q, k, v = (each.reshape(B * n_head, count, window, size) for each in cut)
     k, v = (torch.cat((F.pad(each, (0, 0, 0, 0, 1, -1)), each), dim=2) for each in (k, v))
-    here, there = torch.arange(window, device=q.device)[:, None], torch.arange(2 * window)
-    distance = here + window - there.to(q.device)
+    there = torch.arange(2 * window, device=q.device)
+    distance = there[window:, None] - there
     hidden = ((distance < 0) | (distance >= window)).repeat(count, 1, 1)
     hidden[0, :, :window] = True  # before the first piece is nothing
     mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
@@ -160,7 +160,7 @@ def rotate(x, cos, sin):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before it."""
+    """Multi-head attention in which a position sees itself and what came before it, or a window."""
 
     def __init__(self, config):
         super().__init__()
@@ -362,8 +362,9 @@ def flops_per_token(config):
     """
     C, L = config.n_embd, config.n_layer
     weights = L * 12 * C * C + config.vocab_size * C
-    windowed = 0 < config.window < config.block_size
-    attention = L * 2 * (2 * config.window if windowed else config.block_size) * C
+    T, window = config.block_size, config.window
+    scores = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # of a head, as computed
+    attention = L * 2 * C * scores / T
     return 3 * 2 * (weights + attention)
 
 

@@ -6,7 +6,7 @@
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
 eval_interval = 500
-eval_iters = 55  # 2 windows of 1024 each: the whole of Shakespeare's validation split
+eval_iters = 55  # of 2 windows on a CPU: the whole of Shakespeare's validation split
 log_interval = 10
 
 # What the model knows of neighbours without a single product: pairs of characters have
@@ -21,8 +21,8 @@ block_size = 1024
 window = 64
 
 position = "rotary"  # 0.12
-tie_weights = False  # 0.005
-qk_norm = True  # this and the next two make no difference that shows at this size
+tie_weights = False  # this and the next three make no difference that is sure at this size
+qk_norm = True
 activation = "relu2"
 zero_init = True
 

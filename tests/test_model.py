@@ -37,6 +37,7 @@ SHAPES = (
     {"position": "rotary"},
     {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
     {"window": 2},
+    {"window": 3},
     {"bigrams": True},
     {"bigrams": True, "vocab_size": 300},
     {"norm": "rmsnorm", "bias": False, "activation": "relu2", "zero_init": True},
