@@ -105,7 +105,10 @@ def _parse_arguments(settings_class, argv):
         if key not in fields:
             hint = nearest(key, fields, "; --help lists the settings")
             raise UserError(f"unknown setting --{key}{hint}")
-        if not equals:
+        is_switch = fields[key].type is bool  # --stream alone is --stream=True
+        if not equals and is_switch and not (rest and rest[0].lower() in ("true", "false")):
+            text = "True"
+        elif not equals:
             if not rest or rest[0].startswith("--"):
                 kind = _type_name(fields[key])
                 raise UserError(f"--{key} needs a value: --{key}=VALUE, {kind}")
