@@ -16,6 +16,7 @@ from math import isnan
 from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from config import UserError, nearest
 from device import is_out_of_memory
@@ -86,18 +87,24 @@ def _model_args(config):
     return {k: v for k, v in args.items() if k in NANOGPT_ARGS or v != default[k]}
 
 
-def load(path):
+def load(path, optimizers=True):
     """Read a checkpoint, tensors on the CPU; nothing in the file is run.
 
-    Raises UserError where there is none, or the file is damaged, foreign or from a later folio.
+    Two thirds of it are the optimisers' state, which is left out if they are not wanted. Raises
+    UserError where there is none, or the file is damaged, foreign or from a later folio.
     """
     path = Path(path)
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
             raise OSError("it is no regular file")
         with open(path, "rb") as file:
-            plain = _read(file, path)
-            return _from_plain(plain, path, stamp=stamp_of(file.fileno()))
+            plain = _read(file, path, mapped=not optimizers)
+            checkpoint = _from_plain(plain, path, stamp=stamp_of(file.fileno()))
+            if not optimizers:
+                checkpoint.optimizers = {}
+                # What is mapped would change, or be gone, with the file.
+                checkpoint.weights = {k: v.clone() for k, v in checkpoint.weights.items()}
+            return checkpoint
     except FileNotFoundError:
         raise UserError(f"there is no checkpoint {path}{_hint(path)}") from None
     except OSError as error:
@@ -112,10 +119,10 @@ def stamp_of(file):
     return None
 
 
-def _read(file, path):
+def _read(file, path, mapped):
     try:
         check_archive(file)
-        return _load_plain(file)
+        return _load_plain(file, mapped)
     except Exception as error:  # a damaged or hostile file fails in many ways, OSError too
         if is_out_of_memory(error):
             raise
@@ -130,12 +137,16 @@ def _other(path):
     return f"; with {path} moved away, {best} is used" if best.exists() and path != best else ""
 
 
-def _load_plain(file):
+def _load_plain(file, mapped):
     file.seek(0)
+    name = f"/proc/self/fd/{file.fileno()}"  # of the file that was checked; torch maps by name
+    mapped = mapped and os.path.exists(name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(
+                name if mapped else file, map_location="cpu", weights_only=True, mmap=mapped
+            )
     except Exception as error:  # whose words are long, and advise to run what is in the file
         if is_out_of_memory(error):
             raise
@@ -239,20 +250,32 @@ def newest(out_dir):
     return last if os.path.exists(last) else Path(out_dir, BEST)
 
 
+class _Undrawn(TorchFunctionMode):
+    """While it lasts, no random numbers are drawn into tensors, which others are to fill."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.__name__.endswith(("normal_", "uniform_")):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
 def build_model(checkpoint):
     """The GPT of a checkpoint, on the CPU. Raises UserError where its weights do not fit."""
-    if not all(tensor.isfinite().all() for tensor in checkpoint.weights.values()):
+    weights = checkpoint.weights.values()
+    if not all(each.sum().isfinite() or each.isfinite().all() for each in weights):  # fast, or sure
         raise UserError(
             f"{checkpoint.path} has weights that are no finite numbers, of a training gone wrong"
             f"{_other(checkpoint.path)}"
         )
     try:
-        model = GPT(checkpoint.model_config)
+        with _Undrawn():
+            model = GPT(checkpoint.model_config)
         model.load_state_dict(checkpoint.weights)
+        return model
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}") from error
-    return model
 
 
 def restore_optimizers(checkpoint, optimizers, scaler):

@@ -117,6 +117,29 @@ def test_a_model_comes_back_as_it_was(changes):
     assert same_logits(back, model)
 
 
+def test_without_the_optimisers_the_rest_is_the_same():
+    model, optimizer = trained()
+    save(["ckpt.pt"], checkpoint_of(model, optimizers={"adamw": optimizer.state_dict()}))
+    whole, part = load("ckpt.pt"), load("ckpt.pt", optimizers=False)
+    assert plain(vars(part)) == plain(vars(dataclasses.replace(whole, optimizers={})))
+
+
+def test_weights_do_not_change_with_the_file_they_came_from():
+    save(["ckpt.pt"], checkpoint_of(model_of()))
+    part = load("ckpt.pt", optimizers=False)
+    before = plain(part.weights)
+    with open("ckpt.pt", "r+b") as file:
+        file.write(bytes(os.path.getsize("ckpt.pt")))
+    assert plain(part.weights) == before
+
+
+def test_to_build_a_model_draws_no_random_numbers():
+    save(["ckpt.pt"], checkpoint_of(model_of()))
+    state = torch.get_rng_state()
+    build_model(load("ckpt.pt"))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 # nanoGPT's checkpoints
 
 
