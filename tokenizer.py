@@ -4,6 +4,7 @@ A tokenizer travels as plain data (`to_dict`, `from_dict`) in a dataset's meta.j
 checkpoint. Ids are uint16: no vocabulary here is larger than 65,536.
 """
 
+import codecs
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +20,7 @@ class CharTokenizer:
     """One id per character, that is, per Unicode code point."""
 
     kind = "char"
+    end = None  # no id says that a text ends
     separator = "\n\n"  # between documents of a folder
 
     def __init__(self, characters):
@@ -66,6 +68,10 @@ class CharTokenizer:
         """The text of a sequence of ids."""
         return _text(self._points[np.asarray(ids, dtype=np.int64)])
 
+    def decoder(self):
+        """A function of the ids of a text, one by one and None at last, to the text they add."""
+        return lambda token: "" if token is None else self.characters[token]
+
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
 
@@ -95,6 +101,11 @@ class GPT2Tokenizer:
                 "or set TIKTOKEN_CACHE_DIR to a folder that holds its files"
             ) from error
 
+    @property
+    def end(self):
+        """The id of END_OF_TEXT."""
+        return self._encoding.eot_token
+
     def encode(self, text):
         """Ids of `text`, uint16; <|endoftext|> in it becomes the one token of that name."""
         encoding = self._encoding
@@ -107,6 +118,12 @@ class GPT2Tokenizer:
     def decode(self, ids):
         """The text of a sequence of ids; bytes that are not UTF-8 become U+FFFD."""
         return self._encoding.decode([int(i) for i in ids])
+
+    def decoder(self):
+        """As above; a character whose bytes come with several ids comes whole, with the last."""
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        bytes_of = self._encoding.decode_single_token_bytes
+        return lambda token: decode(b"", True) if token is None else decode(bytes_of(token))
 
     def to_dict(self):
         return {"kind": self.kind}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import requests
 import tiktoken
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from config import UserError
@@ -25,6 +25,14 @@ def code_points(start, count):
 def test_any_text_survives_encoding_and_decoding(text):
     tokenizer = CharTokenizer.from_text(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@given(any_text)
+def test_characters_decode_one_by_one_as_all_at_once(text):
+    tokenizer = CharTokenizer.from_text(text)
+    decode = tokenizer.decoder()
+    assert [decode(token) for token in tokenizer.encode(text).tolist()] == list(text)
+    assert (decode(None), tokenizer.end) == ("", None)
 
 
 @given(any_text)
@@ -117,9 +125,23 @@ def test_gpt2_tokens_are_uint16_and_come_back(gpt2_of_bytes):
 
 
 def test_the_end_of_a_text_is_one_token(gpt2_of_bytes):
+    assert gpt2_of_bytes.end == 256
     ids = gpt2_of_bytes.encode(f"a{END_OF_TEXT}b")
     assert ids.tolist() == [ord("a"), 256, ord("b")]
     assert gpt2_of_bytes.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+def test_a_character_of_several_tokens_comes_whole_with_the_last(gpt2_of_bytes):
+    decode = gpt2_of_bytes.decoder()
+    assert [decode(byte) for byte in "é🦶".encode()] == ["", "é", "", "", "", "🦶"]
+    assert decode(None) == ""
+
+
+@given(st.lists(st.integers(0, 255)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_decode_one_by_one_as_all_at_once(gpt2_of_bytes, ids):
+    decode = gpt2_of_bytes.decoder()
+    assert "".join(map(decode, [*ids, None])) == gpt2_of_bytes.decode(ids)
 
 
 def test_bytes_that_are_not_utf8_decode_to_a_replacement(gpt2_of_bytes):
