@@ -1,4 +1,4 @@
-"""The GPT: GPT-2's decoder-only transformer, its counting and its sampling.
+"""The GPT: GPT-2's decoder-only transformer, and its counting.
 
 Pure torch: no files, no settings, no printing. Parameter names, defaults and initialisation are
 those of GPT-2 as nanoGPT spells them, so that checkpoints travel between the two. What has come
@@ -160,7 +160,11 @@ def rotate(x, cos, sin):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before it, or a window."""
+    """Multi-head attention in which a position sees itself and what came before it, or a window.
+
+    `recall`, a function of queries, keys and values, attends in the place of `attend`: to keys and
+    values of earlier calls, too.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -172,15 +176,18 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotation=None):
+    def forward(self, x, rotation=None, recall=None):
         B, T, C = x.shape
         size = C // self.n_head
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, size).unbind(dim=2)
         q, k, v = (each.transpose(1, 2) for each in qkv)  # (B, n_head, T, head size)
         if self.qk_norm or rotation:
             q, k = self.prepare(torch.stack((q, k)), rotation)
-        y = attend(q, k, v, self.window, self.dropout if self.training else 0.0)
+        y = (recall or self.attend)(q, k, v)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+    def attend(self, q, k, v):
+        return attend(q, k, v, self.window, self.dropout if self.training else 0.0)
 
     def prepare(self, qk, rotation):
         """Queries and keys as their products want them, both at once: (2, B, n_head, T, size)."""
@@ -219,8 +226,8 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotation=None):
-        x = x + self.attn(self.ln_1(x), rotation)
+    def forward(self, x, rotation=None, recall=None):
+        x = x + self.attn(self.ln_1(x), rotation, recall)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -324,21 +331,28 @@ class GPT(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
-    def embed(self, idx):
-        """The residual stream at its start, (B, T, n_embd), and what `rotate` needs, or None."""
+    def embed(self, idx, positions=None):
+        """The residual stream at its start, (B, T, n_embd), and what `rotate` needs, or None.
+
+        positions: (B, T) or (T,) int64, 0, 1, … if not given; no token is at a negative one.
+        """
         T, size = idx.shape[1], self.config.block_size
         if not 1 <= T <= size:
             raise ValueError(f"a context of {T} tokens does not fit block_size={size}")
         parts, rotation = self.transformer, None
+        places = torch.arange(T, device=idx.device)
+        if positions is not None:
+            there = positions >= 0
+            places, idx = positions.clamp(min=0), idx.masked_fill(~there, 0)
         x = parts.wte(idx)
         if self.config.position == "learned":
-            x = x + parts.wpe(torch.arange(T, device=idx.device))
+            x = x + parts.wpe(places)
         else:
-            rotation = self.cos[:T], self.sin[:T]
+            rotation = self.cos[places].unsqueeze(-3), self.sin[places].unsqueeze(-3)  # by head
         if self.config.bigrams:
             x = x + parts.bigrams(bigram_ids(idx, self.config.vocab_size))
         if self.config.smear:
-            x = parts.smear(x)
+            x = parts.smear(x if positions is None else x * there.unsqueeze(-1))
         return parts.drop(x), rotation
 
 
@@ -366,33 +380,3 @@ def flops_per_token(config):
     scores = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # of a head, as computed
     attention = L * 2 * C * scores / T
     return 3 * 2 * (weights + attention)
-
-
-@torch.no_grad()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, limit=None, generator=None):
-    """Continue each row of `idx` by `max_new_tokens` tokens drawn one after the other.
-
-    idx: (B, T) int64, any T >= 1; the model sees the last block_size tokens. Only ids below
-    `limit` are drawn: a vocabulary padded for speed has ids that no tokenizer knows. `generator`
-    supplies the randomness. The model should be in eval mode. Returns (B, T + max_new_tokens).
-    """
-    for _ in range(max_new_tokens):
-        logits, _ = model(idx[:, -model.config.block_size :])
-        token = sample_next(logits[:, -1, :limit], temperature, top_k, generator)
-        idx = torch.cat((idx, token), dim=1)
-    return idx
-
-
-def sample_next(logits, temperature=1.0, top_k=None, generator=None):
-    """Draw one token per row: logits (B, vocab_size) -> ids (B, 1), int64.
-
-    Temperature 0 takes the likeliest. `top_k` keeps the k likeliest and whatever ties with the
-    last of them.
-    """
-    if temperature < 1e-5:  # the same in effect, and smaller ones would overflow float32
-        return logits.argmax(dim=-1, keepdim=True)
-    logits = logits.float() / temperature
-    if top_k is not None:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)

@@ -4,6 +4,9 @@ import torch
 import device
 from config import UserError
 from device import (
+    Machine,
+    accelerator,
+    captured,
     choose_machine,
     compile_or_fall_back,
     describe_device,
@@ -185,6 +188,33 @@ def test_what_is_not_the_compilers_failure_stays_an_error(error, monkeypatch):
     compiler_that(monkeypatch, error)
     with pytest.raises(type(error)):
         compile_or_fall_back(model, lambda compiled: compiled(1))
+
+
+def test_only_what_is_compiled_or_on_cuda_can_be_made_faster():
+    assert accelerator(Machine("cpu", "float32", False, "")) is None
+    assert accelerator(Machine("mps", "float32", False, "")) is None
+    assert accelerator(Machine("cuda", "float32", False, "")) is not None
+
+
+def test_a_step_on_a_cpu_is_made_faster_by_the_compiler_or_not_at_all(monkeypatch):
+    accelerate = accelerator(Machine("cpu", "float32", True, ""))
+    compiled = lambda x: x + 1  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda step: compiled)
+    assert accelerate(model, torch.ones(1)) is compiled
+    monkeypatch.delattr(torch, "compile")
+    assert accelerate(model, torch.ones(1)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_captured_function_gives_what_it_gave_and_keeps_earlier_results():
+    first, second = torch.ones(3, device="cuda"), torch.full((3,), 5.0, device="cuda")
+    replay = captured(lambda x: (x * 2, x + 1), first)
+    results = [replay(first), replay(second)]
+    assert [[part.tolist() for part in each] for each in results] == [
+        [[2.0] * 3, [2.0] * 3],
+        [[10.0] * 3, [6.0] * 3],
+    ]
 
 
 # Peaks

@@ -4,6 +4,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import SHAPES, SMALL, random_ids, random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
@@ -19,49 +20,14 @@ from model import (
     attend_by_products,
     bigram_ids,
     flops_per_token,
-    generate,
     num_params,
     relu2,
     rotary_tables,
     rotate,
-    sample_next,
 )
-
-SMALL = {"block_size": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
-SHAPES = (
-    {},
-    {"n_layer": 0},
-    {"bias": False},
-    {"tie_weights": False},
-    {"n_layer": 0, "bias": False, "tie_weights": False},
-    {"position": "rotary"},
-    {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
-    {"window": 2},
-    {"window": 3},
-    {"bigrams": True},
-    {"bigrams": True, "vocab_size": 300},
-    {"norm": "rmsnorm", "bias": False, "activation": "relu2", "zero_init": True},
-    {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 11},
-)
-
 
 NAMES = ("activation", "bias", "tie_weights", "n_layer")
 CHOICES = (ACTIVATIONS, (True, False), (True, False), (0, 2))
-
-
-def random_model(**changes):
-    """A GPT in eval mode whose every parameter, norms and biases too, matters to the logits."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**(SMALL | changes))).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.2)
-    return model
-
-
-def random_ids(model, rows=3, length=None):
-    config, generator = model.config, torch.Generator().manual_seed(1)
-    shape = (rows, length or config.block_size)
-    return torch.randint(config.vocab_size, shape, generator=generator)
 
 
 def next_tokens(idx):
@@ -475,79 +441,6 @@ def test_a_shape_that_cannot_be_built_is_named(changes, message):
 def test_a_context_that_does_not_fit_is_named(idx, message):
     with pytest.raises(ValueError, match=message):
         random_model()(torch.tensor(idx, dtype=torch.int64))
-
-
-# Sampling
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-@pytest.mark.parametrize("length", [1, 5, 12])
-def test_greedy_text_is_the_likeliest_token_of_a_sliding_window_again_and_again(length):
-    model = random_model()
-    idx = expected = random_ids(model, length=length)
-    for _ in range(10):
-        likeliest = all_logits(model, expected[:, -8:])[:, -1].argmax(-1, keepdim=True)
-        expected = torch.cat((expected, likeliest), dim=1)
-    assert generate(model, idx, 10, temperature=0).tolist() == expected.tolist()
-
-
-def test_the_same_seed_draws_the_same_text():
-    model = random_model()
-    idx = random_ids(model, length=2)
-    first, again, other = (generate(model, idx, 20, generator=generator(s)) for s in (3, 3, 4))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_the_likeliest_one_of_many_is_greedy():
-    model = random_model()
-    idx = random_ids(model, length=2)
-    greedy = generate(model, idx, 20, temperature=0)
-    assert torch.equal(generate(model, idx, 20, top_k=1), greedy)
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 30}, {"top_k": 2}], ids=str)
-def test_ids_from_the_limit_on_are_never_drawn(options):
-    model = random_model()
-    idx = random_ids(model, length=1)
-    new = generate(model, idx, 50, limit=5, generator=generator(), **options)[:, 1:]
-    assert new.max() < 5
-
-
-@pytest.mark.parametrize("temperature", [0, 1e-40, 1e-5])
-def test_hardly_any_temperature_is_greedy(temperature):
-    logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.1, 0.2]])
-    assert sample_next(logits, temperature).tolist() == [[0], [2]]
-
-
-def drawn(logits, draws=20_000, **options):
-    """How often each id is drawn."""
-    rows = torch.tensor(logits).expand(draws, -1)
-    ids = sample_next(rows, generator=generator(), **options)
-    return torch.bincount(ids.flatten(), minlength=len(logits)).double()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_ids_are_drawn_as_often_as_their_probability_says(temperature):
-    logits = [2.0, 1.0, 0.0, -1.0, 0.5]
-    weights = [math.exp(logit / temperature) for logit in logits]
-    expected = 20_000 * torch.tensor(weights, dtype=torch.float64) / sum(weights)
-    counts = drawn(logits, temperature=temperature)
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 23.5  # the bound for 4 degrees of freedom that 1 of 10,000 draws exceeds
-
-
-@pytest.mark.parametrize(("top_k", "kept"), [(1, {1}), (2, {1, 3}), (3, {0, 1, 3}), (9, range(4))])
-def test_top_k_keeps_the_likeliest_ids_alone(top_k, kept):
-    counts = drawn([0.0, 1.0, -0.5, 0.5], top_k=top_k)
-    assert set(counts.nonzero().flatten().tolist()) == set(kept)
-
-
-def test_top_k_keeps_what_ties_with_the_last_id_kept():
-    assert (drawn([0.0, 1.0, 1.0], top_k=1) > 0).tolist() == [False, True, True]
 
 
 # The ways to attend

@@ -97,7 +97,7 @@ FLOORS = (
     {"config"},
     {"safety", "untrusted"},
     {"model", "tokenizer", "device"},
-    {"batches", "checkpoint", "optimizers", "prepare", "report"},
+    {"batches", "checkpoint", "generation", "optimizers", "prepare", "report"},
     {"train", "sample"},
 )
 

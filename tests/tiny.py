@@ -42,6 +42,38 @@ SWITCHES = {  # all that GPT-2 has otherwise
     "window": 3,
 }
 
+SMALL = {"block_size": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
+SHAPES = (
+    {},
+    {"n_layer": 0},
+    {"bias": False},
+    {"tie_weights": False},
+    {"n_layer": 0, "bias": False, "tie_weights": False},
+    {"position": "rotary"},
+    {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
+    {"window": 2},
+    {"window": 3},
+    {"bigrams": True},
+    {"bigrams": True, "vocab_size": 300},
+    {"norm": "rmsnorm", "bias": False, "activation": "relu2", "zero_init": True},
+    {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 11},
+)
+
+
+def random_model(**changes):
+    """A GPT in eval mode whose every parameter, norms and biases too, matters to the logits."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**(SMALL | changes))).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.2)
+    return model
+
+
+def random_ids(model, rows=3, length=None):
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    shape = (rows, length or config.block_size)
+    return torch.randint(config.vocab_size, shape, generator=generator)
+
 
 def flags(**settings):
     """SETTINGS, some of them changed, as arguments of train.py."""
