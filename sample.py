@@ -9,6 +9,7 @@
 The text goes to stdout, and what is said about it to stderr.
 """
 
+import gc
 import json
 import math
 import signal
@@ -21,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from config import UserError, answer_early, load, setting
+from config import STARTED, UserError, answer_early, load, setting
 from safety import Interrupted, run
 
 APART = (  # settings of which one at most makes sense
@@ -100,6 +101,7 @@ class SampleConfig:
 
 if __name__ == "__main__":
     run(answer_early, SampleConfig)  # --help and misspelt flags should not wait for torch
+    gc.disable()  # till run(main): imports leave nothing to collect, but collecting takes a third
 
 import torch
 
@@ -124,16 +126,10 @@ SHARE_OF_MEMORY = 1 / 4  # for a batch; texts that need more are written one bat
 def main(argv=None):
     config = load(SampleConfig, sys.argv[1:] if argv is None else argv, {"device": resolve_device})
     stops = stop_texts(config.stop)
-    checkpoint = ckpt.load(Path(config.out_dir, ckpt.BEST), optimizers=False)
-    tokenizer = tokenizer_of(checkpoint)
+    checkpoint, tokenizer = opened(config)
     texts = [] if config.score or config.interactive else texts_to_write(config, tokenizer, stops)
-    machine = choose_machine(config.device, config.dtype, config.compile)
-    loss = checkpoint.best_val_loss
-    print(f"{checkpoint.path}: step {checkpoint.step}, best val loss {loss:.4f}", file=sys.stderr)
-    print(f"machine: {machine.summary}", file=sys.stderr)
     with explained_lack_of_memory(config.device, "try --device=cpu, or a shorter --start"):
-        model = ckpt.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
-        model = prepare_to_write(model, machine.compile)
+        model, machine = ready(checkpoint, config)
         draw = partial(drawn, model, tokenizer, config, accelerator(machine))
         if config.score:
             print_score(model, tokenizer, config)
@@ -141,6 +137,22 @@ def main(argv=None):
             converse(draw, tokenizer, config, stops)
         else:
             write(draw, texts, config, 1 if config.stream else rows_at_once(model))
+
+
+def opened(config):
+    """The checkpoint in out_dir, and its tokenizer."""
+    checkpoint = ckpt.load(Path(config.out_dir, ckpt.BEST), optimizers=False)
+    return checkpoint, tokenizer_of(checkpoint)
+
+
+def ready(checkpoint, config):
+    """The model of a checkpoint, ready to write, and the machine it is on; both are told."""
+    machine = choose_machine(config.device, config.dtype, config.compile)
+    loss = checkpoint.best_val_loss
+    print(f"{checkpoint.path}: step {checkpoint.step}, best val loss {loss:.4f}", file=sys.stderr)
+    print(f"machine: {machine.summary}", file=sys.stderr)
+    model = ckpt.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
+    return prepare_to_write(model, machine.compile), machine
 
 
 # Texts
@@ -218,7 +230,8 @@ def drawn(model, tokenizer, config, accelerate, texts):
     )
     left = config.max_new_tokens
     while left and not all(text.stopped for text in texts):
-        count = min(left, 1 if config.stream or config.interactive else TOGETHER)
+        first = left == config.max_new_tokens
+        count = min(left, 1 if first or config.stream or config.interactive else TOGETHER)
         ids, logprobs = (torch.stack(each) for each in zip(*islice(tokens, count), strict=True))
         if not logprobs.isfinite().all():
             raise UserError(
@@ -253,17 +266,20 @@ def rows_at_once(model):
 
 def write(draw, texts, config, rows):
     """Draw texts, so many at once, and print each."""
-    start = time.perf_counter()
+    start, first = time.monotonic(), None
     for begin in range(0, len(texts), rows):
         batch = texts[begin : begin + rows]
         for _ in draw(batch):
+            first = first or time.monotonic() - STARTED
             if config.stream:
                 print_more(batch[0])
         for text in batch:
             show(text, config)
-    seconds, tokens = time.perf_counter() - start, sum(len(text.ids) for text in texts)
+    seconds, tokens = time.monotonic() - start, sum(len(text.ids) for text in texts)
     print(
-        f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s", file=sys.stderr
+        f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s; the first after "
+        f"{first:.2f} s",
+        file=sys.stderr,
     )
 
 

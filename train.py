@@ -8,6 +8,7 @@ In this order: the settings, the run, its checkpoints, one step, evaluation.
 """
 
 import dataclasses
+import gc
 import math
 import os
 import sys
@@ -119,6 +120,7 @@ class TrainConfig:
 
 if __name__ == "__main__":
     run(answer_early, TrainConfig)  # --help and misspelt flags should not wait for torch
+    gc.disable()  # till run(main): imports leave nothing to collect, but collecting takes a third
 
 import numpy as np
 import torch

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+import train
 from config import UserError
 from tools import bench, roofline
 
@@ -48,6 +49,44 @@ def test_a_training_is_read_by_nanogpts_lines():
     assert 0.004 < figures["memory_gib"] < 4  # no Python is smaller
     assert figures["tokens_per_s"] is None
     assert measured.summary(target=1.8)["to_target_s"] is None
+
+
+def test_a_sampling_is_read_by_what_it_says():
+    line = "1,234 tokens in 2.00 s, 617 tokens/s; the first after 1.25 s"
+    Path("other.py").write_text(f"print('text'); print('---------------'); print('{line}')")
+    measured = bench.measure([sys.executable, "other.py"], ".")
+    measured.rate_texts(length=100)
+    figures = measured.summary(target=None)
+    assert (figures["tokens_per_s"], figures["first_s"]) == (617.0, 1.25)
+    assert 0 < figures["last_s"] <= figures["seconds"]
+
+
+def test_texts_that_come_one_by_one_tell_the_rate():
+    measured = bench.Measured(texts=[5.0, 7.0, 9.0])
+    measured.rate_texts(length=100)
+    assert measured.tokens_per_s == [50.0]
+
+
+def test_a_sampling_may_be_measured_beside_any_command(monkeypatch, capsys):
+    Path("sample.py").write_text("print('9 tokens in 1.00 s, 9 tokens/s; the first after 0.50 s')")
+    vs = f"{sys.executable} -c 'print(1)' --max_new_tokens=7"
+    bench.main(["--script=sample", "--runs=1", f"--vs={vs}", "--", "--seed=3"])
+    out = capsys.readouterr().out
+    assert "folio: sample.py --seed=3\n" in out
+    headings, _, folio, other, ratio = out.splitlines()[-5:]
+    assert headings.startswith("| | tokens/s | s to first token | s to last line | whole process")
+    assert folio.startswith("| folio | 9 | 0.50 | ")
+    assert other.startswith("| other |  |  | ")
+    assert ratio.startswith("| folio / other |  |  | ")
+
+
+@pytest.mark.parametrize(("command", "length"), [("a --max_new_tokens=7", 7), ("a", 500)])
+def test_the_length_of_texts_is_that_of_the_command(command, length, monkeypatch):
+    found = []
+    monkeypatch.setattr(bench.Measured, "rate_texts", lambda self, length: found.append(length))
+    monkeypatch.setattr(bench, "measure", lambda *_: bench.Measured())
+    bench.main(["--script=sample", "--runs=1", f"--vs={command}", "--"])
+    assert found == [length, 500]
 
 
 def test_figures_are_medians_of_runs_in_turn(monkeypatch, capsys):
@@ -129,7 +168,7 @@ def test_a_measurement_needs_no_git(monkeypatch):
         (["--json=."], "--json=. names no file"),
         (["--json=nowhere/out.json"], "cannot write nowhere/out.json"),
         (["--json="], "--json= names no file"),
-        (["--profile=True", "--runs=2"], "--profile is another measurement"),
+        (["--profile", "--runs=2"], "--profile is another measurement"),
         (["config/a.py"], "come after a lone --"),
         (["--run=3"], "unknown setting --run; did you mean runs"),
         (["--runs=0"], "runs must lie in"),
@@ -160,6 +199,19 @@ def test_a_profile_tells_operations_and_limits(verse, capsys, monkeypatch):
     for words in ("| aten::mm | ", "| all matrix products | ", "GFLOP in products", "GB/s"):
         assert words in out
     assert not Path("out").exists()
+
+
+def test_a_profile_of_sampling_tells_operations_and_the_limit(verse, capsys, monkeypatch):
+    monkeypatch.setattr(roofline, "read_bandwidth", lambda *_: 1e9)
+    train.main(tiny.flags(max_iters=3))
+    capsys.readouterr()
+    flags = ["--device=cpu", "--dtype=float32", "--num_samples=3", "--max_new_tokens=12"]
+    bench.main(["--profile", "--script=sample", "--", *flags])
+    out = capsys.readouterr().out
+    weights = 12 * 16 * 16 + 24 * 16
+    assert "3 texts of 12 tokens: a step takes " in out
+    assert f"at best: {4 * weights / 1e6:.4g} MB of weights, read at 1 GB/s: " in out
+    assert "| all matrix products | " in out
 
 
 def test_a_profile_refuses_what_training_refuses(verse):

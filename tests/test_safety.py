@@ -1,4 +1,5 @@
 import errno
+import gc
 import os
 import shutil
 import signal
@@ -80,6 +81,14 @@ def test_run_passes_arguments_and_returns_when_all_is_well():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a pipe's end is told otherwise on Windows")
+def test_run_collects_garbage_again_but_not_what_was_imported():
+    seen = []
+    gc.disable()
+    run(lambda: seen.append((gc.isenabled(), gc.get_freeze_count() > 1000)))
+    gc.unfreeze()
+    assert seen == [(True, True)]
+
+
 def test_a_reader_that_leaves_ends_the_script_in_silence():
     script = "import safety; safety.run(lambda: print('x' * 10**6))"
     command = [sys.executable, "-c", script]

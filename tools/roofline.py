@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, beside what the machine could do at best.
+"""Where the time of a step of training or sampling goes, beside what the machine could do at best.
 
 The bounds are those of the roofline model (Williams et al. 2009): the products at the rate of large
 matrix products, and the bytes that must move at that of a long copy.
@@ -6,20 +6,22 @@ matrix products, and the bytes that must move at that of a long copy.
 
 import re
 import time
+from functools import partial
 from statistics import median
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+import sample
 import train
 from batches import Batches
 from config import load
-from device import explained_lack_of_memory, resolve_device
+from device import DTYPES, accelerator, explained_lack_of_memory, resolve_device
 from report import less_memory
 
 WARM_UP_STEPS, PROFILED_STEPS = 10, 20
-PRODUCTS = r"mm\b|mm_|attention|gemm|matmul"  # in names of operations and kernels
+PRODUCTS = r"mm\b|mm_|attention|gemm|matmul|linear_pointwise"  # in names of operations and kernels
 
 
 def profile(arguments):
@@ -50,10 +52,48 @@ def profile_steps(config):
     with torch.profiler.profile(activities=activities) as events:
         steps(PROFILED_STEPS)
     print(f"\na step takes {seconds * 1e3:.2f} ms (median of {PROFILED_STEPS})\n")
-    print_operations(events.key_averages(), gpu)
+    print_operations(events.key_averages(), gpu, PROFILED_STEPS)
     if gpu:
         print(f"\nmemory: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at most")
     print_bounds(model, batches.of(0), state, config, machine)
+
+
+def profile_sampling(arguments):
+    """Print the time of a step of sample.py, which draws a token of each text, and the bound."""
+    config = load(sample.SampleConfig, arguments, {"device": resolve_device})
+    checkpoint, tokenizer = sample.opened(config)
+    with explained_lack_of_memory(config.device, "try fewer texts"):
+        model, machine = sample.ready(checkpoint, config)
+        rows = len(sample.texts_to_write(config, tokenizer, stops=[]))
+        draw = partial(sample.drawn, model, tokenizer, config, accelerator(machine))
+
+        def write():
+            texts = sample.texts_to_write(config, tokenizer, stops=[])
+            machine.synchronize()
+            start = time.perf_counter()
+            for _ in draw(texts):
+                pass
+            machine.synchronize()
+            return (time.perf_counter() - start) / config.max_new_tokens
+
+        seconds = median(write() for _ in range(4))
+        gpu = machine.device.startswith("cuda")
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
+        with torch.profiler.profile(activities=activities) as events:
+            write()
+    print(
+        f"\n{rows:,} texts of {config.max_new_tokens:,} tokens: a step takes {seconds * 1e3:.2f} "
+        f"ms, {rows / seconds:,.0f} tokens/s\n"
+    )
+    print_operations(events.key_averages(), gpu, config.max_new_tokens)
+    shape, speed = checkpoint.model_config, read_bandwidth(machine)
+    weights = 12 * shape.n_layer * shape.n_embd**2 + shape.vocab_size * shape.n_embd
+    bound = weights * DTYPES[machine.dtype].itemsize / speed
+    print(
+        f"\nat best: {bound * speed / 1e6:.4g} MB of weights, read at {speed / 1e9:.3g} GB/s: "
+        f"{bound * 1e3:.2f} ms, {rows / bound:,.0f} tokens/s; "
+        f"{100 * bound / seconds:.0f} % of that is reached"
+    )
 
 
 def print_bounds(model, micro_batches, state, config, machine):
@@ -71,7 +111,7 @@ def print_bounds(model, micro_batches, state, config, machine):
     )
 
 
-def print_operations(averages, gpu, rows=12):
+def print_operations(averages, gpu, steps, rows=12):
     """A table of the operations that take longest, and the share of matrix products in all."""
     clock = "self_device_time_total" if gpu else "self_cpu_time_total"
     if gpu:  # what runs there, and not what started it
@@ -80,7 +120,7 @@ def print_operations(averages, gpu, rows=12):
     print("| operation | calls a step | ms a step | share, % |\n| --- | --- | --- | --- |")
     for each in sorted(averages, key=lambda each: -getattr(each, clock))[:rows]:
         took = getattr(each, clock)
-        calls, ms = each.count / PROFILED_STEPS, took / 1e3 / PROFILED_STEPS
+        calls, ms = each.count / steps, took / 1e3 / steps
         print(f"| {each.key} | {calls:g} | {ms:.2f} | {100 * took / total:.1f} |")
     products = sum(getattr(each, clock) for each in averages if re.search(PRODUCTS, each.key))
     print(f"| all matrix products | | | {100 * products / total:.1f} |")
@@ -102,6 +142,18 @@ def bytes_of_step(model, micro_batches, state, machine):
     states = [of for each in state.optimizers.values() for of in each.state.values()]
     moments = sum(tensor.nbytes for of in states for tensor in of.values())
     return 3 * weights + 2 * moments + 2 * len(micro_batches) * sum(kept.values())
+
+
+def read_bandwidth(machine, mib=256):
+    """Bytes/s of the median of a few sums of an array that no cache holds."""
+    source, seconds = torch.ones(mib * 2**18, device=machine.device), []
+    for _ in range(7):
+        machine.synchronize()
+        start = time.perf_counter()
+        source.sum()
+        machine.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return source.nbytes / median(seconds)
 
 
 def bandwidth(machine, mib=256):
