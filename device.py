@@ -159,16 +159,23 @@ def compile_or_fall_back(model, trial):
 
     The compiler works on first use, so `trial(compiled)` must use the model as training will.
     """
-    try:
+    with told_failure("compiling failed, so this run is not compiled"):
         compiled = torch.compile(model)
         trial(compiled)
         return compiled
+    torch.compiler.reset()
+    return model
+
+
+@contextmanager
+def told_failure(message):
+    """A context whose failure is told in one line, but for a lack of memory."""
+    try:
+        yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a missing or broken tool chain raises
-        print(f"compiling failed, so this run is not compiled ({cause_of(error)})", file=sys.stderr)
-        torch.compiler.reset()
-        return model
+        print(f"{message} ({cause_of(error)})", file=sys.stderr)
 
 
 def accelerator(machine):
@@ -186,7 +193,9 @@ def accelerator(machine):
         if machine.compile:
             fast = compile_or_fall_back(step, lambda compiled: compiled(*arguments))
         if on_cuda:
-            return captured(fast, *arguments)
+            message = "capturing a CUDA graph failed, so this run goes on without"
+            with told_failure(message), torch.cuda.device(arguments[0].device):
+                return captured(fast, *arguments)
         return fast if fast is not step else None
 
     return accelerate

@@ -170,7 +170,9 @@ def _draw(probabilities, chance):
 
 def chances(seeds, device):
     """Yield (rows,) float32 uniform in [0, 1) without end, each row from the stream of its seed."""
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    generators = [
+        torch.Generator().manual_seed(seed % 2**63) for seed in seeds
+    ]  # the most it takes
     while True:
         block = [torch.rand(CHANCES_AT_ONCE, generator=each) for each in generators]
         yield from torch.stack(block, dim=1).to(device)

@@ -73,7 +73,7 @@ class SampleConfig:
         0.0, "draw from those with this share of the likeliest's probability", bounds="[0, 1]"
     )
     repetition_penalty: float = setting(
-        1.0, "above 1 makes what the context has already less likely", bounds="(0, inf)"
+        1.0, "above 1 makes what the text has already less likely", bounds="(0, inf)"
     )
     context_stride: int | None = setting(
         None,
@@ -286,8 +286,9 @@ def write(draw, texts, config, rows):
 def show(text, config):
     """Print a text that is at its end, as it was asked for."""
     if config.json:
-        names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
-        print(json.dumps({name: getattr(text, name) for name in names}, ensure_ascii=False))
+        told = {name: getattr(text, name) for name in ("prompt", "text", "seed", "ids")}
+        told |= {"logprobs": [round(each, 6) for each in text.logprobs], "stopped": text.stopped}
+        print(json.dumps(told, ensure_ascii=False))
     elif config.logprobs:
         for piece, logprob in zip(text.pieces, text.logprobs, strict=True):
             print(f"{logprob:.4f}\t{piece!r}")

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 import train
+from checkpoint import Checkpoint
 from config import UserError
-from tools import bench, roofline
+from tools import bench, roofline, transformers_sample
+from tools.transformers_sample import gpt2_of
 
 TRAINING = """
 import sys, time
@@ -217,3 +220,30 @@ def test_a_profile_of_sampling_tells_operations_and_the_limit(verse, capsys, mon
 def test_a_profile_refuses_what_training_refuses(verse):
     with pytest.raises(UserError, match="fewer than the 5,001 of block_size"):
         bench.main(["--profile=True", "--", *tiny.flags(block_size=5000)])
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": False, "activation": "gelu_tanh"}], ids=str)
+def test_the_model_given_to_transformers_is_the_same(changes):
+    model = tiny.random_model(**changes)
+    weights = model.state_dict()
+    theirs = gpt2_of(Checkpoint(model.config, weights, 0, 1.0, {}))
+    idx = tiny.random_ids(model)
+    expected = model(idx)[0][:, -1]
+    assert torch.allclose(theirs(idx).logits[:, -1], expected, atol=1e-5)
+
+
+def test_transformers_draw_as_many_tokens_and_say_so(verse, capsys):
+    train.main(tiny.flags(max_iters=3))
+    transformers_sample.main(["--device=cpu", "--num_samples=2", "--max_new_tokens=20"])
+    measured = bench.Measured()
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("40 tokens in ")
+    measured.read(line, 1.0)
+    assert measured.tokens_per_s
+    assert measured.first_s
+
+
+def test_transformers_are_given_no_model_that_is_no_gpt2(verse):
+    train.main(tiny.flags(max_iters=3, position="rotary"))
+    with pytest.raises(UserError, match="out/ckpt.pt is no plain GPT-2"):
+        transformers_sample.main([])

@@ -92,6 +92,11 @@ def test_the_same_seed_writes_the_same_texts(capsys):
     assert texts(capsys, "--seed=6", "--num_samples=2") != first
 
 
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_a_seed_may_be_any_that_fits_64_bits(capsys, seed):
+    assert len(set(texts(capsys, f"--seed={seed}", "--num_samples=2"))) == 2
+
+
 def test_the_texts_of_one_run_differ(capsys):
     assert len(set(texts(capsys, "--num_samples=3"))) == 3
 
