@@ -183,7 +183,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in qkv)  # (B, n_head, T, head size)
         if self.qk_norm or rotation:
             q, k = self.prepare(torch.stack((q, k)), rotation)
-        y = (recall or self.attend)(q, k, v)
+        y = (self.attend if recall is None else recall)(q, k, v)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
     def attend(self, q, k, v):
