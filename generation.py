@@ -10,6 +10,7 @@ al. 2025, "Turning Up the Heat" (min-p); Keskar et al. 2019, "CTRL" (repetition 
 import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import nn
 from model import attend
 
 CHANCES_AT_ONCE = 256  # drawn for each text before they go to the device
+TOKENS_AT_ONCE = 2**14  # read in one pass, whose activations take memory
 ROWS_TO_PACK_FOR = 16  # a hint; from 10 on it was as good as any for every number of rows
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
@@ -29,10 +31,10 @@ class KVCache:
     and may be anything.
     """
 
-    def __init__(self, config, rows, device, dtype=torch.float32):
-        """Room for `rows` texts of config.block_size columns; dtype is that of the attention."""
-        self.size, self.window, self.dtype = config.block_size, config.window, dtype
-        shape = (rows, config.n_head, config.block_size, config.n_embd // config.n_head)
+    def __init__(self, config, rows, device, dtype=torch.float32, columns=None):
+        """Room for `rows` texts of `columns`, block_size unless told; attention is in `dtype`."""
+        self.size, self.window, self.dtype = columns or config.block_size, config.window, dtype
+        shape = (rows, config.n_head, self.size, config.n_embd // config.n_head)
         zeros = partial(torch.zeros, shape, device=device, dtype=dtype)
         self.keys = [zeros() for _ in range(config.n_layer)]
         self.values = [zeros() for _ in range(config.n_layer)]
@@ -179,8 +181,10 @@ def chances(seeds, device):
 
 
 @torch.inference_mode()
-def continuations(model, prompts, seeds, controls, context_stride=1, limit=None, accelerate=None):
-    """Yield the next token of each text without end: ids (rows,) int64, log-probabilities (rows,).
+def continuations(
+    model, prompts, seeds, controls, count, context_stride=1, limit=None, accelerate=None
+):
+    """Yield the next `count` tokens of each text: ids (rows,) int64, log-probabilities (rows,).
 
     prompts: for each text a list of ids, at least one. The model sees the last block_size tokens of
     each; when they are that many, the oldest `context_stride` go to make room, and the rest is read
@@ -193,11 +197,10 @@ def continuations(model, prompts, seeds, controls, context_stride=1, limit=None,
     """
     config, wte = model.config, model.transformer.wte.weight
     size, device = config.block_size, wte.device
-    # One query attends faster in float32 on CPUs; in bfloat16 it took up to three times as long.
-    cache = KVCache(
-        config, len(prompts), device, wte.dtype if device.type != "cpu" else torch.float32
-    )
     lengths = [min(len(ids), size) for ids in prompts]  # of what the model sees
+    # One query attends faster in float32 on CPUs; in bfloat16 it took up to three times as long.
+    dtype = torch.float32 if device.type == "cpu" else wte.dtype
+    cache = KVCache(config, len(prompts), device, dtype, min(size, max(lengths) + count))
     texts = [[0] * (size - n) + ids[-n:] for n, ids in zip(lengths, prompts, strict=True)]
     texts = torch.tensor(texts, device=device)  # the last `size` ids of each, the newest last
     present = None
@@ -210,7 +213,7 @@ def continuations(model, prompts, seeds, controls, context_stride=1, limit=None,
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
     to_read, fast = range(len(prompts)), None
-    for chance in chances(seeds, device):
+    for chance in islice(chances(seeds, device), count):
         if to_read:
             read_all_but_newest(model, cache, texts, lengths, to_read)
             places = torch.tensor(lengths, device=device) - 1
@@ -235,7 +238,10 @@ def read_all_but_newest(model, cache, texts, lengths, rows):
     """
     for length in {lengths[row] for row in rows} - {1}:
         alike = [row for row in rows if lengths[row] == length]
-        prefill(model, cache, texts[alike, texts.shape[1] - length : -1], alike)
+        together = max(1, TOKENS_AT_ONCE // length)
+        for begin in range(0, len(alike), together):
+            some = alike[begin : begin + together]
+            prefill(model, cache, texts[some, texts.shape[1] - length : -1], some)
 
 
 def occurring(prompts, size, device):
@@ -294,7 +300,7 @@ def prepare_to_write(model, compiled=False):
 
 
 def packs(dtype):
-    """Whether oneDNN is there, and multiplies in a dtype."""
+    """Whether oneDNN has packed products in a dtype here; what comes with MKL is for x86."""
     if not torch.backends.mkl.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -303,23 +309,29 @@ def packs(dtype):
 
 
 @torch.inference_mode()
-def surprisals(model, ids, stride, together=8):
+def surprisals(model, ids, stride):
     """Nats by which each token but the first surprises the model: (N,) int64 -> (N - 1,) float32.
 
     The model reads as it does in continuations(): block_size tokens at most, of which the oldest
     `stride` go when it is full. So a smaller stride leaves a token more context, and takes longer.
     """
-    size = min(model.config.block_size, len(ids) - 1)
-    stride = min(stride, size)
-    rest = (len(ids) - 1 - size) % stride
-    windows = ids.unfold(0, size + 1, stride)
-    if rest:
-        windows = torch.cat((windows, ids[None, -size - 1 :]))
-    nats = []
-    for batch in windows.split(together):
-        batch = batch.to(model.transformer.wte.weight.device)
-        logits = model(batch[:, :-1], batch[:, 1:])[0].float()
-        nats.append(F.cross_entropy(logits.mT, batch[:, 1:], reduction="none").cpu())
-    nats = torch.cat(nats)
-    last = nats[len(nats) - 1, size - rest :] if rest else nats[:0, 0]
-    return torch.cat((nats[0], nats[1 : len(nats) - bool(rest), size - stride :].flatten(), last))
+    last = len(ids) - 1
+    size = min(model.config.block_size, last)
+    stride, nats = min(stride, size), []
+    starts = [*range(0, last - size, stride), last - size]  # the last window ends with the text
+    together = max(1, TOKENS_AT_ONCE // size)
+    for begin in range(0, len(starts), together):
+        windows = [ids[start : start + size + 1] for start in starts[begin : begin + together]]
+        windows = torch.stack(windows).to(model.transformer.wte.weight.device)
+        logits = all_logits(model, windows[:, :-1]).float()
+        nats += F.cross_entropy(logits.mT, windows[:, 1:], reduction="none").cpu()
+    fresh = [size, *(now - before for before, now in pairwise(starts))]  # told by none before
+    return torch.cat([each[size - count :] for each, count in zip(nats, fresh, strict=True)])
+
+
+def all_logits(model, idx):
+    """What the model says about each next token, as forward() does: (B, T, vocab_size)."""
+    x, rotation = model.embed(idx)
+    for block in model.transformer.h:
+        x = block(x, rotation)
+    return model.lm_head(model.transformer.ln_f(x))

@@ -33,6 +33,7 @@ APART = (  # settings of which one at most makes sense
     ("interactive", "logprobs"),
     ("score", "stream"),
     ("score", "logprobs"),
+    ("score", "compile"),  # which is for one token after the other
 )
 
 
@@ -73,7 +74,7 @@ class SampleConfig:
         0.0, "draw from those with this share of the likeliest's probability", bounds="[0, 1]"
     )
     repetition_penalty: float = setting(
-        1.0, "above 1 makes what the text has already less likely", bounds="(0, inf)"
+        1.0, "above 1 makes what the text has already less likely", bounds="[0.01, 100]"
     )
     context_stride: int | None = setting(
         None,
@@ -127,11 +128,12 @@ def main(argv=None):
     config = load(SampleConfig, sys.argv[1:] if argv is None else argv, {"device": resolve_device})
     stops = stop_texts(config.stop)
     checkpoint, tokenizer = opened(config)
-    texts = [] if config.score or config.interactive else texts_to_write(config, tokenizer, stops)
+    others = config.score is not None or config.interactive
+    texts = None if others else texts_to_write(config, tokenizer, stops)
     with explained_lack_of_memory(config.device, "try --device=cpu, or a shorter --start"):
         model, machine = ready(checkpoint, config)
         draw = partial(drawn, model, tokenizer, config, accelerator(machine))
-        if config.score:
+        if config.score is not None:
             print_score(model, tokenizer, config)
         elif config.interactive:
             converse(draw, tokenizer, config, stops)
@@ -152,6 +154,7 @@ def ready(checkpoint, config):
     print(f"{checkpoint.path}: step {checkpoint.step}, best val loss {loss:.4f}", file=sys.stderr)
     print(f"machine: {machine.summary}", file=sys.stderr)
     model = ckpt.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
+    checkpoint.weights = {}  # the model has its own
     return prepare_to_write(model, machine.compile), machine
 
 
@@ -161,9 +164,8 @@ def ready(checkpoint, config):
 class Text:
     """A text as it is written: what continues a prompt, one token after the other."""
 
-    def __init__(self, prompt, seed, tokenizer, stops):
-        self.prompt, self.seed, self.stops = prompt, seed, stops
-        self.prompt_ids = tokenizer.encode(prompt).tolist()
+    def __init__(self, prompt, prompt_ids, seed, tokenizer, stops):
+        self.prompt, self.prompt_ids, self.seed, self.stops = prompt, prompt_ids, seed, stops
         self.ids, self.logprobs, self.pieces = [], [], []  # what was drawn
         self.text = ""  # of it, up to a stop text or the end-of-text token
         self.stopped = None  # "length", "end of text", or the stop text that came
@@ -205,15 +207,17 @@ class Text:
 
 
 def texts_to_write(config, tokenizer, stops):
-    """num_samples for each prompt, with nothing written yet; each has a seed of its own."""
-    if config.prompts:
-        prompts = [line for line in read(config.prompts).splitlines() if line]
+    """An iterator of num_samples for each prompt, nothing written yet, each with its own seed."""
+    if config.prompts is not None:
+        lines = (line.rstrip("\r") for line in read(config.prompts).split("\n"))
+        prompts = [line for line in lines if line]
         if not prompts:
             raise UserError(f"{config.prompts} has no prompt in it")
     else:
         prompts = [read_prompt(config.start, tokenizer)]
+    pairs = [(prompt, tokenizer.encode(prompt).tolist()) for prompt in prompts]
     seeds = range(config.seed, config.seed + config.num_samples)
-    return [Text(prompt, seed, tokenizer, stops) for prompt in prompts for seed in seeds]
+    return (Text(*pair, seed, tokenizer, stops) for pair in pairs for seed in seeds)
 
 
 def drawn(model, tokenizer, config, accelerate, texts):
@@ -224,6 +228,7 @@ def drawn(model, tokenizer, config, accelerate, texts):
         [text.prompt_ids for text in texts],
         [text.seed for text in texts],
         controls,
+        config.max_new_tokens,
         stride_of(config, model),
         limit=tokenizer.vocab_size,
         accelerate=accelerate,
@@ -233,18 +238,21 @@ def drawn(model, tokenizer, config, accelerate, texts):
         first = left == config.max_new_tokens
         count = min(left, 1 if first or config.stream or config.interactive else TOGETHER)
         ids, logprobs = (torch.stack(each) for each in zip(*islice(tokens, count), strict=True))
-        if not logprobs.isfinite().all():
-            raise UserError(
-                "the model gives no finite numbers: try --dtype=float32, or train again at a lower "
-                "rate"
-            )
-        for row, text in enumerate(texts):
-            for token, logprob in zip(ids[:, row].tolist(), logprobs[:, row].tolist(), strict=True):
+        check_finite(logprobs)
+        for text, *drawn_now in zip(texts, ids.T.tolist(), logprobs.T.tolist(), strict=True):
+            for token, logprob in zip(*drawn_now, strict=True):
                 text.add(token, logprob)
         left -= count
         yield
     for text in texts:
         text.finish("length")
+
+
+def check_finite(numbers):
+    if not numbers.isfinite().all():
+        raise UserError(
+            "the model gives no finite numbers: try --dtype=float32, or train again at a lower rate"
+        )
 
 
 def stride_of(config, model):
@@ -266,16 +274,16 @@ def rows_at_once(model):
 
 def write(draw, texts, config, rows):
     """Draw texts, so many at once, and print each."""
-    start, first = time.monotonic(), None
-    for begin in range(0, len(texts), rows):
-        batch = texts[begin : begin + rows]
+    start, first, tokens = time.monotonic(), None, 0
+    while batch := list(islice(texts, rows)):
         for _ in draw(batch):
             first = first or time.monotonic() - STARTED
             if config.stream:
                 print_more(batch[0])
         for text in batch:
             show(text, config)
-    seconds, tokens = time.monotonic() - start, sum(len(text.ids) for text in texts)
+        tokens += sum(len(text.ids) for text in batch)
+    seconds = time.monotonic() - start
     print(
         f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s; the first after "
         f"{first:.2f} s",
@@ -319,12 +327,12 @@ def converse(draw, tokenizer, config, stops):
     while True:
         with stoppable():
             try:
-                prompt = input("> ") or before
+                prompt = input("> " if sys.stdin.isatty() else "") or before
             except EOFError:
                 print()
                 return
             try:
-                text = Text(prompt, seed, tokenizer, stops)
+                text = Text(prompt, tokenizer.encode(prompt).tolist(), seed, tokenizer, stops)
             except UserError as error:  # a character that the model does not know
                 print(error, file=sys.stderr)
                 continue
@@ -357,9 +365,10 @@ def print_score(model, tokenizer, config):
     if len(ids) < 2:
         raise UserError(f"{config.score} has {len(ids)} tokens; to foretell one takes two")
     ids = torch.from_numpy(ids.astype("int64"))
-    loss = surprisals(model, ids, stride_of(config, model)).double().mean().item()
-    count = len(ids) - 1
-    size = len(text.encode()) - len(tokenizer.decode(ids[:1].tolist()).encode())
+    nats = surprisals(model, ids, stride_of(config, model))
+    check_finite(nats)
+    loss, count = nats.double().mean().item(), len(nats)
+    size = len(text.encode()) - len(tokenizer.bytes_of(ids[0].item()))
     scores = {
         "tokens": count,
         "loss": loss,
@@ -380,6 +389,8 @@ def print_score(model, tokenizer, config):
 
 def read(name):
     """The text of a file, or, for -, of standard input."""
+    if not name:
+        raise UserError("the name of the file to read is empty")
     if name == "-":
         return decode_text(sys.stdin.buffer.read(), "standard input").text
     return read_text(Path(name)).text
@@ -390,7 +401,7 @@ def stop_texts(stop):
     if stop is None:
         return []
     texts = [stop]
-    with suppress(ValueError):  # not JSON, so a text
+    with suppress(ValueError, RecursionError):  # not JSON, so a text
         if isinstance(found := json.loads(stop), list):
             texts = found
     if not all(isinstance(each, str) and each for each in texts):

@@ -72,6 +72,10 @@ class CharTokenizer:
         """A function of the ids of a text, one by one and None at last, to the text they add."""
         return lambda token: "" if token is None else self.characters[token]
 
+    def bytes_of(self, token):
+        """What a token adds to the UTF-8 text."""
+        return self.characters[token].encode("utf-8", "surrogatepass")
+
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
 
@@ -122,8 +126,11 @@ class GPT2Tokenizer:
     def decoder(self):
         """As above; a character whose bytes come with several ids comes whole, with the last."""
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        bytes_of = self._encoding.decode_single_token_bytes
-        return lambda token: decode(b"", True) if token is None else decode(bytes_of(token))
+        return lambda token: decode(b"", True) if token is None else decode(self.bytes_of(token))
+
+    def bytes_of(self, token):
+        """As above; a part of a character, it may be."""
+        return self._encoding.decode_single_token_bytes(token)
 
     def to_dict(self):
         return {"kind": self.kind}

@@ -1,7 +1,6 @@
 """generation.py against the model without a cache, and the drawing of tokens by its definition."""
 
 import math
-from itertools import islice
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from test_model import twin
 from tiny import SHAPES, random_ids, random_model
 
+import generation
 from device import Machine, accelerator
 from generation import (
     Controls,
@@ -26,6 +26,14 @@ from model import ACTIVATIONS
 
 GREEDY = Controls(temperature=0.0)
 PENALISING = Controls(repetition_penalty=1.3)
+
+
+@pytest.fixture
+def two_threads():
+    """One thread alone rounds the sums of all rows alike."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +59,9 @@ def uncached(model, ids, count, stride=1):
 
 
 def cached(model, prompts, count, controls=GREEDY, seeds=None, **settings):
-    steps = continuations(model, prompts, seeds or range(len(prompts)), controls, **settings)
-    return torch.stack([ids for ids, _ in islice(steps, count)], dim=1).tolist()
+    seeds = seeds or range(len(prompts))
+    steps = continuations(model, prompts, seeds, controls, count, **settings)
+    return torch.stack([ids for ids, _ in steps], dim=1).tolist()
 
 
 def tails(model, idx, count):
@@ -151,20 +160,21 @@ def test_a_model_made_ready_to_write_drops_nothing():
 
 @pytest.mark.skipif(not packs(torch.bfloat16), reason="needs oneDNN for bfloat16")
 @pytest.mark.parametrize("changes", [{}, {"position": "rotary", "window": 20, "smear": 2}], ids=str)
-def test_in_bfloat16_a_text_is_to_the_bit_that_which_it_is_alone(changes):
+@pytest.mark.usefixtures("two_threads")
+def test_in_bfloat16_a_text_is_to_the_bit_that_which_it_is_alone(changes, monkeypatch):
     """Wherever the sums of a row were rounded otherwise in a batch, a text would be another."""
-    torch.set_num_threads(2)  # one thread rounds all rows alike
+    monkeypatch.setattr(generation, "TOKENS_AT_ONCE", 100)  # less than the prompts, together
     model = random_model(block_size=80, n_embd=256, n_head=4, **changes).bfloat16()
     model = prepare_to_write(model)
     prompts = [[i % 37 for i in range(n)] for n in (5, 5, 40, 5, 1, 40)]
     seeds = range(len(prompts))
-    steps = list(islice(continuations(model, prompts, seeds, Controls(), context_stride=30), 120))
+    steps = list(continuations(model, prompts, seeds, Controls(), 120, context_stride=30))
     for row in range(len(prompts)):
-        alone = continuations(model, prompts[row : row + 1], [row], Controls(), context_stride=30)
-        for (ids, logprobs), (id_alone, logprob_alone) in zip(steps, alone, strict=False):
+        prompt = prompts[row : row + 1]
+        alone = continuations(model, prompt, [row], Controls(), 120, context_stride=30)
+        for (ids, logprobs), (id_alone, logprob_alone) in zip(steps, alone, strict=True):
             assert ids[row] == id_alone[0]
             assert logprobs[row] == logprob_alone[0]
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"position": "rotary", "bigrams": True}], ids=str)
@@ -184,6 +194,27 @@ def test_a_step_that_is_compiled_is_compiled_once_and_writes_the_same(changes):
     assert len(compiled) == 1
 
 
+def test_reading_in_pieces_reads_the_same(monkeypatch):
+    prompts = [[i % 37 for i in range(n)] for n in (3, 7, 7, 7, 2)]
+    expected = cached(random_model(), prompts, 30, context_stride=2)
+    monkeypatch.setattr(generation, "TOKENS_AT_ONCE", 10)
+    assert cached(random_model(), prompts, 30, context_stride=2) == expected
+
+
+@pytest.mark.parametrize(("count", "columns"), [(1, 4), (3, 6), (100, 8)])
+def test_a_cache_is_no_wider_than_what_is_to_come(count, columns, monkeypatch):
+    made = []
+
+    class Noted(KVCache):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self.keys[0].shape)
+
+    monkeypatch.setattr(generation, "KVCache", Noted)
+    cached(random_model(), [[1, 2, 3], [4]], count)
+    assert made == [(2, 2, columns, 8)]
+
+
 def test_where_nothing_makes_a_step_faster_it_is_done_without():
     expected = cached(random_model(), [[1, 2], [3]], 20)
     assert cached(random_model(), [[1, 2], [3]], 20, accelerate=lambda *_: None) == expected
@@ -191,15 +222,16 @@ def test_where_nothing_makes_a_step_faster_it_is_done_without():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("controls", [GREEDY, PENALISING])
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
-def test_a_gpu_writes_as_a_cpu_does(changes, compile):
+def test_a_gpu_writes_as_a_cpu_does(changes, compile, controls):
     prompts = [[1, 2, 3], [4], [5, 6]]
-    expected = cached(random_model(**changes), prompts, 30, context_stride=4)
+    expected = cached(random_model(**changes), prompts, 30, controls, context_stride=4)
     accelerate = accelerator(Machine("cuda", "float32", compile, ""))
     model = prepare_to_write(random_model(**changes).cuda())
-    found = cached(model, prompts, 30, context_stride=4, accelerate=accelerate)
-    assert found == expected
+    settings = {"context_stride": 4, "accelerate": accelerate}
+    assert cached(model, prompts, 30, controls, **settings) == expected
 
 
 # Drawing
@@ -268,7 +300,7 @@ def test_what_is_no_number_draws_an_id_and_tells_by_its_log_probability():
     assert 0 <= sample_next(logits, torch.tensor([0.5]), Controls()).item() < 5
     model = random_model()
     model.transformer.ln_f.weight.fill_(math.inf)
-    (_, logprob), *_ = islice(continuations(model, [[1]], [1], Controls()), 1)
+    ((_, logprob),) = continuations(model, [[1]], [1], Controls(), 1)
     assert not logprob.isfinite()
 
 

@@ -12,7 +12,7 @@ import torch
 import checkpoint as ckpt
 import sample
 import train
-from config import UserError
+from config import UserError, load
 from safety import Interrupted
 from sample import Text, stop_texts
 from tokenizer import CharTokenizer
@@ -74,7 +74,7 @@ def test_a_prompt_comes_from_standard_input(capsys, monkeypatch):
 
 @pytest.mark.parametrize("source", ["prompts.txt", "-"])
 def test_each_line_of_a_file_is_a_prompt(capsys, monkeypatch, source):
-    lines = b"Shall I\n\nthee to\r\nmore"
+    lines = b"Shall I\n\nthee to\r\nmore"  # and lines end so, and not at other separators
     Path("prompts.txt").write_bytes(lines)
     standard_input(monkeypatch, lines)
     written = objects(capsys, f"--prompts={source}", "--num_samples=2")
@@ -123,7 +123,7 @@ def test_greedy_texts_do_not_depend_on_the_seed(capsys, flag):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--top_p=1e-9", "--min_p=1", "--repetition_penalty=1e9", "--context_stride=1"]
+    "flag", ["--top_p=1e-9", "--min_p=1", "--repetition_penalty=100", "--context_stride=1"]
 )
 def test_each_control_reaches_the_drawing(capsys, flag):
     flags = ["--temperature=5", "--max_new_tokens=40"]
@@ -131,14 +131,11 @@ def test_each_control_reaches_the_drawing(capsys, flag):
 
 
 def test_as_many_texts_at_once_as_a_share_of_the_memory_has_room_for(monkeypatch):
-    model = ckpt.build_model(ckpt.load("out/ckpt.pt"))
-    config = model.config
-    row = 4 * (2 * config.n_layer * config.block_size * config.n_embd + 8 * config.vocab_size)
-    for rows in (1, 2, 7):
-        monkeypatch.setattr(sample, "memory_bytes", lambda device, rows=rows: 4 * row * rows)
+    model = ckpt.build_model(ckpt.load("out/ckpt.pt"))  # 1 layer, 8 columns, width 16, 24 ids
+    row = 4 * (2 * 8 * 16 + 8 * 24)  # bytes
+    for memory, rows in ((4 * row, 1), (8 * row - 1, 1), (8 * row, 2), (1, 1)):
+        monkeypatch.setattr(sample, "memory_bytes", lambda device, memory=memory: memory)
         assert sample.rows_at_once(model) == rows
-    monkeypatch.setattr(sample, "memory_bytes", lambda device: 1)
-    assert sample.rows_at_once(model) == 1
 
 
 # The end of a text
@@ -147,7 +144,7 @@ def test_as_many_texts_at_once_as_a_share_of_the_memory_has_room_for(monkeypatch
 def drawn_text(characters, stops=(), prompt="a", tokenizer=None):
     """A Text to which the ids of `characters` were added, as if drawn."""
     tokenizer = tokenizer or CharTokenizer("\nabcdé")
-    text = Text(prompt, 1, tokenizer, list(stops))
+    text = Text(prompt, tokenizer.encode(prompt).tolist(), 1, tokenizer, list(stops))
     for token in tokenizer.encode(characters).tolist():
         text.add(token, -1.0)
     return text
@@ -180,7 +177,7 @@ def test_a_text_ends_with_the_end_of_text_token(gpt2_of_bytes):
 
 @pytest.mark.parametrize("content", ["ab", "é", "🦶🏽", "a\ud7ff"])
 def test_a_character_is_shown_when_it_is_whole(gpt2_of_bytes, content):
-    text = Text("x", 1, gpt2_of_bytes, [])
+    text = Text("x", [120], 1, gpt2_of_bytes, [])
     for byte in content.encode():
         text.add(byte, 0.0)
         assert "\N{REPLACEMENT CHARACTER}" not in text.certain()
@@ -188,7 +185,7 @@ def test_a_character_is_shown_when_it_is_whole(gpt2_of_bytes, content):
 
 
 def test_bytes_that_never_become_a_character_are_shown_at_the_end(gpt2_of_bytes):
-    text = Text("x", 1, gpt2_of_bytes, [])
+    text = Text("x", [120], 1, gpt2_of_bytes, [])
     text.add(0xC3, 0.0)
     assert text.certain() == "x"
     text.finish("length")
@@ -197,7 +194,7 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end(gpt2_of_bytes)
 
 def test_what_may_become_a_stop_text_is_not_shown_before_it_is_known():
     tokenizer = CharTokenizer("abc")
-    text, shown = Text("a", 1, tokenizer, ["bbc", "cc"]), []
+    text, shown = Text("a", [0], 1, tokenizer, ["bbc", "cc"]), []
     for token in tokenizer.encode("abbabbcab").tolist():
         text.add(token, 0.0)
         shown.append(text.certain())
@@ -212,6 +209,7 @@ def test_what_may_become_a_stop_text_is_not_shown_before_it_is_known():
         ("12", ["12"]),
         ('{"a": 1}', ['{"a": 1}']),
         ("[a", ["[a"]),
+        ("[" * 100_000, ["[" * 100_000]),
         ('["a", "\\n"]', ["a", "\n"]),
         ("[]", []),
     ],
@@ -372,6 +370,18 @@ def test_a_score_is_that_of_the_model_reading_the_text(capsys, stride):
     assert found["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-4)
 
 
+def test_only_the_bytes_that_are_foretold_count(gpt2_of_bytes, monkeypatch, capsys):
+    monkeypatch.setattr(sample, "surprisals", lambda model, ids, stride: torch.ones(len(ids) - 1))
+    model = tiny.random_model()
+    for content, count in (("éa", 2), ("🦶", 3), ("ab", 1)):
+        Path("poem.txt").write_text(content, encoding="utf-8")
+        config = load(sample.SampleConfig, ["--score=poem.txt", "--json"])
+        sample.print_score(model, gpt2_of_bytes, config)
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["tokens"] == count
+        assert found["bits_per_byte"] == pytest.approx(1 / math.log(2))
+
+
 def test_a_score_comes_in_one_line(capsys, monkeypatch):
     standard_input(monkeypatch, b"Shall I")
     line = printed(capsys, "--score=-")
@@ -413,7 +423,9 @@ def test_nanogpts_checkpoint_without_its_table_says_where_to_put_it():
         sample.main(QUICK)
 
 
-def test_a_model_without_finite_numbers_is_told(monkeypatch):
+@pytest.mark.parametrize("flags", [[], ["--score=poem.txt"]])
+def test_a_model_without_finite_numbers_is_told(monkeypatch, flags):
+    Path("poem.txt").write_text(tiny.VERSE, encoding="utf-8")
     build = ckpt.build_model
 
     def broken(checkpoint):
@@ -423,7 +435,7 @@ def test_a_model_without_finite_numbers_is_told(monkeypatch):
 
     monkeypatch.setattr(ckpt, "build_model", broken)
     with pytest.raises(UserError, match="no finite numbers: try --dtype=float32"):
-        sample.main(QUICK)
+        sample.main([*QUICK, *flags])
 
 
 @pytest.mark.parametrize(
@@ -445,6 +457,9 @@ def test_a_model_without_finite_numbers_is_told(monkeypatch):
         (["--min_p=-0.1"], "--min_p must lie in"),
         (["--min_p=1.1"], "--min_p must lie in"),
         (["--repetition_penalty=0"], "--repetition_penalty must lie in"),
+        (["--score="], "the name of the file to read is empty"),
+        (["--prompts="], "the name of the file to read is empty"),
+        (["--score=a", "--compile"], "--score and --compile do not go together"),
         (["--context_stride=0"], "--context_stride must lie in"),
         (["--stop="], "--stop=: it takes a text, or a JSON list of texts, none empty"),
         (['--stop=["a", 1]'], "it takes a text, or a JSON list"),

@@ -64,11 +64,11 @@ def profile_sampling(arguments):
     checkpoint, tokenizer = sample.opened(config)
     with explained_lack_of_memory(config.device, "try fewer texts"):
         model, machine = sample.ready(checkpoint, config)
-        rows = len(sample.texts_to_write(config, tokenizer, stops=[]))
+        rows = len(list(sample.texts_to_write(config, tokenizer, stops=[])))
         draw = partial(sample.drawn, model, tokenizer, config, accelerator(machine))
 
         def write():
-            texts = sample.texts_to_write(config, tokenizer, stops=[])
+            texts = list(sample.texts_to_write(config, tokenizer, stops=[]))
             machine.synchronize()
             start = time.perf_counter()
             for _ in draw(texts):
