@@ -59,13 +59,14 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         keys[place] = k[:, :, 0].to(keys.dtype)
         values[place] = v[:, :, 0].to(keys.dtype)
-        query = q.to(keys.dtype)
-        parts = [
-            F.scaled_dot_product_attention(
-                query[rows], keys[rows, :, columns], values[rows, :, columns], attn_mask=mask
-            )
-            for rows, columns in seen
-        ]
+        query, parts = q.to(keys.dtype), []
+        for rows, columns in seen:
+            group = query[rows], keys[rows, :, columns], values[rows, :, columns]
+            if mask is not None or keys.dtype == q.dtype:
+                parts.append(F.scaled_dot_product_attention(*group, attn_mask=mask))
+            else:  # the last bits depend on what else is computed, and q.dtype would magnify them
+                alone = zip(*(each.split(1) for each in group), strict=True)
+                parts += [F.scaled_dot_product_attention(*each) for each in alone]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(q.dtype)
 
 
@@ -97,10 +98,9 @@ def decode_one(model, cache, tail, columns):
     else:
         same = len(set(columns)) == 1
         spans = [slice(max(0, column + 1 - window), column + 1) for column in columns]
-        if same and cache.dtype == model.transformer.wte.weight.dtype:
+        seen = [(slice(row, row + 1), span) for row, span in enumerate(spans)]
+        if same:
             seen = [(slice(None), spans[0])]
-        else:
-            seen = [(slice(row, row + 1), span) for row, span in enumerate(spans)]
         columns = columns[0] if same else torch.tensor(columns, device=tail.device)
     if isinstance(columns, int):
         place, positions = (slice(None), slice(None), columns), steps + columns

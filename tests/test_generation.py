@@ -99,6 +99,17 @@ def test_texts_of_different_lengths_do_not_see_each_other(changes, way):
             assert (row - last_logits(model, ids[: T + 1].tolist())).abs().max() < 1e-5
 
 
+def test_in_bfloat16_with_attention_in_float32_both_ways_say_the_same():
+    model = random_model().bfloat16()
+    idx, caches = random_ids(model), [KVCache(model.config, 3, "cpu") for _ in range(2)]
+    for T in range(1, 9):
+        one, other = (
+            decode_one(model, cache, idx[:, T - 1 : T], way([T - 1] * 3))
+            for cache, way in zip(caches, (list, torch.tensor), strict=True)
+        )
+        assert torch.allclose(one, other, atol=0.02)
+
+
 def test_some_rows_can_be_read_anew_while_others_stay():
     model = random_model()
     idx = random_ids(model)
