@@ -33,7 +33,7 @@ class KVCache:
 
     def __init__(self, config, rows, device, dtype=torch.float32, columns=None):
         """Room for `rows` texts of `columns`, block_size unless told; attention is in `dtype`."""
-        self.size, self.window, self.dtype = columns or config.block_size, config.window, dtype
+        self.size, self.window = columns or config.block_size, config.window
         shape = (rows, config.n_head, self.size, config.n_embd // config.n_head)
         zeros = partial(torch.zeros, shape, device=device, dtype=dtype)
         self.keys = [zeros() for _ in range(config.n_layer)]
