@@ -21,6 +21,7 @@ from model import attend
 CHANCES_AT_ONCE = 256  # drawn for each text before they go to the device
 TOKENS_AT_ONCE = 2**14  # read in one pass, whose activations take memory
 ROWS_TO_PACK_FOR = 16  # a hint; from 10 on it was as good as any for every number of rows
+LINE = 16  # floats
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
@@ -34,7 +35,9 @@ class KVCache:
     def __init__(self, config, rows, device, dtype=torch.float32, columns=None):
         """Room for `rows` texts of `columns`, block_size unless told; attention is in `dtype`."""
         self.size, self.window = columns or config.block_size, config.window
-        shape = (rows, config.n_head, self.size, config.n_embd // config.n_head)
+        self.head_size = config.n_embd // config.n_head
+        self.on_cpu, self.dtype = torch.device(device).type == "cpu", dtype
+        shape = (rows, config.n_head, self.size + LINE, self.head_size)
         zeros = partial(torch.zeros, shape, device=device, dtype=dtype)
         self.keys = [zeros() for _ in range(config.n_layer)]
         self.values = [zeros() for _ in range(config.n_layer)]
@@ -49,25 +52,45 @@ class KVCache:
         values[rows, :, : k.shape[2]] = v.to(keys.dtype)
         return attend(q, k, v, self.window)
 
-    def extend(self, layer, place, seen, mask, q, k, v):
+    def extend(self, layer, place, seen, q, k, v):
         """Keep those of one column more in each row; attend to what is there of the row.
 
         q, k, v: (rows, n_head, 1, head size) -> the same shape. `place`: an index into (rows,
-        n_head, columns) of where they go. `seen`: pairs of rows and the columns that these attend
-        to, of which the mask, (rows, 1, 1, columns) bool or None, leaves some out.
+        n_head, columns) of where they go. `seen`: for all rows in turn, some of them, columns that
+        these look at, and a mask of the columns that broadcasts to (rows, 1, 1, columns), or None.
         """
         keys, values = self.keys[layer], self.values[layer]
         keys[place] = k[:, :, 0].to(keys.dtype)
         values[place] = v[:, :, 0].to(keys.dtype)
-        query, parts = q.to(keys.dtype), []
-        for rows, columns in seen:
-            group = query[rows], keys[rows, :, columns], values[rows, :, columns]
-            if mask is not None or keys.dtype == q.dtype:
-                parts.append(F.scaled_dot_product_attention(*group, attn_mask=mask))
-            else:  # the last bits depend on what else is computed, and q.dtype would magnify them
-                alone = zip(*(each.split(1) for each in group), strict=True)
-                parts += [F.scaled_dot_product_attention(*each) for each in alone]
+        query = q.to(keys.dtype)
+        parts = [
+            F.scaled_dot_product_attention(
+                query[rows], keys[rows, :, columns], values[rows, :, columns], attn_mask=mask
+            )
+            for rows, columns, mask in seen
+        ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(q.dtype)
+
+    def what_is_there(self, columns):
+        """For extend(), what rows see that have come to these columns, ints.
+
+        A text must not depend on its batch. But torch's kernel for CPUs gives each thread a piece
+        of one buffer, of columns (at most 512) + head size + 2 floats, and where a piece does not
+        begin with a cache line it rounds otherwise. So it gets more columns, masked, that each
+        does; where there are too many for that, rows attend alone.
+        """
+        same, seen = len(set(columns)) == 1, []
+        for row, column in enumerate(columns):
+            end = column + 1
+            begin, mask = max(0, end - (self.window or self.size)), None
+            if self.on_cpu:
+                more = -(end - begin + self.head_size + 2) % LINE
+                mask = torch.zeros(1, end - begin, dtype=self.dtype)
+                mask, end = F.pad(mask, (0, more), value=-math.inf), end + more
+            if same and not (self.on_cpu and end - begin > 512):
+                return [(slice(None), slice(begin, end), mask)]
+            seen.append((slice(row, row + 1), slice(begin, end), mask))
+        return seen
 
 
 def prefill(model, cache, idx, rows=slice(None)):
@@ -90,17 +113,12 @@ def decode_one(model, cache, tail, columns):
     """
     config, back = model.config, tail.shape[1] - 1
     steps = torch.arange(-back, 1, device=tail.device)
-    window, mask = config.window or cache.size, None
     if isinstance(columns, torch.Tensor):
         distance = columns[:, None] - torch.arange(cache.size, device=tail.device)
-        mask = ((distance >= 0) & (distance < window))[:, None, None]
-        seen = [(slice(None), slice(None))]
+        mask = (distance >= 0) & (distance < (config.window or cache.size))
+        seen = [(slice(None), slice(cache.size), mask[:, None, None])]
     else:
-        same = len(set(columns)) == 1
-        spans = [slice(max(0, column + 1 - window), column + 1) for column in columns]
-        seen = [(slice(row, row + 1), span) for row, span in enumerate(spans)]
-        if same:
-            seen = [(slice(None), spans[0])]
+        seen, same = cache.what_is_there(columns), len(set(columns)) == 1
         columns = columns[0] if same else torch.tensor(columns, device=tail.device)
     if isinstance(columns, int):
         place, positions = (slice(None), slice(None), columns), steps + columns
@@ -110,7 +128,7 @@ def decode_one(model, cache, tail, columns):
     x, rotation = model.embed(tail, positions)
     x, rotation = x[:, back:], rotation and [table[..., back:, :] for table in rotation]
     for layer, block in enumerate(model.transformer.h):
-        x = block(x, rotation, partial(cache.extend, layer, place, seen, mask))
+        x = block(x, rotation, partial(cache.extend, layer, place, seen))
     return model.lm_head(model.transformer.ln_f(x[:, 0]))
 
 
