@@ -1,18 +1,18 @@
 """Checkpoints: the one place that knows their keys, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config; folio adds
-format, muon, tokenizer, seed, scaler, evaluated and data. `optimizer` is AdamW's state, `muon` that
-of Muon where it trains. `model_args` leaves out what nanoGPT does not know wherever it has
-nanoGPT's value, so that nanoGPT reads folio's checkpoints of such models, too.
+format, muon, tokenizer, seed, scaler, evaluated, best_step, elapsed_s and data. `optimizer` is
+AdamW's state, `muon` that of Muon where it trains. `model_args` leaves out what nanoGPT does not
+know wherever it has nanoGPT's value, so that nanoGPT reads folio's checkpoints of such models, too.
 """
 
 import dataclasses
+import math
 import os
 import reprlib
 import stat
 import warnings
 from contextlib import suppress
-from math import isnan
 from pathlib import Path
 
 import torch
@@ -47,6 +47,8 @@ class Checkpoint:
     tokenizer: dict | None = None  # tokenizer.to_dict(); nanoGPT's checkpoints have none
     seed: int | None = None
     evaluated: int = -1  # the step of the last evaluation that best_val_loss knows of
+    best_step: int = -1  # the step of the one that was best
+    elapsed_s: float = 0.0  # seconds that the run has taken so far
     data: dict | None = None  # Dataset.fingerprint
     path: Path | None = None  # where it was read from
     stamp: tuple | None = None  # of the file, then
@@ -71,6 +73,8 @@ def save(paths, checkpoint):
         "seed": checkpoint.seed,
         "scaler": checkpoint.scaler,
         "evaluated": checkpoint.evaluated,
+        "best_step": checkpoint.best_step,
+        "elapsed_s": checkpoint.elapsed_s,
         "data": checkpoint.data,
     }
     with replacing(*paths) as files:
@@ -157,6 +161,7 @@ def _from_plain(plain, path, stamp):
     try:
         if plain.get("format", FORMAT) > FORMAT:
             raise UserError(f"{path} was written by a later folio (format {plain['format']})")
+        evaluated = plain.get("evaluated", int(plain["iter_num"]))  # nanoGPT saves after it
         checkpoint = Checkpoint(
             model_config=_model_config(plain["model_args"]),
             weights=_plain_names(plain["model"]),
@@ -171,7 +176,9 @@ def _from_plain(plain, path, stamp):
             scaler=plain.get("scaler"),
             tokenizer=plain.get("tokenizer"),
             seed=plain.get("seed"),
-            evaluated=plain.get("evaluated", int(plain["iter_num"])),  # nanoGPT saves after it
+            evaluated=evaluated,
+            best_step=plain.get("best_step", evaluated),
+            elapsed_s=float(plain.get("elapsed_s", 0)),
             data=plain.get("data"),
             path=path,
             stamp=stamp,
@@ -201,11 +208,15 @@ def _check(checkpoint):
         if not all(isinstance(value, PLAIN) for value in (part or {}).values()):
             raise ValueError("it has more than plain data where they belong")
     _check_weights(checkpoint)
-    if not -1 <= checkpoint.evaluated <= checkpoint.step >= 0 or isnan(checkpoint.best_val_loss):
+    steps = (-1, checkpoint.best_step, checkpoint.evaluated, checkpoint.step)
+    in_order = all(type(step) is int for step in steps) and list(steps) == sorted(steps)
+    if not in_order or checkpoint.step < 0 or math.isnan(checkpoint.best_val_loss):
         raise ValueError(
-            f"its steps are {checkpoint.step} and {checkpoint.evaluated}, its validation loss "
+            f"its steps are {', '.join(map(str, steps[1:]))}, its validation loss "
             f"{checkpoint.best_val_loss}"
         )
+    if not 0 <= checkpoint.elapsed_s < math.inf:
+        raise ValueError(f"it has taken {checkpoint.elapsed_s} seconds")
     if type(checkpoint.config.get("dataset", "")) is not str:
         raise ValueError("its dataset has no name")
 

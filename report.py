@@ -1,5 +1,6 @@
 """What a run tells: a progress bar, console lines in nanoGPT's shape, and out_dir/log.jsonl."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from config import STARTED, UserError, changed
 from model import num_params
 from safety import refusal, replacing
+from trackers import Trackers
 
 LOG = "log.jsonl"
 
@@ -23,9 +25,10 @@ LOG = "log.jsonl"
 class Log:
     """log.jsonl: one JSON object a line, and never a part of one.
 
-    Events have `step` and `split`: "train" for a step's loss, "val" for an evaluation, "resume"
-    for settings that changed when the run was resumed. What the disk refuses waits for the next
-    call.
+    Events have `step` and `split`: "start" for the settings and the size of the model, "train" for
+    a step's loss, "val" for an evaluation, "resume" for settings that changed when the run was
+    resumed; and elapsed_s, the seconds of all processes of the run, but what was lost when one was
+    killed. What the disk refuses waits for the next call.
     """
 
     def __init__(self, path, check=lambda: None):
@@ -87,7 +90,7 @@ class Log:
 
 
 def _event(line):
-    """A line as an event, or None where it is no event of ours."""
+    """A line as an event that a run may tell again, or None where it is no such."""
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         event = json.loads(line)
         known = type(event["step"]) is int and event["split"] in ("train", "val", "resume")
@@ -107,16 +110,26 @@ def _is_saved(event, step, settings):
 class Report:
     """Tells of steps and evaluations as they come. Speeds are means since the line before."""
 
-    def __init__(self, config, machine, claim, step, tokens_per_step, flops_per_token):
+    def __init__(self, config, machine, claim, resumed, tokens_per_step, flops_per_token):
+        """`resumed`: the checkpoint that the run goes on from, or None."""
         self.config, self.machine, self.claim = config, machine, claim
+        self.elapsed_before = resumed.elapsed_s if resumed else 0.0
         self.tokens_per_step = tokens_per_step
         self.flops_per_step = flops_per_token * tokens_per_step
         self.seconds, self.steps = 0.0, 0  # of training since the last line
         self.evaluation_s = 0.0
         self.log = Log(Path(config.out_dir, LOG), claim.check)
         self.log_refused = False
-        self.bar = tqdm(  # drawn where stderr is a terminal
-            total=config.max_iters, initial=step, unit="step", leave=False, disable=None
+        step = resumed.step if resumed else 0
+        self.trackers = Trackers(config, settings_of(config), step, self.tell)
+        # Where all that is printed is on a terminal, the bar says what lines say elsewhere.
+        self.on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        self.bar = tqdm(
+            total=config.max_iters,
+            initial=step,
+            bar_format="step {n:,}/{total:,} |{bar:20}| {desc}",
+            leave=False,
+            disable=not self.on_terminal,
         )
         self.counted_at = time.perf_counter()
 
@@ -125,8 +138,14 @@ class Report:
 
     def __exit__(self, kind, *_):
         self.bar.close()
+        self.trackers.close()
         if (error := self.log.flush()) and not kind:
             raise error
+
+    def started(self, parameters):
+        """Begin the log with the settings, and how many parameters the model has."""
+        settings = settings_of(self.config)
+        self._log({"step": 0, "split": "start", "parameters": parameters, "settings": settings})
 
     def resumed(self, state, checkpoint, changes):
         """Go on with the log of a run, of which some settings {name: (before, now)} changed."""
@@ -182,21 +201,32 @@ class Report:
         event |= {"loss": loss, "lr": rate, "tokens_per_s": tokens_per_s, "mfu": mfu}
         # JSON has no infinity, which is the norm where float16's scaler skips a step
         self._log(event | {"grad_norm": norm if math.isfinite(norm) else None})
-        self.say(
-            f"iter {step}: loss {loss:.4f}, time {per_step * 1000:.2f}ms, mfu {mfu * 100:.2f}%, "
-            f"{tokens_per_s:,.0f} tokens/s, "
-            f"{tqdm.format_interval(self._seconds_left(step + 1, per_step))} left"
-        )
+        speed = f"{tokens_per_s:,.0f} tokens/s"
+        left = f"{tqdm.format_interval(self._seconds_left(step + 1, per_step))} left"
+        with self._telling():
+            self.bar.set_description_str(f"loss {loss:.4f}, {speed}, {left}", refresh=False)
+        if not self.on_terminal:
+            self.say(
+                f"iter {step}: loss {loss:.4f}, time {per_step * 1000:.2f}ms, "
+                f"mfu {mfu * 100:.2f}%, {speed}, {left}"
+            )
 
     def _seconds_left(self, step, per_step):
         steps = self.config.max_iters - step
         evaluations = math.ceil(steps / self.config.eval_interval)
         return steps * per_step + evaluations * self.evaluation_s
 
+    def elapsed_s(self):
+        """Seconds that the run has taken, earlier processes included."""
+        return round(self.elapsed_before + time.monotonic() - STARTED, 3)
+
     def _log(self, event):
-        error = self.log.write(event | {"elapsed_s": round(time.monotonic() - STARTED, 3)})
+        event = event | {"elapsed_s": self.elapsed_s()}
+        error = self.log.write(event)
         self.refused(None if self.log_refused else error)
         self.log_refused = bool(error)
+        if event["split"] in ("train", "val"):
+            self.trackers.log(event)
 
     def say(self, line):
         with self._telling():
@@ -206,10 +236,12 @@ class Report:
     def refused(self, error):
         """Tell of a UserError that training outlives; None is none."""
         if error:
-            with self._telling():
-                script = Path(sys.argv[0]).name
-                line = f"{script}: {error}; training goes on, and tries again when it next writes"
-                tqdm.write(line, file=sys.stderr)
+            self.tell(f"{error}; training goes on, and tries again when it next writes")
+
+    def tell(self, message):
+        """Print a line on stderr of what is not as it should be."""
+        with self._telling():
+            tqdm.write(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
 
     @contextmanager
     def _telling(self):
@@ -219,6 +251,12 @@ class Report:
         except OSError as error:
             if error.errno == errno.EPIPE:  # who reads it has left
                 raise
+
+
+def settings_of(config):
+    """The settings that make a run what it is: {name: value}."""
+    about_files = ("out_dir", "init_from", "overwrite")
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in about_files}
 
 
 def evaluation_line(step, losses):
@@ -244,15 +282,16 @@ def print_start(config, dataset, model_config, machine, tokens_per_step):
     )
     peak, source = machine.peak
     print(f"machine: {machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})")
-    if config.wandb_log:
-        print("wandb_log: not there yet, so the figures go to log.jsonl alone")
     sys.stdout.flush()
 
 
-def print_end(config, best_val_loss, path):
-    """Say where the best model is and how to use it."""
+def print_end(config, state, path):
+    """Say how far a run came, and where its best model is and how to use it."""
+    if state.step < config.max_iters:
+        print(f"stopped at step {state.step}: no better val loss for {config.patience} evaluations")
+    best = f"best val loss {state.best_val_loss:.4f} at step {state.best_step}"
     kept = "newest" if config.always_save_checkpoint else "best"
-    print(f"done; best val loss {best_val_loss:.4f}; the {kept} model is in {path}")
+    print(f"done; {best}; the {kept} model is in {path}")
     print(f"write with it: python sample.py --out_dir={shlex.quote(config.out_dir)}")
 
 

@@ -274,15 +274,17 @@ class Claim:
             raise refusal("write to", self.folder, error) from error
 
 
-def move_aside(folder, names):
+def move_aside(folder, names, companions=()):
     """Move those files of `folder` into a new folder.1 (or .2, and so on) beside it.
 
-    Returns that, or None where there are none of them. Raises UserError where the disk refuses.
+    Returns that, or None where there are none of them. What is there of the companions goes with
+    them. Raises UserError where the disk refuses.
     """
     place = Path(os.path.realpath(folder))  # of a link, what it leads to
     found = [name for name in names if os.path.lexists(place / name)]
     if not found:
         return None
+    found += [name for name in companions if os.path.lexists(place / name)]
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1

@@ -47,9 +47,16 @@ class TrainConfig:
     )
     seed: int = setting(1337, "fixes initial weights, batches and dropout", bounds="[0, inf)")
 
-    wandb_log: bool = setting(False, "not there yet; log.jsonl has the figures", group="Logging")
-    wandb_project: str = setting("owt", "nanoGPT's; not used yet")
-    wandb_run_name: str = setting("gpt2", "nanoGPT's; not used yet")
+    sample_interval: int | None = setting(
+        None,
+        "steps between short texts that the model writes; None is never",
+        bounds="[1, inf)",
+        group="Looking on",
+    )
+    wandb_log: bool = setting(False, "send the figures to Weights & Biases, too")
+    wandb_project: str = setting("owt", "the project there")
+    wandb_run_name: str = setting("gpt2", "the name of the run there")
+    tensorboard: bool = setting(False, "write them for TensorBoard, too, to out_dir/tensorboard")
 
     dataset: str = setting("openwebtext", "name of the folder in data/", group="Data")
     gradient_accumulation_steps: int = setting(
@@ -88,6 +95,11 @@ class TrainConfig:
     )
     learning_rate: float = setting(6e-4, "the highest, after warm-up", bounds="[0, inf)")
     max_iters: int = setting(600_000, "steps to train", bounds="[1, inf)")
+    patience: int | None = setting(
+        None,
+        "stop after so many evaluations without a better loss; None is never",
+        bounds="[1, inf)",
+    )
     weight_decay: float = setting(0.1, "of matrices and embeddings", bounds="[0, inf)")
     beta1: float = setting(0.9, "AdamW's momentum", bounds="[0, 1)")
     beta2: float = setting(0.95, "AdamW's memory of squared gradients", bounds="[0, 1)")
@@ -135,22 +147,27 @@ from device import (
     memory_bytes,
     resolve_device,
 )
+from generation import Controls, continuations
 from model import GPT, GPTConfig, flops_per_token, num_params
 from optimizers import learning_rate_at, make_optimizers
 from prepare import load_dataset
 from report import LOG, Report, evaluation_line, less_memory, print_end, print_start
+from trackers import TENSORBOARD, WANDB, check_packages
+
+SHORT = 200  # tokens that the model writes at sample_interval
 
 
 def main(argv=None):
     config = load(TrainConfig, sys.argv[1:] if argv is None else argv, {"device": resolve_device})
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("folio trains in one process: start it by python, not by torchrun")
+    check_packages(config)
     with explained_lack_of_memory(config.device, less_memory(config)):
         resumed = load_resumed(config)
         dataset, model_config = load_fitting(config, resumed)
-        finished = resumed and min(resumed.step, resumed.evaluated) >= config.max_iters
-        if finished and not config.eval_only:
-            print(f"{resumed.path} is at step {resumed.step}; train on with a larger --max_iters")
+        if resumed and is_finished(resumed, config) and not config.eval_only:
+            setting = "max_iters" if resumed.step >= config.max_iters else "patience"
+            print(f"{resumed.path} is at step {resumed.step}; train on with a larger --{setting}")
         else:
             train(config, dataset, model_config, resumed)
 
@@ -168,6 +185,7 @@ class State:
     went_wrong: torch.Tensor  # of the first step that did: 1, its number, loss and gradient norm
     step: int = 0  # updates made so far
     evaluated: int = -1  # the step of the last evaluation that best_val_loss knows of
+    best_step: int = -1  # the step of the one that was best
     best_val_loss: float = math.inf
 
 
@@ -177,17 +195,21 @@ def train(config, dataset, model_config, resumed):
     if config.eval_only:
         print(evaluation_line(state.step, evaluate(model, dataset, config, machine)))
         return
+    if config.sample_interval:  # what it needs may be missing, and that is better said now
+        dataset.tokenizer.decode(dataset.tokenizer.encode(dataset.tokenizer.start))
     sizes = tokens_per_step(config), flops_per_token(model_config)
     with (
         claimed_out_dir(config, resumed) as claim,
-        Report(config, machine, claim, state.step, *sizes) as report,
+        Report(config, machine, claim, resumed, *sizes) as report,
         saved_when_stopped(state, dataset, config, report) as signals,
     ):
-        if resumed:
-            with signals.held():
+        with signals.held():
+            if resumed:
                 report.resumed(state, resumed, changes(resumed, config))
+            else:
+                report.started(num_params(model_config))
         train_on(model, state, dataset, config, machine, report, signals)
-    print_end(config, state.best_val_loss, Path(config.out_dir, ckpt.BEST))
+    print_end(config, state, Path(config.out_dir, ckpt.BEST))
 
 
 def made_ready(config, dataset, model_config, resumed):
@@ -215,15 +237,20 @@ def train_on(model, state, dataset, config, machine, report, signals):
     """
     batches = Batches(dataset.train, config)
     while True:
-        done = state.step >= config.max_iters
+        at_end = state.step >= config.max_iters
         rate = learning_rate_at(state.step, config)
-        if state.evaluated < state.step and (done or is_due(state, config.eval_interval)):
+        if state.evaluated < state.step and (at_end or is_due(state, config.eval_interval)):
             with report.evaluating():
                 losses = evaluate(model, dataset, config, machine)
                 with signals.held():
                     check_losses(losses, state, config)
                     report.evaluated(state.step, losses, rate)
                     save_evaluated(state, losses["val"], dataset, config, report)
+        done = is_finished(state, config)
+        if config.sample_interval and (done or is_due(state, config.sample_interval)):
+            with report.paused():
+                text = short_text(state.model, dataset.tokenizer, config.seed)
+                report.say(f"written at step {state.step}:\n{text.strip()}\n")
         if done:
             break
         with signals.held():
@@ -262,6 +289,13 @@ def saved_when_stopped(state, dataset, config, report):
 
 def is_due(state, interval):
     return bool(interval) and state.step % interval == 0
+
+
+def is_finished(state, config):
+    """Whether a run, as told by a State or a Checkpoint, has made all the steps it is to make."""
+    since_best = state.evaluated - state.best_step
+    out_of_patience = config.patience and since_best >= config.patience * config.eval_interval
+    return bool(out_of_patience) or min(state.step, state.evaluated) >= config.max_iters
 
 
 def load_resumed(config):
@@ -345,13 +379,13 @@ def changes(resumed, config):
 @contextmanager
 def claimed_out_dir(config, resumed):
     """out_dir, for this run alone to write to; an earlier one is resumed or out of the way."""
-    files = (ckpt.BEST, ckpt.LAST, LOG)
+    files, companions = (ckpt.BEST, ckpt.LAST, LOG), (WANDB, TENSORBOARD)
     with Claim(config.out_dir) as claim:
         stamp = ckpt.stamp_of(ckpt.newest(config.out_dir))
         if config.init_from != "scratch" and stamp != (resumed.stamp if resumed else None):
             raise UserError(f"another training wrote to {config.out_dir} just now: start once more")
         if not resumed and not config.overwrite:
-            aside = move_aside(config.out_dir, files)
+            aside = move_aside(config.out_dir, files, companions)
             if aside:
                 print(
                     f"the earlier run in {config.out_dir} is now in {aside}; another time "
@@ -376,7 +410,7 @@ def make_state(config, model_config, machine, resumed):
     state = State(model, make_optimizers(model, config), scaler, went_wrong)
     if resumed:
         ckpt.restore_optimizers(resumed, state.optimizers, scaler)
-        for name in ("step", "evaluated", "best_val_loss"):
+        for name in ("step", "evaluated", "best_step", "best_val_loss"):
             setattr(state, name, getattr(resumed, name))
         resumed.weights, resumed.optimizers = {}, {}  # gigabytes, now the model's own
     return state
@@ -420,12 +454,13 @@ def save_evaluated(state, val_loss, dataset, config, report):
 
     Where the disk refuses, training goes on, unless it is about to begin or to end.
     """
-    state.evaluated, best_before = state.step, state.best_val_loss
-    state.best_val_loss = min(val_loss, best_before)
-    best = val_loss < best_before or config.always_save_checkpoint
-    names = [ckpt.BEST, ckpt.LAST] if best else [ckpt.LAST]
+    state.evaluated, best_before = state.step, (state.best_val_loss, state.best_step)
+    is_best = val_loss < state.best_val_loss
+    if is_best:
+        state.best_val_loss, state.best_step = val_loss, state.step
+    names = [ckpt.BEST] * (is_best or config.always_save_checkpoint) + [ckpt.LAST]
     if refusal := save(state, names, dataset, config, report):
-        state.best_val_loss = best_before  # that of the file that is there
+        state.best_val_loss, state.best_step = best_before  # those of the file that is there
         if not 0 < state.step < config.max_iters:
             raise refusal
         report.refused(refusal)
@@ -449,6 +484,8 @@ def save(state, names, dataset, config, report):
         tokenizer=dataset.tokenizer.to_dict(),
         seed=config.seed,
         evaluated=state.evaluated,
+        best_step=state.best_step,
+        elapsed_s=report.elapsed_s(),
         data=dataset.fingerprint,
     )
     report.log.flush(durable=True)
@@ -531,6 +568,24 @@ def went_wrong(step, about, config):
         f"{learning_rate_at(step, config):.3g}; nothing of it was saved: try a lower "
         "--learning_rate, a longer --warmup_iters or --grad_clip=1, anew or by --init_from=resume"
     )
+
+
+@torch.no_grad()
+def short_text(model, tokenizer, seed):
+    """A text that the model writes as it is now."""
+    controls = Controls(temperature=0.8, top_k=200)
+    prompt, stride = (
+        tokenizer.encode(tokenizer.start).tolist(),
+        max(1, model.config.block_size // 2),
+    )
+    model.eval()
+    try:
+        drawn = continuations(
+            model, [prompt], [seed], controls, SHORT, stride, limit=tokenizer.vocab_size
+        )
+        return tokenizer.decode([int(ids) for ids, _ in drawn])
+    finally:
+        model.train()
 
 
 def tokens_per_step(config):

@@ -96,7 +96,7 @@ def test_a_reader_that_leaves_is_no_error(workplace):
 FLOORS = (
     {"config"},
     {"safety", "untrusted"},
-    {"model", "tokenizer", "device"},
+    {"model", "tokenizer", "device", "trackers"},
     {"batches", "checkpoint", "generation", "optimizers", "prepare", "report"},
     {"train", "sample"},
 )

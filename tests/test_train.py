@@ -1,6 +1,10 @@
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ from optimizers import make_optimizers
 from prepare import load_dataset
 from tokenizer import GPT2Tokenizer
 
+ROOT = Path(__file__).parent.parent
 CPU = choose_machine("cpu", "float32", False)
 
 
@@ -189,10 +194,12 @@ def test_the_log_has_a_line_for_each_event(verse):
     train.main(tiny.flags(log_interval=2))
     events = tiny.log_events()
     assert [(e["step"], e["split"]) for e in events] == [
-        (0, "val"), (0, "train"), (2, "train"), (3, "val"), (4, "train"), (6, "val"),
+        (0, "start"), (0, "val"), (0, "train"), (2, "train"), (3, "val"), (4, "train"), (6, "val"),
     ]  # fmt: skip
     figures = {"step", "split", "loss", "lr", "tokens", "elapsed_s"}
-    assert set(events[1]) == figures | {"tokens_per_s", "mfu", "grad_norm"}
+    assert events[0]["settings"]["log_interval"] == 2
+    assert "out_dir" not in events[0]["settings"]
+    assert set(events[2]) == figures | {"tokens_per_s", "mfu", "grad_norm"}
     assert events[-1]["tokens"] == 6 * 4 * 8
     assert {"lr", "train_loss", "perplexity", "bits_per_byte"} < set(events[-1])
 
@@ -233,7 +240,88 @@ def test_always_save_checkpoint_keeps_the_newest_in_ckpt_too(verse, monkeypatch,
     fake_losses(monkeypatch, 9.0, 2.0, 3.0)
     train.main(tiny.flags(always_save_checkpoint=True))
     assert tiny.saved("ckpt.pt")["iter_num"] == 6
-    assert "best val loss 2.0000; the newest model is in out/ckpt.pt" in capsys.readouterr().out
+    end = "done; best val loss 2.0000 at step 3; the newest model is in out/ckpt.pt"
+    assert end in capsys.readouterr().out
+
+
+def test_patience_ends_a_run_that_gets_no_better(verse, monkeypatch, capsys):
+    fake_losses(monkeypatch, 9.0, 2.0, 3.0, 2.0)
+    train.main(tiny.flags(max_iters=30, patience=2))
+    assert tiny.saved("ckpt.pt")["iter_num"] == 3
+    assert (tiny.saved("last.pt")["iter_num"], tiny.saved("last.pt")["best_step"]) == (9, 3)
+    out = capsys.readouterr().out
+    assert "stopped at step 9: no better val loss for 2 evaluations" in out
+    assert "done; best val loss 2.0000 at step 3; the best model is in out/ckpt.pt" in out
+
+
+def test_patience_outlives_resuming(verse, monkeypatch, capsys):
+    fake_losses(monkeypatch, 9.0, 2.0, 3.0)
+    train.main(tiny.flags())
+    fake_losses(monkeypatch, 3.0)
+    resumed = ["--init_from=resume", "--patience=2"]
+    train.main([*tiny.flags(max_iters=30), *resumed])
+    assert tiny.saved("last.pt")["iter_num"] == 9
+    capsys.readouterr()
+    train.main([*tiny.flags(max_iters=30), *resumed])
+    assert "at step 9; train on with a larger --patience" in capsys.readouterr().out
+    fake_losses(monkeypatch, 1.0)
+    train.main([*tiny.flags(max_iters=12), "--init_from=resume"])
+    assert tiny.saved("last.pt")["iter_num"] == 12
+
+
+def test_a_run_writes_short_texts_and_trains_as_without(verse, capsys):
+    train.main(tiny.flags(dropout=0.1))
+    train.main(tiny.flags(dropout=0.1, sample_interval=4, out_dir="out-written"))
+    texts = re.findall(r"^written at step (\d+):\n([^\0]+?)\n\n", capsys.readouterr().out, re.M)
+    assert [step for step, _ in texts] == ["0", "4", "6"]
+    assert len({text for _, text in texts}) == 3
+    for name in tiny.saved()["model"]:
+        assert torch.equal(
+            tiny.saved()["model"][name], tiny.saved(out_dir="out-written")["model"][name]
+        )
+
+
+def test_time_goes_on_where_a_run_does(verse):
+    train.main(tiny.flags(max_iters=3))
+    before = tiny.saved("last.pt")["elapsed_s"]
+    train.main(tiny.flags(init_from="resume"))
+    events = tiny.log_events()
+    times = [event["elapsed_s"] for event in events]
+    assert times == sorted(times)
+    assert events[-1]["elapsed_s"] > before + events[0]["elapsed_s"]
+
+
+def test_on_a_terminal_a_bar_says_what_lines_say_elsewhere(verse, folder):
+    flags = tiny.flags(max_iters=400, eval_interval=400)
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    shown = on_a_terminal(command)
+    assert "iter " not in shown
+    assert re.search(r"step \d+/400 \|.*\| loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left", shown)
+    assert "step 400: train loss" in shown
+    piped = subprocess.run(command, capture_output=True, text=True)
+    assert len(re.findall(r"^iter \d+: loss", piped.stdout, re.M)) == 400
+    assert "|" not in piped.stdout + piped.stderr
+
+
+def on_a_terminal(command):
+    """What a command shows on a terminal of 100 columns."""
+    pty = pytest.importorskip("pty")
+    reader, terminal = pty.openpty()
+    pytest.importorskip("termios").tcsetwinsize(terminal, (24, 100))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while piece := os.read(reader, 4096):
+            shown += piece
+    except OSError:  # how Linux tells that the other end is closed
+        pass
+    os.close(reader)
+    assert process.wait() == 0
+    return shown.decode()
 
 
 def test_eval_only_tells_the_loss_and_writes_nothing(verse, folder, capsys):

@@ -1,0 +1,133 @@
+"""Where the figures of a run go beside log.jsonl, if asked: Weights & Biases and TensorBoard.
+
+Each gets the events of log.jsonl with their names and units: `loss` of an event whose split is
+"val" is val/loss there, over `step`. Their packages are imported only when asked for.
+"""
+
+import importlib
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from config import UserError
+from safety import cause_of
+
+WANDB, TENSORBOARD = "wandb", "tensorboard"  # folders in out_dir
+
+
+def check_packages(config):
+    """Raise UserError where a package is missing that the settings ask for."""
+    wanted = {"wandb": config.wandb_log, "torch.utils.tensorboard": config.tensorboard}
+    for module in (name for name, is_wanted in wanted.items() if is_wanted):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            package = module.split(".")[-1]
+            setting = "wandb_log" if package == "wandb" else package
+            raise UserError(
+                f"{setting}=True needs the package {package} ({cause_of(error)}): pip install "
+                f"{package}, or leave {setting} out"
+            ) from error
+
+
+class Trackers:
+    """The trackers that the settings ask for, started.
+
+    Raises UserError where one cannot start. One that fails later is told of and left; training
+    goes on, and log.jsonl has its figures.
+    """
+
+    def __init__(self, config, settings, step, tell):
+        """`settings` of the run, at `step` now, are shown with it; `tell` is given lines."""
+        self.tell, self.running = tell, {}
+        starts = {"wandb": (config.wandb_log, Wandb), "tensorboard": (config.tensorboard, Board)}
+        for name, (is_wanted, kind) in starts.items():
+            if is_wanted:
+                try:
+                    self.running[name] = kind(config, settings, step)
+                except Exception as error:
+                    self.close()
+                    raise UserError(f"{name} does not start: {cause_of(error)}") from error
+
+    def log(self, event):
+        """Pass on the numbers of an event of log.jsonl."""
+        leave_out = ("step", "split")
+        figures = {
+            f"{event['split']}/{name}": value
+            for name, value in event.items()
+            if name not in leave_out and isinstance(value, int | float)
+        }
+        for name, tracker in list(self.running.items()):
+            try:
+                tracker.log(figures, event["step"])
+            except Exception as error:
+                del self.running[name]
+                self.tell(
+                    f"{name} failed, and gets no more figures; log.jsonl has them all: "
+                    f"{cause_of(error)}"
+                )
+
+    def close(self):
+        """Let each send what it has; whatever fails, the run is at its end."""
+        while self.running:
+            name, tracker = self.running.popitem()
+            try:
+                tracker.close()
+            except Exception as error:
+                self.tell(f"{name} did not end well: {cause_of(error)}")
+
+
+class Wandb:
+    """A run of Weights & Biases; one that is resumed goes on there, too."""
+
+    def __init__(self, config, settings, step):
+        wandb = sys.modules["wandb"]
+        self.run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_run_name,
+            config=settings,
+            dir=config.out_dir,
+            id=_last_id(Path(config.out_dir, WANDB)) if step else None,
+            resume="allow",
+        )
+        # Its own count of steps takes none twice, as a run that was killed makes some.
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, figures, step):
+        self.run.log({"step": step, **figures})
+
+    def close(self):
+        self.run.finish()
+
+
+def _last_id(folder):
+    """The id of the newest run in wandb's folder, of run-DATE_TIME-IDs; None where it has none."""
+    with suppress(OSError):
+        runs = [path.name for path in folder.iterdir() if "run-" in path.name and path.is_dir()]
+        newest = max((name for name in runs if name != "latest-run"), key=_dated, default=None)
+        return newest and newest.rsplit("-", 1)[1]
+    return None
+
+
+def _dated(name):
+    return name[name.index("run-") :]  # offline-run-… counts with run-…
+
+
+class Board:
+    """Events for TensorBoard, in out_dir/tensorboard."""
+
+    def __init__(self, config, settings, step):
+        tensorboard = sys.modules["torch.utils.tensorboard"]
+        folder = Path(config.out_dir, TENSORBOARD)
+        # What an earlier process told of later steps does not count any more.
+        self.writer = tensorboard.SummaryWriter(folder, purge_step=step)
+        rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+        self.writer.add_text("settings", f"| setting | value |\n| --- | --- |\n{rows}", step)
+
+    def log(self, figures, step):
+        for name, value in figures.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self):
+        self.writer.close()
