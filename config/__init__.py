@@ -1,12 +1,14 @@
 """The settings of the scripts, and the error that a person can mend.
 
 A script declares a dataclass of `setting(...)` fields and calls `load` on its arguments: Python
-config files and `--key=value` flags, applied left to right. Presets live beside this file.
+config files and `--key=value` flags, applied left to right. Presets live beside this file. Where
+the dataclass names one of its fields by OPERANDS, that takes what would be config files.
 Standard library only, so that `--help` need not wait for torch.
 """
 
 import dataclasses
 import difflib
+import math
 import os
 import reprlib
 import runpy
@@ -15,7 +17,7 @@ import time
 import traceback
 import types
 import typing
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 STARTED = time.monotonic()  # when the script began: this is the first module that each imports
@@ -34,28 +36,59 @@ def setting(default, explanation, *, bounds=None, group=None):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def load(settings_class, argv, resolvers=None):
+def load(settings_class, argv, resolvers=None, choose=None):
     """Build `settings_class` from config files and flags, applied left to right.
 
     `resolvers` maps a setting to a function that turns its value into a concrete one ("auto" into
     "cpu", say). A config file reads such a setting already resolved; where a flag further right
-    sets it, the file reads that flag's value. Raises UserError for every mistake.
+    sets it, the file reads that flag's value. With `choose`, a setting may be given several
+    values, in a file as a list, by a flag with commas between; choose(name, values) is the one
+    taken. Raises UserError for every mistake.
     """
     fields, resolvers = _fields(settings_class), resolvers or {}
     values = {name: field.default for name, field in fields.items()}
     origins = {}
-    steps = _parse_arguments(settings_class, argv)
+    steps = _parse_arguments(settings_class, argv, choose)
     for place, (key, value) in enumerate(steps):
         if key is None:
             ahead = {name: value for name, value in steps[place:] if name in resolvers}
             labels = origins | {name: f"--{name}" for name in ahead}
             seen = _resolved(values | ahead, resolvers, labels)
-            taken, origin = _run_config_file(fields, seen, path=value), value
+            taken, origin = _run_config_file(fields, seen, value, choose), value
         else:
             taken, origin = {key: value}, f"--{key}"
         values.update(taken)
         origins.update(dict.fromkeys(taken, origin))
     return settings_class(**_resolved(values, resolvers, origins))
+
+
+def load_each(settings_class, argv, resolvers=None, sample=None):
+    """All combinations of settings that were given several values: (their names, [settings]).
+
+    sample(settings, count) is the numbers of the combinations wanted, in order, of `count`, where
+    `settings` is the first; None is all. Raises UserError like `load`.
+    """
+    ranges = {}
+
+    def first(name, values):
+        ranges[name] = values
+        return values[0]
+
+    def settings_of(choose):
+        with redirect_stdout(None):  # what files print would come once for each combination
+            return load(settings_class, argv, resolvers, choose)
+
+    settings, found = settings_of(first), []
+    count = math.prod(len(values) for values in ranges.values())
+    for number in sample(settings, count) if sample else range(count):
+        chosen = {}
+        for name, values in reversed(ranges.items()):
+            number, place = divmod(number, len(values))
+            chosen[name] = values[place]
+        found.append(settings_of(lambda name, _, chosen=chosen: chosen[name]))
+    # A range that something to its right replaced makes no difference.
+    names = [name for name in ranges if len({getattr(each, name) for each in found}) > 1]
+    return names, list(dict.fromkeys(found))
 
 
 def _resolved(values, resolvers, origins):
@@ -90,19 +123,23 @@ def _fields(settings_class):
     return {field.name: field for field in dataclasses.fields(settings_class)}
 
 
-def _parse_arguments(settings_class, argv):
+def _parse_arguments(settings_class, argv, choose=None):
     """Arguments as a list of (setting, value) for flags and (None, path) for config files."""
     fields, steps, rest = _fields(settings_class), [], list(argv)
+    operands = getattr(settings_class, "OPERANDS", None)
     if {"-h", "--help"} & set(argv):
         print(_help_text(settings_class))
         sys.exit(0)
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            steps.append((None, _config_file(argument)))
+            if operands:
+                steps.append((operands, (*dict(steps).get(operands, ()), argument)))
+            else:
+                steps.append((None, _config_file(argument)))
             continue
         key, equals, text = argument[2:].partition("=")
-        if key not in fields:
+        if key not in fields or key == operands:
             hint = nearest(key, fields, "; --help lists the settings")
             raise UserError(f"unknown setting --{key}{hint}")
         is_switch = fields[key].type is bool  # --stream alone is --stream=True
@@ -113,8 +150,9 @@ def _parse_arguments(settings_class, argv):
                 kind = _type_name(fields[key])
                 raise UserError(f"--{key} needs a value: --{key}=VALUE, {kind}")
             text = rest.pop(0)
-        value = _parse(fields[key], text, f"--{key}")
-        steps.append((key, _check(fields[key], value, f"--{key}")))
+        label, texts = f"--{key}", text.split(",") if choose else [text]
+        several = [_check(fields[key], _parse(fields[key], each, label), label) for each in texts]
+        steps.append((key, choose(key, several) if len(several) > 1 else several[0]))
     return steps
 
 
@@ -133,7 +171,7 @@ def _config_file(argument):
     raise UserError(f"there is no config file {argument}{hint}")
 
 
-def _run_config_file(fields, values, path):
+def _run_config_file(fields, values, path, choose):
     """Run a Python config file with the current values as names; return the settings it changed."""
     try:
         names = runpy.run_path(str(path), init_globals=values)
@@ -144,7 +182,10 @@ def _run_config_file(fields, values, path):
     for name, value in names.items():
         if name in fields:
             if value is not values[name]:  # the very object where the file did not set it
-                taken[name] = _check(fields[name], value, f"{path}: {name}")
+                label, several = f"{path}: {name}", isinstance(value, list | tuple | range)
+                if several and choose and value:
+                    value = choose(name, [_check(fields[name], each, label) for each in value])
+                taken[name] = _check(fields[name], value, label)
         elif not (name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
             hint = nearest(name, fields, "; --help lists them, and a helper's name starts with _")
             raise UserError(f"{path}: unknown setting {name}{hint}")
@@ -164,7 +205,8 @@ def _check(field, value, label):
     """`value` as the field's type (an int becomes a float), inside the field's bounds."""
     options, bounds = _options(field.type), field.metadata["bounds"]
     if not any(_fits(value, option) for option in options):
-        raise UserError(f"{label} must be {_type_name(field)}, not {_shortened(value)}")
+        hint = "; several values are for tools.sweep" if isinstance(value, list | tuple) else ""
+        raise UserError(f"{label} must be {_type_name(field)}, not {_shortened(value)}{hint}")
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise UserError(f"{label} must be a number of 64 bits, not {_shortened(value)}")
     if float in options and type(value) is int:
@@ -244,6 +286,8 @@ def _help_text(settings_class):
     arguments = getattr(settings_class, "ARGUMENTS", "[config/NAME.py ...] [--key=value ...]")
     lines = [f"python {script} {arguments}", "", summary]
     for field in dataclasses.fields(settings_class):
+        if field.name == getattr(settings_class, "OPERANDS", None):
+            continue
         if field.metadata["group"]:
             lines += ["", field.metadata["group"]]
         kind, bounds = _type_name(field), field.metadata["bounds"]

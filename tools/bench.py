@@ -4,6 +4,7 @@
     python -m tools.bench --target=1.9 --vs="python train.py …" --vs_dir=../nanoGPT -- config/…
     python -m tools.bench --script=sample --vs="python sample.py …" -- --out_dir=…
     python -m tools.bench --profile -- config/shakespeare_char.py
+    python -m tools.bench --count config/shakespeare_char.py
 
 What follows the lone -- are arguments of the script. Both commands run as whole processes, in turn,
 and are read by the lines that folio and nanoGPT alike print; figures are medians over the runs.
@@ -52,12 +53,17 @@ class BenchConfig:
     vs_dir: str = setting(".", "folder to run it in")
     json: str | None = setting(None, "file for all that was measured")
     profile: bool = setting(False, "tell where the time of a step goes, instead")
+    count: bool = setting(
+        False, "count parameters and time of a token, instead; train.py's arguments follow"
+    )
 
     def __post_init__(self):
         if self.json is not None and not Path(self.json).name:
             raise UserError(f"--json={self.json} names no file")
         if self.vs is None and self.vs_dir != ".":
             raise UserError("--vs_dir is the folder for --vs, which is not given")
+        if self.count:
+            raise UserError("--count comes first, and is another measurement")
         if self.profile and set(changed(self)) - {"script"} != {"profile"}:
             raise UserError("--profile is another measurement, and takes no setting but --script")
 
@@ -130,6 +136,11 @@ OF_TRAINING, OF_SAMPLING = ("step_ms", "mfu", "to_target_s", "val_loss"), ("firs
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--count"]:
+        from tools import count
+
+        count.print_counts([each for each in argv[1:] if each != "--"])
+        return
     cut = argv.index("--") if "--" in argv else len(argv)
     if any(each.endswith(".py") for each in argv[:cut]):
         raise UserError("the arguments of the script, config files too, come after a lone --")

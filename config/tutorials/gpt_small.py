@@ -1,0 +1,24 @@
+# The GPT of 0.31 million parameters that tutorials train next: small enough for any CPU, and it
+# shows all parts at work. First: python prepare.py
+
+out_dir = "out-gpt-small"
+dataset = "shakespeare_char"
+eval_interval = 500
+eval_iters = 200
+log_interval = 100
+
+n_layer = 6
+n_head = 8
+n_embd = 64
+block_size = 32
+batch_size = 16
+gradient_accumulation_steps = 1
+dropout = 0.1
+bias = True
+activation = "relu"
+tie_weights = False
+
+learning_rate = 1e-3
+max_iters = 10_000
+warmup_iters = 100
+beta2 = 0.99  # a step has 512 tokens, so remember more of them

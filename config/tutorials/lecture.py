@@ -1,0 +1,23 @@
+# The GPT at the end of the lecture "Let's build GPT": 10.8 million parameters, some minutes on a
+# GPU and a day on two CPU cores. First: python prepare.py
+
+out_dir = "out-lecture"
+dataset = "shakespeare_char"
+eval_interval = 500
+eval_iters = 200
+log_interval = 10
+
+n_layer = 6
+n_head = 6
+n_embd = 384
+block_size = 256
+batch_size = 64
+gradient_accumulation_steps = 1
+dropout = 0.2
+bias = True
+activation = "relu"
+tie_weights = False
+
+learning_rate = 3e-4
+max_iters = 5000
+warmup_iters = 100
