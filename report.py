@@ -15,7 +15,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from config import STARTED, UserError, changed
-from model import num_params
 from safety import refusal, replacing
 from trackers import Trackers
 
@@ -267,7 +266,7 @@ def evaluation_line(step, losses):
     return line
 
 
-def print_start(config, dataset, model_config, machine, tokens_per_step):
+def print_start(config, dataset, parameters, machine, tokens_per_step):
     """Say what is about to be trained, on what, and how."""
     told_below = ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(config).items() if name not in told_below]
@@ -277,7 +276,7 @@ def print_start(config, dataset, model_config, machine, tokens_per_step):
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}"
     )
     print(
-        f"model: {num_params(model_config):,} parameters; {config.max_iters:,} steps of "
+        f"model: {parameters:,} parameters; {config.max_iters:,} steps of "
         f"{tokens_per_step:,} tokens"
     )
     peak, source = machine.peak

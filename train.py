@@ -219,7 +219,7 @@ def made_ready(config, dataset, model_config, resumed):
     """
     machine = choose_machine(config.device, config.dtype, config.compile)
     config = dataclasses.replace(config, dtype=machine.dtype, compile=machine.compile)
-    print_start(config, dataset, model_config, machine, tokens_per_step(config))
+    print_start(config, dataset, num_params(model_config), machine, tokens_per_step(config))
     state = make_state(config, model_config, machine, resumed)
     dataset = on_device(dataset, machine.device)
     model = state.model

@@ -2,13 +2,13 @@ import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import UserError, answer_early, changed, load, nearest, setting
+from config import UserError, answer_early, changed, load, load_each, nearest, setting
 
 ROOT = Path(__file__).parents[1]
 
@@ -405,3 +405,105 @@ def test_changed_tells_what_differs_from_the_defaults():
 def test_nearest_finds_a_close_name_or_says_otherwise():
     assert nearest("shakespear", ["pydocs", "shakespeare"]) == "; did you mean shakespeare?"
     assert nearest("zzz", ["pydocs", "shakespeare"], "; no") == "; no"
+
+
+# Several values
+
+
+def each(*argv, **settings):
+    """The names that have several values, and the values of their combinations."""
+    names, found = load_each(Settings, argv, **settings)
+    return names, [tuple(getattr(settings, name) for name in names) for settings in found]
+
+
+def test_settings_with_several_values_are_combined():
+    config_file("steps = [1, 2]\nrate = (0.1, 1)")
+    expected = [(1, 0.1), (1, 1.0), (2, 0.1), (2, 1.0)]
+    assert each("a.py") == (["steps", "rate"], expected)
+    assert each("--steps=1,2", "--rate", "0.1,1") == (["steps", "rate"], expected)
+    assert each("a.py", "--rate=0.3") == (["steps"], [(1,), (2,)])
+    assert each("--rate=0.3,0.4", "a.py", "--steps=7") == (["rate"], [(0.1,), (1.0,)])
+
+
+def test_files_to_the_right_see_the_value_of_their_combination():
+    config_file("steps = range(10, 40, 10)")
+    config_file("warmup = steps // 10", "b.py")
+    names, found = load_each(Settings, ["a.py", "b.py"])
+    assert names == ["steps"]
+    assert [(s.steps, s.warmup) for s in found] == [(10, 1), (20, 2), (30, 3)]
+
+
+def test_several_values_may_be_of_any_kind():
+    assert each("--bias=True,False")[1] == [(True,), (False,)]
+    assert each("--warmup=None,3")[1] == [(None,), (3,)]
+    assert each("--norm=rmsnorm,layernorm")[1] == [("rmsnorm",), ("layernorm",)]
+    assert each("--name=a,b", "--device=cpu,mps", resolvers={"device": str.upper})[1] == [
+        ("a", "CPU"), ("a", "MPS"), ("b", "CPU"), ("b", "MPS"),
+    ]  # fmt: skip
+
+
+def test_equal_values_make_one_run():
+    assert each("--rate=0.1,0.10,0.2")[1] == [(0.1,), (0.2,)]
+
+
+def test_some_of_the_combinations_can_be_chosen():
+    def sample(first, count):
+        assert (first.steps, count) == (1, 6)
+        return [1, 5]
+
+    assert each("--steps=1,2", "--rate=0.1,0.2,0.3", sample=sample)[1] == [(1, 0.2), (2, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rate=0.1,7"], "--rate must lie in (0, 1], not 7.0"),
+        (["--rate=0.1,"], "--rate must be float, not ''"),
+        (["a.py"], "a.py: steps must be int, not 'x'"),
+        (["b.py"], "b.py: steps must be int, not []"),
+        (["c.py"], "c.py line 2: TypeError"),
+    ],
+)
+def test_mistakes_among_several_values_are_told(argv, message):
+    config_file("steps = [1, 'x']")
+    config_file("steps = []", "b.py")
+    config_file("steps = [1, 2]\nwarmup = steps // 10", "c.py")
+    with pytest.raises(UserError) as caught:
+        load_each(Settings, argv)
+    assert message in str(caught.value)
+
+
+def test_one_run_takes_no_list(capsys):
+    config_file("steps = [1, 2]")
+    assert complaint("a.py").endswith("not [1, 2]; several values are for tools.sweep")
+    assert complaint("--steps=1,2") == "--steps must be int, not '1,2'"
+
+
+def test_what_files_print_is_not_repeated_for_each(capsys):
+    config_file("print('hello')\nsteps = [1, 2, 3]")
+    each("a.py")
+    assert capsys.readouterr().out == ""
+
+
+# Operands
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A tool that takes names."""
+
+    OPERANDS: ClassVar[str] = "files"
+
+    files: tuple = setting((), "what to look at")
+    width: int = setting(1, "of it")
+
+
+def test_operands_are_collected_instead_of_run(capsys, monkeypatch):
+    found = load(Pictured, ["a.py", "--width", "3", "b"])
+    assert (found.files, found.width) == (("a.py", "b"), 3)
+    with pytest.raises(UserError, match="unknown setting --files"):
+        load(Pictured, ["--files=a"])
+    monkeypatch.setattr(sys, "argv", ["tool", "--help"])
+    with pytest.raises(SystemExit):
+        answer_early(Pictured)
+    assert "--files" not in capsys.readouterr().out

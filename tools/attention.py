@@ -78,7 +78,7 @@ def draw_heads(figure, weights, tokens, side):
     for layer in range(layers):
         for head in range(heads):
             axes = grid[layer][head]
-            image = axes.imshow(weights[layer, head], cmap="Blues", vmin=0, vmax=1)
+            image = axes.imshow(weights[layer, head].numpy(), cmap="Blues", vmin=0, vmax=1)
             axes.set_title(f"layer {layer}, head {head}", fontsize=8)
             label(axes, tokens, side)
     bar = figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, location="bottom")
@@ -102,12 +102,13 @@ def label(axes, tokens, side):
 
 def draw_next(axes, logits, name_of):
     """The likeliest next tokens and their probabilities."""
-    probabilities, ids = logits.softmax(dim=-1).topk(min(LIKELIEST, len(logits)))
+    likeliest = logits.softmax(dim=-1).topk(min(LIKELIEST, len(logits)))
+    probabilities, ids = (each.tolist() for each in likeliest)
     bars = axes.barh(range(len(ids)), probabilities, color="C0")
-    axes.bar_label(bars, [f"{each:.3f}" for each in probabilities.tolist()], padding=2, fontsize=8)
-    axes.set_yticks(range(len(ids)), [name_of(each) for each in ids.tolist()], parse_math=False)
+    axes.bar_label(bars, [f"{each:.3f}" for each in probabilities], padding=2, fontsize=8)
+    axes.set_yticks(range(len(ids)), [name_of(each) for each in ids], parse_math=False)
     axes.invert_yaxis()
-    axes.set_xlim(0, probabilities.max().item() * 1.25)
+    axes.set_xlim(0, max(probabilities) * 1.25)
     axes.tick_params(labelsize=8)
     axes.set_title("what comes next, and its probability", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -35,8 +35,8 @@ def print_counts(arguments):
     head = ["T", "parameters", "forward, µs", "training, µs"]
     print("\n".join(aligned([head, *times(shape, peak)])))
     print(
-        "\nOf the parameters, only learnt positions depend on the context: T C of them. Of the time,\n"
-        "only attention's scores and sums do: they grow with T, and a window limits them."
+        "\nOf the parameters, only learnt positions depend on the context: T C of them. Of the"
+        "\ntime, only attention's scores and sums do: they grow with T, and a window limits them."
     )
 
 
