@@ -47,7 +47,9 @@ class Trackers:
                     self.running[name] = kind(config, settings, step)
                 except Exception as error:
                     self.close()
-                    raise UserError(f"{name} does not start: {cause_of(error)}") from error
+                    raise UserError(
+                        f"{name} does not start: {cause_of(error)}; without it, training would"
+                    ) from error
 
     def log(self, event):
         """Pass on the numbers of an event of log.jsonl."""

@@ -166,7 +166,8 @@ def _config_file(argument):
         return path
     if "=" in argument or argument.startswith("-"):
         raise UserError(f"settings are written --key=value, not {argument}")
-    presets = [f"config/{preset.name}" for preset in sorted(Path(__file__).parent.glob("[!_]*.py"))]
+    here = Path(__file__).parent
+    presets = [path.relative_to(here.parent).as_posix() for path in sorted(here.rglob("[!_]*.py"))]
     hint = nearest(argument, presets, f"; at hand: {', '.join(presets)}")
     raise UserError(f"there is no config file {argument}{hint}")
 

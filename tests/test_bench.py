@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 import train
 from checkpoint import Checkpoint
 from config import UserError
-from tools import bench, roofline, transformers_sample
+from model import GPTConfig, flops_per_token, num_params
+from tools import bench, count, roofline, transformers_sample
 from tools.transformers_sample import gpt2_of
 
 TRAINING = """
@@ -247,3 +249,29 @@ def test_transformers_are_given_no_model_that_is_no_gpt2(verse):
     train.main(tiny.flags(max_iters=3, position="rotary"))
     with pytest.raises(UserError, match="out/ckpt.pt is no plain GPT-2"):
         transformers_sample.main([])
+
+
+@pytest.mark.parametrize("changes", tiny.SHAPES, ids=str)
+def test_parts_add_up_to_the_counts_of_the_model(changes):
+    shape = GPTConfig(**(tiny.SMALL | changes))
+    parameters, flops = (sum(part[i] for part in count.parts(shape)) for i in (2, 3))
+    assert parameters == num_params(shape)
+    assert 3 * flops == pytest.approx(flops_per_token(shape), abs=3)
+
+
+def test_counts_are_printed_with_and_without_a_dataset(folder, capsys):
+    flags = [each for each in tiny.flags(block_size=16, n_embd=32) if "dataset" not in each]
+    bench.main(["--count", *flags, "--dataset=some_char"])
+    out = capsys.readouterr().out
+    assert "V = 65 (supposed, as data/some_char is not there)" in out
+    shape = GPTConfig(block_size=16, vocab_size=65, n_layer=1, n_head=2, n_embd=32, bias=False)
+    assert f" {num_params(shape):,} |" in out
+    assert re.findall(r"^\| +(\d+) \|", out, re.M) == ["8", "16", "32", "64"]
+    tiny.prepare_verse()
+    bench.main(["--count", *flags, "--dataset=verse"])
+    assert "V = 24 (verse)" in capsys.readouterr().out
+
+
+def test_counting_comes_first():
+    with pytest.raises(UserError, match="--count comes first"):
+        bench.main(["--runs=2", "--count", "--", "x"])

@@ -177,6 +177,22 @@ def test_the_fast_preset_has_the_parameters_that_it_says(device, place):
     assert torch.isfinite(GPT(shape)(x, x)[1])
 
 
-def test_every_preset_loads():
-    for preset in sorted((ROOT / "config").glob("[!_]*.py")):
-        config.load(train.TrainConfig, [str(preset)], {"device": lambda _: "cuda"})
+@pytest.mark.parametrize("preset", sorted((ROOT / "config").rglob("[!_]*.py")), ids=str)
+def test_every_preset_loads(preset):
+    config.load(train.TrainConfig, [str(preset)], {"device": lambda _: "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("tutorial", "vocab_size", "published", "tolerance"),
+    [
+        ("gpt_small", 65, 309_185, 0.02),
+        ("lecture", 65, 10.79e6, 0.001),
+        ("gpt2_124m", 50257, 163e6, 0.001),
+    ],
+)
+def test_the_tutorials_have_the_published_sizes(tutorial, vocab_size, published, tolerance):
+    preset = str(ROOT / "config" / "tutorials" / f"{tutorial}.py")
+    settings = config.load(train.TrainConfig, [preset], {"device": lambda _: "cpu"})
+    names = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size"}
+    shape = GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
+    assert num_params(shape) == pytest.approx(published, rel=tolerance)

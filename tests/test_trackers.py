@@ -84,7 +84,7 @@ def test_a_run_that_is_resumed_is_the_same_run_of_wandb(verse, wandb, folder):
 
 def test_wandb_that_does_not_start_is_told_before_training(verse, wandb):
     wandb.fails = "init"
-    with pytest.raises(UserError, match="wandb does not start: init is broken$"):
+    with pytest.raises(UserError, match="wandb does not start: init is broken; without"):
         train.main(tiny.flags(**WANDB))
 
 
