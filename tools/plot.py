@@ -11,6 +11,7 @@ A picture is a PNG, drawn by matplotlib; without it, curves are drawn in the ter
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from safety import replacing, run
 from tools import runs as runs_of
 
 BINS = 100  # of a curve's steps, each drawn as their mean: single batches tell little
-FALLING = 0.05  # the share of a run in which losses only fall from where they begin
+FALLING = 0.1  # the share of a run in which losses only fall from where they begin
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -63,7 +64,7 @@ def main(argv=None):
 
         save(attention.picture(config.out_dir, config.start), config.out or "attention.png")
         return
-    runs = runs_of.read_all(config.runs)
+    runs = runs_of.best_first(runs_of.read_all(config.runs))
     if config.text or not has_matplotlib():
         print("\n".join(drawn_in_text(runs, config.x, runs_of.columns_of_terminal())))
     else:
@@ -113,16 +114,23 @@ def losses_to_show(runs, axis):
     return low - margin, high + margin
 
 
+def labels_of(runs):
+    """The folders of runs, without a folder that all of them are in."""
+    paths = [Path(each.folder) for each in runs]
+    shared = {path.parent for path in paths}
+    return [path.name if len(shared) == 1 < len(runs) else str(path) for path in paths]
+
+
 def picture(runs, axis):
     """A matplotlib figure of the runs' losses, validation strong and training faint."""
     from matplotlib.figure import Figure  # which needs no screen
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    for number, each in enumerate(runs):
+    for number, (each, label) in enumerate(zip(runs, labels_of(runs), strict=True)):
         colour, curves = f"C{number % 10}", curves_of(each, axis)
         axes.plot(*curves["train"], color=colour, alpha=0.35, linewidth=1)
-        axes.plot(*curves["val"], ".-", color=colour, linewidth=1.8, label=each.folder)
+        axes.plot(*curves["val"], ".-", color=colour, linewidth=1.8, label=label)
         if best := each.best:
             axes.plot(best[runs_of.AXES[axis]], best["loss"], "o", color=colour, markersize=8)
     axes.set(xlabel=axis, ylabel="loss, nats per token", ylim=losses_to_show(runs, axis))
@@ -160,7 +168,7 @@ def drawn_in_text(runs, axis, width, height=20):
     lines.append(f"{'':>{margin}}+{'-' * len(columns)}")
     end = f"{last:,.0f} {axis}"
     lines.append(f"{'':>{margin}} 0{end:>{len(columns) - 1}}")
-    names = (f"{LETTERS[n % len(LETTERS)]} {each.folder}" for n, each in enumerate(runs))
+    names = (f"{LETTERS[n % len(LETTERS)]} {name}" for n, name in enumerate(labels_of(runs)))
     return [*lines, "", f"losses, nats per token; capitals are validation: {', '.join(names)}"]
 
 

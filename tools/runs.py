@@ -1,6 +1,7 @@
 """What is known of runs from their folders' log.jsonl: settings, curves, and a table of them."""
 
 import json
+import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -88,12 +89,17 @@ def _list(names):
     return f"; runs at hand: {', '.join(names)}" if names else ""
 
 
+def best_first(runs):
+    """Runs in the order of their best validation loss, those without one last."""
+    return sorted(runs, key=lambda run: run.best["loss"] if run.best else math.inf)
+
+
 def table(runs):
     """Markdown lines: the runs, best validation loss first, and the settings in which they differ.
 
     Speeds are medians of the log's lines, times those of the whole run.
     """
-    runs = sorted(runs, key=lambda run: run.best["loss"] if run.best else float("inf"))
+    runs = best_first(runs)
     names = differing([run.settings for run in runs])
     head = [
         "run", *names, "parameters", "best val loss", "at step", "steps", "time, s", "tokens/s",
