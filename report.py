@@ -109,9 +109,9 @@ def _is_saved(event, step, settings):
 class Report:
     """Tells of steps and evaluations as they come. Speeds are means since the line before."""
 
-    def __init__(self, config, machine, claim, resumed, tokens_per_step, flops_per_token):
-        """`resumed`: the checkpoint that the run goes on from, or None."""
-        self.config, self.machine, self.claim = config, machine, claim
+    def __init__(self, config, machine, claim, resumed, tokens_per_step, flops_per_token, size):
+        """`resumed`: the checkpoint that the run goes on from, or None; `size`: parameters."""
+        self.config, self.machine, self.claim, self.size = config, machine, claim, size
         self.elapsed_before = resumed.elapsed_s if resumed else 0.0
         self.tokens_per_step = tokens_per_step
         self.flops_per_step = flops_per_token * tokens_per_step
@@ -141,14 +141,16 @@ class Report:
         if (error := self.log.flush()) and not kind:
             raise error
 
-    def started(self, parameters):
+    def started(self):
         """Begin the log with the settings, and how many parameters the model has."""
         settings = settings_of(self.config)
-        self._log({"step": 0, "split": "start", "parameters": parameters, "settings": settings})
+        self._log({"step": 0, "split": "start", "parameters": self.size, "settings": settings})
 
     def resumed(self, state, checkpoint, changes):
         """Go on with the log of a run, of which some settings {name: (before, now)} changed."""
         self.log.cut(state.step, state.evaluated, checkpoint.config)
+        if not self.log.path.exists():  # nanoGPT wrote none
+            self.started()
         pairs = [f"{name} {before!r} → {now!r}" for name, (before, now) in changes.items()]
         about = f"; changed: {', '.join(pairs)}" if pairs else ""
         if changes:

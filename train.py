@@ -197,7 +197,7 @@ def train(config, dataset, model_config, resumed):
         return
     if config.sample_interval:  # what it needs may be missing, and that is better said now
         dataset.tokenizer.decode(dataset.tokenizer.encode(dataset.tokenizer.start))
-    sizes = tokens_per_step(config), flops_per_token(model_config)
+    sizes = tokens_per_step(config), flops_per_token(model_config), num_params(model_config)
     with (
         claimed_out_dir(config, resumed) as claim,
         Report(config, machine, claim, resumed, *sizes) as report,
@@ -207,7 +207,7 @@ def train(config, dataset, model_config, resumed):
             if resumed:
                 report.resumed(state, resumed, changes(resumed, config))
             else:
-                report.started(num_params(model_config))
+                report.started()
         train_on(model, state, dataset, config, machine, report, signals)
     print_end(config, state, Path(config.out_dir, ckpt.BEST))
 

@@ -457,6 +457,7 @@ def test_nanogpts_checkpoint_is_resumed_with_its_moments(folder, prefix):
     last = tiny.saved("last.pt")
     assert last["iter_num"] == 6
     assert last["optimizer"]["state"][0]["step"] == 4  # one there, three here
+    assert tiny.log_events()[0]["settings"]["n_embd"] == 16
     assert not same_tensors(last["model"], model.state_dict())
 
 

@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -66,7 +67,7 @@ def main(argv=None):
         return
     runs = runs_of.best_first(runs_of.read_all(config.runs))
     if config.text or not has_matplotlib():
-        print("\n".join(drawn_in_text(runs, config.x, runs_of.columns_of_terminal())))
+        print("\n".join(drawn_in_text(runs, config.x, get_terminal_size((100, 24)).columns)))
     else:
         save(picture(runs, config.x), config.out or "runs.png")
     print()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,9 +157,3 @@ def _is_number(cell):
         float(cell.replace(",", "") or 0)
         return True
     return cell == "None"
-
-
-def columns_of_terminal():
-    with suppress(OSError):
-        return os.get_terminal_size().columns
-    return 100
