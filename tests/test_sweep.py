@@ -12,6 +12,7 @@ import pytest
 import tiny
 from test_scripts import ROOT
 
+import train
 from config import UserError
 from tools import runs, sweep
 
@@ -100,7 +101,6 @@ def test_another_sweep_needs_another_folder(verse):
     sweep.main([*flags(max_iters=1), "--seed=1,2"])
     with pytest.raises(UserError, match="a run seed=1 of another sweep: batch_size was 4 and is 3"):
         sweep.main([*flags(max_iters=1, batch_size=3), "--seed=1,2"])
-    sweep.main([*flags(max_iters=1, batch_size=3), "--seed=1,2", "--sweep_dir=other"])
 
 
 def test_a_record_that_is_damaged_is_told(verse):
@@ -129,8 +129,12 @@ def wait_for(condition, seconds=60):
 
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on_to_the_same_table(verse):
-    argv = [*flags(max_iters=150, eval_interval=50, n_embd="16,8,24"), "--seed=1,2", "--jobs=2"]
-    assert begin(*argv, "--sweep_dir=out-whole").wait() == 0
+    settings = {"max_iters": 150, "eval_interval": 50}
+    for n_embd in (16, 8, 24):
+        for seed in (1, 2):
+            out_dir = f"out-whole/n_embd={n_embd},seed={seed}"
+            train.main(tiny.flags(**settings, n_embd=n_embd, seed=seed, out_dir=out_dir))
+    argv = [*flags(**settings, n_embd="16,8,24"), "--seed=1,2", "--jobs=2"]
     stopped = begin(*argv)
     wait_for(lambda: "finished" in record().values())
     wait_for(Path("out-sweep/n_embd=8,seed=1/last.pt").exists)
