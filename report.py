@@ -120,13 +120,13 @@ class Report:
         self.log = Log(Path(config.out_dir, LOG), claim.check)
         self.log_refused = False
         step = resumed.step if resumed else 0
-        self.trackers = Trackers(config, settings_of(config), step, self.tell)
+        self.trackers = Trackers(config, settings_of(config), resumed, self.tell)
         # Where all that is printed is on a terminal, the bar says what lines say elsewhere.
-        self.on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        self.on_terminal = is_terminal(sys.stdout) and is_terminal(sys.stderr)
         self.bar = tqdm(
             total=config.max_iters,
             initial=step,
-            bar_format="step {n:,}/{total:,} |{bar:20}| {desc}",
+            bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
             leave=False,
             disable=not self.on_terminal,
         )
@@ -205,7 +205,7 @@ class Report:
         speed = f"{tokens_per_s:,.0f} tokens/s"
         left = f"{tqdm.format_interval(self._seconds_left(step + 1, per_step))} left"
         with self._telling():
-            self.bar.set_description_str(f"loss {loss:.4f}, {speed}, {left}", refresh=False)
+            self.bar.set_description_str(f", loss {loss:.4f}, {speed}, {left}", refresh=False)
         if not self.on_terminal:
             self.say(
                 f"iter {step}: loss {loss:.4f}, time {per_step * 1000:.2f}ms, "
@@ -254,6 +254,14 @@ class Report:
                 raise
 
 
+def is_terminal(stream):
+    """Whether it is one that a line can be drawn on: tqdm draws none where the size is unknown."""
+    try:
+        return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
+    except OSError:
+        return False
+
+
 def settings_of(config):
     """The settings that make a run what it is: {name: value}."""
     about_files = ("out_dir", "init_from", "overwrite")
@@ -289,7 +297,7 @@ def print_start(config, dataset, parameters, machine, tokens_per_step):
 def print_end(config, state, path):
     """Say how far a run came, and where its best model is and how to use it."""
     if state.step < config.max_iters:
-        print(f"stopped at step {state.step}: no better val loss for {config.patience} evaluations")
+        print(f"stopped at step {state.step}: no better val loss since step {state.best_step}")
     best = f"best val loss {state.best_val_loss:.4f} at step {state.best_step}"
     kept = "newest" if config.always_save_checkpoint else "best"
     print(f"done; {best}; the {kept} model is in {path}")

@@ -212,10 +212,14 @@ def refusal(verb, path, error):
 # Folders
 
 
+class InUseError(UserError):
+    """Another process writes to the folder."""
+
+
 class Claim:
     """A folder that this process alone writes to, made where it is missing.
 
-    Raises UserError where another process writes to it, or the disk refuses.
+    Raises InUseError where another process writes to it, UserError where the disk refuses.
     """
 
     def __init__(self, folder):
@@ -261,7 +265,7 @@ class Claim:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(
+            raise InUseError(
                 f"another process is writing to {self.folder}: wait for it, or choose another one"
             ) from None
         self.lock, self.mine = lock, self.path.stat()
@@ -274,17 +278,15 @@ class Claim:
             raise refusal("write to", self.folder, error) from error
 
 
-def move_aside(folder, names, companions=()):
+def move_aside(folder, names):
     """Move those files of `folder` into a new folder.1 (or .2, and so on) beside it.
 
-    Returns that, or None where there are none of them. What is there of the companions goes with
-    them. Raises UserError where the disk refuses.
+    Returns that, or None where there are none of them. Raises UserError where the disk refuses.
     """
     place = Path(os.path.realpath(folder))  # of a link, what it leads to
     found = [name for name in names if os.path.lexists(place / name)]
     if not found:
         return None
-    found += [name for name in companions if os.path.lexists(place / name)]
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1

@@ -5,14 +5,14 @@ Each gets the events of log.jsonl with their names and units: `loss` of an event
 """
 
 import importlib
+import re
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from config import UserError
 from safety import cause_of
-
-WANDB, TENSORBOARD = "wandb", "tensorboard"  # folders in out_dir
 
 
 def check_packages(config):
@@ -37,14 +37,17 @@ class Trackers:
     goes on, and log.jsonl has its figures.
     """
 
-    def __init__(self, config, settings, step, tell):
-        """`settings` of the run, at `step` now, are shown with it; `tell` is given lines."""
+    def __init__(self, config, settings, resumed, tell):
+        """`settings` are shown with the run, which `resumed`, a Checkpoint or None, is one of.
+
+        `tell` is given lines of what went wrong.
+        """
         self.tell, self.running = tell, {}
         starts = {"wandb": (config.wandb_log, Wandb), "tensorboard": (config.tensorboard, Board)}
         for name, (is_wanted, kind) in starts.items():
             if is_wanted:
                 try:
-                    self.running[name] = kind(config, settings, step)
+                    self.running[name] = kind(config, settings, resumed)
                 except Exception as error:
                     self.close()
                     raise UserError(
@@ -61,7 +64,7 @@ class Trackers:
         }
         for name, tracker in list(self.running.items()):
             try:
-                tracker.log(figures, event["step"])
+                tracker.log(event, figures)
             except Exception as error:
                 del self.running[name]
                 self.tell(
@@ -82,54 +85,59 @@ class Trackers:
 class Wandb:
     """A run of Weights & Biases; one that is resumed goes on there, too."""
 
-    def __init__(self, config, settings, step):
+    def __init__(self, config, settings, resumed):
         wandb = sys.modules["wandb"]
         self.run = wandb.init(
             project=config.wandb_project,
             name=config.wandb_run_name,
             config=settings,
             dir=config.out_dir,
-            id=_last_id(Path(config.out_dir, WANDB)) if step else None,
+            id=_last_id(Path(config.out_dir, "wandb")) if resumed else None,
             resume="allow",
         )
         # Its own count of steps takes none twice, as a run that was killed makes some.
         self.run.define_metric("*", step_metric="step")
 
-    def log(self, figures, step):
-        self.run.log({"step": step, **figures})
+    def log(self, event, figures):
+        self.run.log({"step": event["step"], **figures})
 
     def close(self):
         self.run.finish()
 
 
 def _last_id(folder):
-    """The id of the newest run in wandb's folder, of run-DATE_TIME-IDs; None where it has none."""
+    """The id of the newest run in a folder of wandb: of [offline-]run-DATE-ID; None of none."""
     with suppress(OSError):
-        runs = [path.name for path in folder.iterdir() if "run-" in path.name and path.is_dir()]
-        newest = max((name for name in runs if name != "latest-run"), key=_dated, default=None)
-        return newest and newest.rsplit("-", 1)[1]
+        names = (re.search(r"run-(\d+_\d+)-(.+)", path.name) for path in folder.iterdir())
+        return max((found.groups() for found in names if found), default=(None, None))[1]
     return None
 
 
-def _dated(name):
-    return name[name.index("run-") :]  # offline-run-… counts with run-…
-
-
 class Board:
-    """Events for TensorBoard, in out_dir/tensorboard."""
+    """Events for TensorBoard, in a folder of out_dir/tensorboard for each start from scratch."""
 
-    def __init__(self, config, settings, step):
+    def __init__(self, config, settings, resumed):
         tensorboard = sys.modules["torch.utils.tensorboard"]
-        folder = Path(config.out_dir, TENSORBOARD)
+        root = Path(config.out_dir, "tensorboard")
+        folder = root / time.strftime("%Y%m%d-%H%M%S")
+        if resumed:
+            folder = max(root.glob("*-*"), default=folder)
         # What an earlier process told of later steps does not count any more.
-        self.writer = tensorboard.SummaryWriter(folder, purge_step=step)
+        first = {"train": resumed.step, "val": resumed.evaluated + 1} if resumed else {}
+        self.writers = {
+            split: tensorboard.SummaryWriter(folder / split, purge_step=first.get(split, 0))
+            for split in ("train", "val")
+        }
         rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
-        self.writer.add_text("settings", f"| setting | value |\n| --- | --- |\n{rows}", step)
+        text = f"| setting | value |\n| --- | --- |\n{rows}"
+        self.writers["train"].add_text("settings", text, first.get("train", 0))
 
-    def log(self, figures, step):
+    def log(self, event, figures):
+        writer = self.writers[event["split"]]
         for name, value in figures.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+            writer.add_scalar(name, value, event["step"])
+        writer.flush()
 
     def close(self):
-        self.writer.close()
+        for writer in self.writers.values():
+            writer.close()

@@ -97,7 +97,7 @@ class TrainConfig:
     max_iters: int = setting(600_000, "steps to train", bounds="[1, inf)")
     patience: int | None = setting(
         None,
-        "stop after so many evaluations without a better loss; None is never",
+        "stop when so many times eval_interval brought no better loss; None is never",
         bounds="[1, inf)",
     )
     weight_decay: float = setting(0.1, "of matrices and embeddings", bounds="[0, inf)")
@@ -152,7 +152,7 @@ from model import GPT, GPTConfig, flops_per_token, num_params
 from optimizers import learning_rate_at, make_optimizers
 from prepare import load_dataset
 from report import LOG, Report, evaluation_line, less_memory, print_end, print_start
-from trackers import TENSORBOARD, WANDB, check_packages
+from trackers import check_packages
 
 SHORT = 200  # tokens that the model writes at sample_interval
 
@@ -204,6 +204,7 @@ def train(config, dataset, model_config, resumed):
         saved_when_stopped(state, dataset, config, report) as signals,
     ):
         with signals.held():
+            make_room(config, resumed)
             if resumed:
                 report.resumed(state, resumed, changes(resumed, config))
             else:
@@ -378,22 +379,26 @@ def changes(resumed, config):
 
 @contextmanager
 def claimed_out_dir(config, resumed):
-    """out_dir, for this run alone to write to; an earlier one is resumed or out of the way."""
-    files, companions = (ckpt.BEST, ckpt.LAST, LOG), (WANDB, TENSORBOARD)
+    """out_dir, for this run alone to write to, with nothing in it changed yet."""
     with Claim(config.out_dir) as claim:
         stamp = ckpt.stamp_of(ckpt.newest(config.out_dir))
         if config.init_from != "scratch" and stamp != (resumed.stamp if resumed else None):
             raise UserError(f"another training wrote to {config.out_dir} just now: start once more")
-        if not resumed and not config.overwrite:
-            aside = move_aside(config.out_dir, files, companions)
-            if aside:
-                print(
-                    f"the earlier run in {config.out_dir} is now in {aside}; another time "
-                    "--init_from=resume would go on with it, and --overwrite=True replace it"
-                )
-        names = [] if resumed else list(files)
-        remove(Path(config.out_dir, name) for name in names + [f"{name}.tmp" for name in files])
         yield claim
+
+
+def make_room(config, resumed):
+    """Take an earlier run in out_dir out of the way, unless it is resumed."""
+    files = (ckpt.BEST, ckpt.LAST, LOG)
+    if not resumed and not config.overwrite:
+        aside = move_aside(config.out_dir, files)
+        if aside:
+            print(
+                f"the earlier run in {config.out_dir} is now in {aside}; another time "
+                "--init_from=resume would go on with it, and --overwrite=True replace it"
+            )
+    names = [] if resumed else list(files)
+    remove(Path(config.out_dir, name) for name in names + [f"{name}.tmp" for name in files])
 
 
 def make_state(config, model_config, machine, resumed):
@@ -461,7 +466,7 @@ def save_evaluated(state, val_loss, dataset, config, report):
     names = [ckpt.BEST] * (is_best or config.always_save_checkpoint) + [ckpt.LAST]
     if refusal := save(state, names, dataset, config, report):
         state.best_val_loss, state.best_step = best_before  # those of the file that is there
-        if not 0 < state.step < config.max_iters:
+        if state.step == 0 or is_finished(state, config):
             raise refusal
         report.refused(refusal)
 

@@ -8,6 +8,7 @@ Standard library only, so that `--help` need not wait for torch.
 
 import dataclasses
 import difflib
+import io
 import math
 import os
 import reprlib
@@ -36,14 +37,14 @@ def setting(default, explanation, *, bounds=None, group=None):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def load(settings_class, argv, resolvers=None, choose=None):
+def load(settings_class, argv, resolvers=None, choose=None, quiet=False):
     """Build `settings_class` from config files and flags, applied left to right.
 
     `resolvers` maps a setting to a function that turns its value into a concrete one ("auto" into
     "cpu", say). A config file reads such a setting already resolved; where a flag further right
     sets it, the file reads that flag's value. With `choose`, a setting may be given several
     values, in a file as a list, by a flag with commas between; choose(name, values) is the one
-    taken. Raises UserError for every mistake.
+    taken. With `quiet`, what files print is dropped. Raises UserError for every mistake.
     """
     fields, resolvers = _fields(settings_class), resolvers or {}
     values = {name: field.default for name, field in fields.items()}
@@ -54,7 +55,8 @@ def load(settings_class, argv, resolvers=None, choose=None):
             ahead = {name: value for name, value in steps[place:] if name in resolvers}
             labels = origins | {name: f"--{name}" for name in ahead}
             seen = _resolved(values | ahead, resolvers, labels)
-            taken, origin = _run_config_file(fields, seen, value, choose), value
+            with redirect_stdout(io.StringIO() if quiet else sys.stdout):
+                taken, origin = _run_config_file(fields, seen, value, choose), value
         else:
             taken, origin = {key: value}, f"--{key}"
         values.update(taken)
@@ -68,26 +70,35 @@ def load_each(settings_class, argv, resolvers=None, sample=None):
     sample(settings, count) is the numbers of the combinations wanted, in order, of `count`, where
     `settings` is the first; None is all. Raises UserError like `load`.
     """
-    ranges = {}
+    lengths = {}
 
-    def first(name, values):
-        ranges[name] = values
+    def note(name, values):
+        lengths[name] = len(values)
         return values[0]
 
-    def settings_of(choose):
-        with redirect_stdout(None):  # what files print would come once for each combination
-            return load(settings_class, argv, resolvers, choose)
+    def at(places):
+        """The settings with some values that are not the first."""
 
-    settings, found = settings_of(first), []
-    count = math.prod(len(values) for values in ranges.values())
-    for number in sample(settings, count) if sample else range(count):
-        chosen = {}
-        for name, values in reversed(ranges.items()):
-            number, place = divmod(number, len(values))
-            chosen[name] = values[place]
-        found.append(settings_of(lambda name, _, chosen=chosen: chosen[name]))
+        def choose(name, values):
+            if len(values) != lengths.get(name):
+                raise UserError(f"how many values {name} has depends on another that has several")
+            return values[places.get(name, 0)]
+
+        return load(settings_class, argv, resolvers, choose, quiet=True)
+
+    first = load(settings_class, argv, resolvers, note)
     # A range that something to its right replaced makes no difference.
-    names = [name for name in ranges if len({getattr(each, name) for each in found}) > 1]
+    names = [
+        name
+        for name, length in lengths.items()
+        if any(getattr(at({name: n}), name) != getattr(first, name) for n in range(1, length))
+    ]
+    count, found = math.prod(lengths[name] for name in names), []
+    for number in sample(first, count) if sample else range(count):
+        places = {}
+        for name in reversed(names):
+            number, places[name] = divmod(number, lengths[name])
+        found.append(at(places))
     return names, list(dict.fromkeys(found))
 
 
@@ -140,7 +151,7 @@ def _parse_arguments(settings_class, argv, choose=None):
             continue
         key, equals, text = argument[2:].partition("=")
         if key not in fields or key == operands:
-            hint = nearest(key, fields, "; --help lists the settings")
+            hint = nearest(key, fields.keys() - {operands}, "; --help lists the settings")
             raise UserError(f"unknown setting --{key}{hint}")
         is_switch = fields[key].type is bool  # --stream alone is --stream=True
         if not equals and is_switch and not (rest and rest[0].lower() in ("true", "false")):

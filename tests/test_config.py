@@ -482,7 +482,19 @@ def test_one_run_takes_no_list(capsys):
 def test_what_files_print_is_not_repeated_for_each(capsys):
     config_file("print('hello')\nsteps = [1, 2, 3]")
     each("a.py")
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_a_range_may_depend_on_another_but_not_in_its_length():
+    config_file("shift = [steps, 2 * steps]")
+    config_file("shift = [0.5] * steps", "b.py")
+    assert each("--steps=3,5", "a.py") == (["steps", "shift"], [(3, 3), (3, 6), (5, 5), (5, 10)])
+    with pytest.raises(UserError, match="how many values shift has depends on another"):
+        each("--steps=3,5", "b.py")
+
+
+def test_names_are_those_of_all_combinations_though_one_is_chosen():
+    assert each("--steps=1,2", sample=lambda *_: [1]) == (["steps"], [(2,)])
 
 
 # Operands
@@ -501,7 +513,7 @@ class Pictured:
 def test_operands_are_collected_instead_of_run(capsys, monkeypatch):
     found = load(Pictured, ["a.py", "--width", "3", "b"])
     assert (found.files, found.width) == (("a.py", "b"), 3)
-    with pytest.raises(UserError, match="unknown setting --files"):
+    with pytest.raises(UserError, match="unknown setting --files; --help lists"):
         load(Pictured, ["--files=a"])
     monkeypatch.setattr(sys, "argv", ["tool", "--help"])
     with pytest.raises(SystemExit):

@@ -109,9 +109,12 @@ def test_many_steps_are_drawn_as_means():
 
 
 def shown(figure):
-    """{colour: {x, y of its lines}} of a figure's only axes."""
+    """{label in the legend: the points of its line}."""
     (axes,) = figure.axes
-    return {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    legend = axes.get_legend()
+    pairs = zip(legend.get_texts(), legend.legend_handles, strict=True)
+    by_colour = {line.get_color(): line.get_xydata().tolist() for line in axes.lines[1::3]}
+    return {text.get_text(): by_colour[handle.get_color()] for text, handle in pairs}
 
 
 def test_the_picture_has_a_labelled_curve_for_each_run(capsys):
@@ -126,6 +129,24 @@ def test_the_picture_has_a_labelled_curve_for_each_run(capsys):
     out = capsys.readouterr().out
     assert "wrote here.png" in out
     assert "| out-a |" in out
+
+
+def test_any_name_of_a_folder_is_drawn_as_it_is():
+    pytest.importorskip("matplotlib")
+    names = ["out-$\\foo$", "_under", "out sp ace"]
+    for name in names:
+        write_run(name, [4.0, 2.5])
+    plot.main([*names, "--out=a.png"])
+    assert set(shown(plot.picture(runs.read_all(names), "steps"))) == set(names)
+
+
+def test_a_log_is_read_as_far_as_it_is_one():
+    write_run("out-a", [4.0, 2.5])
+    event = '{"step": 0, "split": "val", "tokens": 1, "elapsed_s": 1, "loss": %s}'
+    foreign = [event % "NaN", event % ("1" + "0" * 400), event % '"2"', "[]", "1", "{}"]
+    with open("out-a/log.jsonl", "a") as log:
+        log.write("\n".join(foreign))
+    assert len(runs.read("out-a").val) == 2
 
 
 def test_without_matplotlib_curves_are_drawn_in_text(monkeypatch, capsys):
@@ -146,6 +167,8 @@ def test_without_matplotlib_curves_are_drawn_in_text(monkeypatch, capsys):
         (["out-empty"], "these runs have no losses yet"),
         (["out-a", "--out=a.jpg"], "let its name end in .png"),
         (["out-a", "--out=gone/a.png"], "cannot write gone/a.png"),
+        (["--attention", "--out_dir=out-a", "--x=tokens"], "no --text and no --x"),
+        (["a" * 300], "cannot read a"),
         (["out-a", "--x=hours"], "--x must be steps, tokens or seconds"),
         (["--attention"], "--attention takes a run by --out_dir"),
         (["--attention", "out-a"], "--attention takes a run by --out_dir"),
@@ -203,6 +226,11 @@ def test_the_picture_of_attention_is_labelled(verse, capsys, n_layer):
         assert labels == ["a", "␣", "d", "a", "y", "\\n"]
     plot.main(["--attention", "--out_dir=out", "--start=thou"])
     assert Path("attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_font_lacks_is_named_by_its_code():
+    pytest.importorskip("matplotlib")
+    assert attention.drawable("a漢é") == "aU+6F22é"
 
 
 def test_a_prompt_longer_than_the_context_is_cut_as_when_writing(verse):

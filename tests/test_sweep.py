@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from test_scripts import ROOT
 
 import train
 from config import UserError
+from safety import Claim
 from tools import runs, sweep
 
 
@@ -32,10 +35,10 @@ def flags(**settings):
 def record():
     """{run: how it ended} as it is on disk."""
     path = Path("out-sweep/sweep.json")
-    runs = json.loads(path.read_text()) if path.exists() else {}
-    return {name: each["why"] for name, each in runs.items()}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
+@pytest.mark.slow
 def test_each_combination_is_trained_in_its_folder_and_compared(verse, capsys):
     sweep.main([*flags(n_embd="16,8"), "--seed=1,2", "--jobs=2"])
     out = capsys.readouterr().out
@@ -54,6 +57,7 @@ def test_each_combination_is_trained_in_its_folder_and_compared(verse, capsys):
     assert losses == sorted(losses)
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_trained_again(verse, capsys):
     sweep.main([*flags(), "--seed=1,2"])
     before = {path: path.stat().st_mtime_ns for path in Path("out-sweep").glob("*/*")}
@@ -64,6 +68,68 @@ def test_what_is_finished_is_not_trained_again(verse, capsys):
     assert [run.val[-1]["step"] for run in runs.read_all(["out-sweep"])] == [9, 9]
 
 
+@pytest.mark.slow
+def test_what_is_gone_is_trained_again_and_what_lacks_its_record_is_kept(verse, capsys):
+    argv = [*flags(), "--seed=1,2"]
+    sweep.main(argv)
+    shutil.rmtree("out-sweep/seed=1")
+    sweep.main(argv)
+    assert "2 runs, 1 of them finished before" in capsys.readouterr().out
+    Path("out-sweep/sweep.json").unlink()
+    Path("out-sweep/seed=2/log.jsonl").write_text("")
+    sweep.main(argv)
+    assert "seed=2: finished, but its log has no evaluation" in capsys.readouterr().out
+    Path("out-sweep/sweep.json").unlink()
+    with pytest.raises(UserError, match="a run seed=1 of another sweep: batch_size was 4 and is 3"):
+        sweep.main([*flags(batch_size=3), "--seed=1,2"])
+
+
+@pytest.mark.slow
+def test_a_mistake_that_trained_nothing_can_be_mended(verse):
+    with pytest.raises(UserError, match="2 of 2 runs failed"):
+        sweep.main([*flags(dataset="vers"), "--seed=1,2"])
+    sweep.main([*flags(max_iters=1), "--seed=1,2"])
+
+
+def test_help_is_printed(capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--help"])
+    assert "--jobs=1" in capsys.readouterr().out
+
+
+def test_more_combinations_by_chance_are_those_and_others():
+    settings = {n: sweep.SweepConfig(random=n) for n in (1, 5, 30, 99, 100, 101)}
+    numbers = [set(sweep.chosen(each, 100)) for each in settings.values()]
+    assert [len(each) for each in numbers] == [1, 5, 30, 99, 100, 100]
+    assert all(few <= more for few, more in pairwise(numbers))
+    assert len(sweep.chosen(settings[5], 10**30)) == 5
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_what_still_trains_in_its_folder(verse, monkeypatch):
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        claim.__exit__(None, None, None)
+
+    monkeypatch.setattr(sweep.time, "sleep", sleep)
+    claim = Claim("out-sweep/seed=1").__enter__()
+    sweep.main([*flags(max_iters=1), "--seed=1,2"])
+    assert len(waited) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_could_not_save_is_named_where_a_sweep_is_stopped(verse):
+    stopped = begin(*flags(max_iters=5000, eval_interval=5000), "--seed=1,2")
+    wait_for(Path("out-sweep/seed=1/last.pt").exists)
+    Path("out-sweep/seed=1/last.pt.tmp/x").mkdir(parents=True)  # which no file can replace
+    stopped.send_signal(signal.SIGTERM)
+    _, err = stopped.communicate()
+    assert "stopped; but seed=1: train.py: stopped at step" in err
+    assert "is lost" in err
+
+
 def test_a_run_that_fails_is_told_and_the_rest_go_on(verse, capsys):
     message = "1 of 3 runs failed: n_head=3: .*n_embd=16 is not divisible"
     with pytest.raises(UserError, match=message):
@@ -72,6 +138,7 @@ def test_a_run_that_fails_is_told_and_the_rest_go_on(verse, capsys):
     assert "| out-sweep/n_head=4 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ranges_may_be_in_a_config_file(verse):
     Path("mine.py").write_text("seed = [1, 2]\nlearning_rate = [1e-2, 1e-3]\nmax_iters = 2\n")
     sweep.main([*flags(), "mine.py", "--random=2"])
@@ -87,6 +154,8 @@ def test_ranges_may_be_in_a_config_file(verse):
         (["--seed=1,2", "--out_dir=x"], "name that of all --sweep_dir"),
         (["--seed=1,2", "--init_from=resume"], "resumes its runs by itself: leave init_from out"),
         (["--jobs=1,2"], "jobs has several values"),
+        (["--seed=1,2", "--sweep_dir="], "sweep_dir is empty"),
+        (["--dataset=a b,a_b"], "two runs would share the folder dataset=a_b"),
         (["--seed=1,x"], "--seed must be int, not 'x'"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr=0.0001 is above learning_rate"),
     ],
@@ -97,6 +166,7 @@ def test_mistakes_are_told_before_anything_is_trained(verse, argv, message, fold
     assert not (folder / "out-sweep").exists()
 
 
+@pytest.mark.slow
 def test_another_sweep_needs_another_folder(verse):
     sweep.main([*flags(max_iters=1), "--seed=1,2"])
     with pytest.raises(UserError, match="a run seed=1 of another sweep: batch_size was 4 and is 3"):
@@ -105,7 +175,7 @@ def test_another_sweep_needs_another_folder(verse):
 
 def test_a_record_that_is_damaged_is_told(verse):
     Path("out-sweep").mkdir()
-    for content in ("{", "[]", '{"seed=1": 3}'):
+    for content in ("{", "[]", '{"seed=1": 3}', "3"):
         Path("out-sweep/sweep.json").write_text(content)
         with pytest.raises(UserError, match="sweep.json is damaged"):
             sweep.main([*flags(), "--seed=1,2"])
@@ -150,6 +220,7 @@ def test_a_sweep_that_is_killed_goes_on_to_the_same_table(verse):
     assert len([line for line in out.splitlines() if line.startswith("| out-sweep")]) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_sweep_that_is_interrupted_says_how_to_go_on(verse, number, status):
     argv = [*flags(max_iters=5000, eval_interval=5000), "--seed=1,2"]

@@ -74,18 +74,28 @@ def test_wandb_gets_the_figures_of_the_log_under_its_names(verse, wandb):
 
 def test_a_run_that_is_resumed_is_the_same_run_of_wandb(verse, wandb, folder):
     train.main(tiny.flags(**WANDB, max_iters=3))
-    for name in ("run-20260101_000000-older", "offline-run-20260102_000000-abc", "latest-run"):
+    for name in ("run-20260101_000000-older", "offline-run-20260102_000000-a-b", "latest-run"):
         (folder / "out" / "wandb" / name).mkdir(parents=True)
     train.main(tiny.flags(**WANDB, init_from="resume"))
     train.main(tiny.flags(**WANDB))
-    assert [settings["id"] for settings in wandb.of("init")] == [None, "abc", None]
-    assert (folder / "out.1" / "wandb").is_dir()  # with the run that it is of
+    assert [settings["id"] for settings in wandb.of("init")] == [None, "a-b", None]
 
 
 def test_wandb_that_does_not_start_is_told_before_training(verse, wandb):
     wandb.fails = "init"
     with pytest.raises(UserError, match="wandb does not start: init is broken; without"):
         train.main(tiny.flags(**WANDB))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_wandb_that_does_not_start_leaves_an_earlier_run_alone(verse, wandb, folder, overwrite):
+    train.main(tiny.flags())
+    before = {path.name: path.read_bytes() for path in (folder / "out").glob("*.*")}
+    wandb.fails = "init"
+    with pytest.raises(UserError, match="wandb does not start"):
+        train.main(tiny.flags(**WANDB, overwrite=overwrite))
+    assert {path.name: path.read_bytes() for path in (folder / "out").glob("*.*")} == before
+    assert not (folder / "out.1").exists()
 
 
 @pytest.mark.parametrize("call", ["log", "finish"])
@@ -116,17 +126,21 @@ def test_a_missing_package_is_told_before_anything_is_written(
 
 
 def scalars(folder):
-    """{name: [(step, value)]} as TensorBoard reads a folder."""
+    """{name: [(step, value)]} as TensorBoard reads what is in a folder."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    read = accumulators.EventAccumulator(str(folder))
-    read.Reload()
-    names = read.Tags()["scalars"]
-    return {name: [(each.step, each.value) for each in read.Scalars(name)] for name in names}
+    found = {}
+    for split in ("train", "val"):
+        read = accumulators.EventAccumulator(str(folder / split))
+        read.Reload()
+        for name in read.Tags()["scalars"]:
+            found[name] = [(each.step, each.value) for each in read.Scalars(name)]
+    return found
 
 
 def test_tensorboard_reads_the_figures_of_the_log(verse, folder):
     train.main(tiny.flags(tensorboard=True))
-    read = scalars(folder / "out" / "tensorboard")
+    (started,) = (folder / "out" / "tensorboard").iterdir()
+    read = scalars(started)
     for event in tiny.log_events():
         for name, value in event.items():
             if event["split"] != "start" and name not in ("step", "split"):
@@ -134,14 +148,16 @@ def test_tensorboard_reads_the_figures_of_the_log(verse, folder):
                 assert values[event["step"]] == pytest.approx(value, rel=1e-6)
 
 
-def test_tensorboard_shows_no_step_twice_where_a_run_went_back(verse, folder):
+def test_tensorboard_shows_each_step_once_where_a_run_went_back(verse, folder):
     train.main(tiny.flags(tensorboard=True, max_iters=3))
     state = (folder / "out" / "last.pt").read_bytes()
     train.main(tiny.flags(tensorboard=True, init_from="resume"))
     (folder / "out" / "last.pt").write_bytes(state)  # as if it had been killed there
     train.main(tiny.flags(tensorboard=True, init_from="resume"))
-    read = scalars(folder / "out" / "tensorboard")
+    (started,) = (folder / "out" / "tensorboard").iterdir()
+    read = scalars(started)
     assert [step for step, _ in read["train/loss"]] == list(range(6))
+    assert [step for step, _ in read["val/loss"]] == [0, 3, 6]
 
 
 def test_nothing_is_imported_that_was_not_asked_for(verse, monkeypatch):

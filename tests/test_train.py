@@ -250,8 +250,22 @@ def test_patience_ends_a_run_that_gets_no_better(verse, monkeypatch, capsys):
     assert tiny.saved("ckpt.pt")["iter_num"] == 3
     assert (tiny.saved("last.pt")["iter_num"], tiny.saved("last.pt")["best_step"]) == (9, 3)
     out = capsys.readouterr().out
-    assert "stopped at step 9: no better val loss for 2 evaluations" in out
+    assert "stopped at step 9: no better val loss since step 3" in out
     assert "done; best val loss 2.0000 at step 3; the best model is in out/ckpt.pt" in out
+
+
+def test_patience_that_ends_where_the_disk_refuses_is_an_error(verse, folder, monkeypatch):
+    fake_losses(monkeypatch, 9.0, 2.0, 3.0)
+    real = ckpt.save
+
+    def save(paths, checkpoint):
+        if checkpoint.step == 6:
+            raise UserError("cannot write out/last.pt: No space left on device")
+        real(paths, checkpoint)
+
+    monkeypatch.setattr(ckpt, "save", save)
+    with pytest.raises(UserError, match="No space left"):
+        train.main(tiny.flags(max_iters=30, patience=1))
 
 
 def test_patience_outlives_resuming(verse, monkeypatch, capsys):
@@ -296,18 +310,24 @@ def test_on_a_terminal_a_bar_says_what_lines_say_elsewhere(verse, folder):
     command = [sys.executable, str(ROOT / "train.py"), *flags]
     shown = on_a_terminal(command)
     assert "iter " not in shown
-    assert re.search(r"step \d+/400 \|.*\| loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left", shown)
+    assert re.search(r"step \d+/400, loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left \|", shown)
     assert "step 400: train loss" in shown
     piped = subprocess.run(command, capture_output=True, text=True)
     assert len(re.findall(r"^iter \d+: loss", piped.stdout, re.M)) == 400
     assert "|" not in piped.stdout + piped.stderr
 
 
-def on_a_terminal(command):
-    """What a command shows on a terminal of 100 columns."""
+def test_a_terminal_of_unknown_size_gets_lines(verse, folder):
+    flags = tiny.flags(max_iters=20, eval_interval=20)
+    shown = on_a_terminal([sys.executable, str(ROOT / "train.py"), *flags], size=(0, 0))
+    assert len(re.findall(r"^iter \d+: loss", shown, re.M)) == 20
+
+
+def on_a_terminal(command, size=(24, 100)):
+    """What a command shows on a terminal of so many lines and columns."""
     pty = pytest.importorskip("pty")
     reader, terminal = pty.openpty()
-    pytest.importorskip("termios").tcsetwinsize(terminal, (24, 100))
+    pytest.importorskip("termios").tcsetwinsize(terminal, size)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment

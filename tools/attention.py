@@ -54,7 +54,7 @@ def picture(out_dir, start):
     side = min(max(2.2, len(ids) / 10), max(30 / max(heads, 1), 2.2))  # inches, for names of 7 pt
     widths = [side * max(heads, 1), 3.2]
     figure = Figure(figsize=(sum(widths), max(side * layers, 4.4) + 1.2), layout="constrained")
-    title = f"{out_dir}, reading {tokenizer.decode(ids)[:60]!r}"
+    title = drawable(f"{out_dir}, reading {tokenizer.decode(ids)[:60]!r}")
     figure.suptitle(title, fontsize=10, parse_math=False)
     left, right = figure.subfigures(1, 2, width_ratios=widths)
     draw_heads(left, weights, tokens, side)
@@ -64,8 +64,16 @@ def picture(out_dir, start):
 
 def name_of(tokenizer, token):
     """A token as a label: visible where it is a space or a line's end."""
-    name = repr(tokenizer.bytes_of(token).decode("utf-8", "backslashreplace"))[1:-1]
-    return name.replace(" ", "␣")
+    text = tokenizer.bytes_of(token).decode("utf-8", "backslashreplace")
+    return drawable(repr(text)[1:-1].replace(" ", "␣"))
+
+
+def drawable(text):
+    """A text with what matplotlib's font has not as its code."""
+    from matplotlib.font_manager import findfont, get_font
+
+    font = get_font(findfont("DejaVu Sans"))
+    return "".join(c if font.get_char_index(ord(c)) else f"U+{ord(c):04X}" for c in text)
 
 
 def draw_heads(figure, weights, tokens, side):

@@ -47,8 +47,9 @@ class PlotConfig:
     start: str | None = setting(None, "the prompt, as sample.py has it")
 
     def __post_init__(self):
-        if self.attention and (self.runs or self.text or self.out_dir is None):
-            raise UserError("--attention takes a run by --out_dir, and neither others nor --text")
+        others = self.runs or self.text or self.x != "steps"
+        if self.attention and (others or self.out_dir is None):
+            raise UserError("--attention takes a run by --out_dir, no others, no --text and no --x")
         if not self.attention and (self.out_dir or self.start) is not None:
             raise UserError("--out_dir and --start are for --attention; runs come without a name")
         if not self.attention and not self.runs:
@@ -124,21 +125,31 @@ def labels_of(runs):
 
 def picture(runs, axis):
     """A matplotlib figure of the runs' losses, validation strong and training faint."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure  # which needs no screen
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    for number, (each, label) in enumerate(zip(runs, labels_of(runs), strict=True)):
-        colour, curves = f"C{number % 10}", curves_of(each, axis)
+    validation = []
+    for number, each in enumerate(runs):
+        colour = f"C{number}" if len(runs) <= 10 else colormaps["turbo"](number / len(runs))
+        curves = curves_of(each, axis)
         axes.plot(*curves["train"], color=colour, alpha=0.35, linewidth=1)
-        axes.plot(*curves["val"], ".-", color=colour, linewidth=1.8, label=label)
+        validation += axes.plot(*curves["val"], ".-", color=colour, linewidth=1.8)
         if best := each.best:
             axes.plot(best[runs_of.AXES[axis]], best["loss"], "o", color=colour, markersize=8)
     axes.set(xlabel=axis, ylabel="loss, nats per token", ylim=losses_to_show(runs, axis))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title="validation; faint: training; dot: the best", frameon=False)
+    labels = labels_of(runs)  # given, as a label that begins with _ is hidden else
+    legend = axes.legend(
+        validation, labels, title="validation; faint: training; dot: the best", frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from config import UserError, nearest
 from report import LOG
 from safety import refusal
 
+NO_EVENT = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # and their keys in the log
 
 
@@ -52,18 +54,25 @@ def read(folder):
         raise refusal("read", path, error) from error
     run = Run(str(folder))
     for line in lines:
-        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        with suppress(*NO_EVENT):
             _take(run, json.loads(line))  # what is no event of a run was cut short, or is foreign
     return run
+
+
+def inside(folder):
+    """The folders in a folder that have a run."""
+    with suppress(OSError):  # of a name too long
+        return sorted(path.parent for path in Path(folder).glob(f"*/{LOG}"))
+    return []
 
 
 def read_all(folders):
     """The runs in some folders, and in the folders of sweeps, each once."""
     found = {}
     for folder in folders:
-        inside = [] if Path(folder, LOG).exists() else sorted(Path(folder).glob(f"*/{LOG}"))
-        for each in [path.parent for path in inside] or [Path(folder)]:
-            found.setdefault(each.resolve(), each)
+        is_run = os.path.exists(os.path.join(folder, LOG))  # Path.exists minds names too long
+        for each in ([] if is_run else inside(folder)) or [Path(folder)]:
+            found.setdefault(os.path.realpath(each), each)
     return [read(each) for each in found.values()]
 
 
@@ -75,7 +84,7 @@ def _take(run, event):
             run.settings |= {name: now for name, (_, now) in event["changed"].items()}
         case "train" | "val" as split:
             event = {name: event[name] for name in ("step", "tokens", "elapsed_s", "loss")} | event
-            if all(isinstance(event[name], int | float) for name in (*AXES.values(), "loss")):
+            if all(math.isfinite(event[name]) for name in (*AXES.values(), "loss")):
                 getattr(run, split).append(event)
 
 

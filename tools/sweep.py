@@ -16,27 +16,31 @@ import random
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+import checkpoint as ckpt
 from config import UserError, changed, load_each, setting
 from device import resolve_device
 from report import settings_of
-from safety import Claim, Interrupted, cause_of, refusal, replacing, run
+from safety import Claim, Interrupted, InUseError, cause_of, refusal, replacing, run
 from tools import runs as runs_of
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 RECORD, OUTPUT = "sweep.json", "output.txt"
-FINISHED = "finished"
+FINISHED, STOPPED = "finished", "stopped"
 SEED = 1337  # of the choice of combinations, which is the same when a sweep goes on
-MAY_CHANGE = (  # between the parts of a sweep, as no loss depends on them
+OF_TRAINING = {field.name for field in dataclasses.fields(TrainConfig)}
+MAY_CHANGE = {  # between the parts of a sweep, as no loss depends on them
     "log_interval", "checkpoint_interval", "sample_interval", "wandb_log", "wandb_project",
     "wandb_run_name", "tensorboard", "device", "compile", "backend",
-)  # fmt: skip
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class SweepConfig(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.sweep_dir:
+            raise UserError("sweep_dir is empty: it names a folder")
         for name in ("overwrite", "eval_only", "init_from"):
             if name in changed(self):
                 raise UserError(f"a sweep begins and resumes its runs by itself: leave {name} out")
@@ -62,14 +68,15 @@ def main(argv=None):
         raise UserError("each run of a sweep has a folder of its own: name that of all --sweep_dir")
     names, combinations = load_each(SweepConfig, argv, {"device": resolve_device}, chosen)
     check_names(names)
-    sweep, jobs = combinations[0], {name_of(names, each): each for each in combinations}
+    sweep = combinations[0]
+    jobs = named(names, combinations)
     with Claim(sweep.sweep_dir):
-        record = Record(Path(sweep.sweep_dir, RECORD), jobs)
+        check_begun(Path(sweep.sweep_dir), jobs)
+        record = Record(Path(sweep.sweep_dir, RECORD))
         train_all(record, jobs, sweep.jobs)
-        begun = [path.parent for path in Path(sweep.sweep_dir).glob(f"*/{runs_of.LOG}")]
-        runs = [runs_of.read(folder) for folder in begun if folder.name in jobs]
-        print("\n" + "\n".join(runs_of.table(runs)))
-    if failed := [f"{name}: {why}" for name, why in record.failed().items()]:
+        begun = [each for each in runs_of.inside(sweep.sweep_dir) if each.name in jobs]
+        print("\n" + "\n".join(runs_of.table([runs_of.read(folder) for folder in begun])))
+    if failed := [f"{name}: {record.runs[name]}" for name in jobs if not record.finished(name)]:
         raise UserError(
             f"{len(failed)} of {len(jobs)} runs failed: {'; '.join(failed)}; the same command "
             "tries them again"
@@ -77,15 +84,18 @@ def main(argv=None):
 
 
 def chosen(settings, count):
-    """The numbers of the combinations that are to run."""
-    number = min(settings.random or count, count)
-    return sorted(random.Random(SEED).sample(range(count), number))
+    """The numbers of the combinations that are to run: with a larger --random, these and more."""
+    if settings.random is None or settings.random >= count:
+        return range(count)
+    draw, numbers = random.Random(SEED), set()
+    while len(numbers) < settings.random:
+        numbers.add(draw.randrange(count))
+    return sorted(numbers)
 
 
 def check_names(names):
     """Raise UserError unless settings of train.py alone have several values, one at least."""
-    known = {field.name for field in dataclasses.fields(TrainConfig)} - {"out_dir"}
-    if wrong := [name for name in names if name not in known]:
+    if wrong := [name for name in names if name not in OF_TRAINING - {"out_dir"}]:
         raise UserError(f"{wrong[0]} has several values, but is not what a training differs in")
     if not names:
         raise UserError(
@@ -94,82 +104,76 @@ def check_names(names):
         )
 
 
-def name_of(names, settings):
-    """What a run's folder is called: the settings in which it differs from others."""
-    name = ",".join(f"{name}={getattr(settings, name)}" for name in names)
-    return re.sub(r"[^\w.,=+-]", "_", name)
+def named(names, combinations):
+    """{name of a run's folder: its settings}; what differs is in the name."""
+    jobs = {}
+    for settings in combinations:
+        name = ",".join(f"{name}={getattr(settings, name)}" for name in names)
+        name = re.sub(r"[^\w.,=+-]", "_", name)
+        if name in jobs:
+            raise UserError(f"two runs would share the folder {name}: rename what they differ in")
+        jobs[name] = settings
+    return jobs
 
 
 # What is done already
 
 
-class Record:
-    """sweep.json: of each run that began its settings, and how it ended.
-
-    Raises UserError where a run of another sweep has the name of one of these, or the disk refuses.
-    """
-
-    def __init__(self, path, jobs):
-        self.path, self.runs = path, read_record(path)
-        self.wanted = {name: told(settings) for name, settings in jobs.items()}
-        for name, now in self.wanted.items():
-            before = self.runs.get(name, {}).get("settings", now)
-            wrong = [
-                f"{key} was {before.get(key)!r} and is {now[key]!r}"
-                for key in now
-                if before.get(key) != now[key] and not may_change(key, before.get(key), now[key])
-            ]
-            if wrong:
-                raise UserError(
-                    f"{path.parent} has a run {name} of another sweep: {'; '.join(wrong)}; choose "
-                    "another --sweep_dir"
-                )
-
-    def is_finished(self, name):
-        before = self.runs.get(name, {})
-        grew = before.get("settings", {}).get("max_iters") != self.wanted[name]["max_iters"]
-        return before.get("why") == FINISHED and not grew
-
-    def put(self, name, why):
-        """Keep how a run stands, on disk."""
-        self.runs[name] = {"why": why, "settings": self.wanted[name]}
-        with replacing(self.path) as [file]:
-            file.write(json.dumps(self.runs, indent=1).encode())
-
-    def failed(self):
-        """{name: why} of this sweep's runs that did not come to their end."""
-        return {
-            name: self.runs[name]["why"]
-            for name in self.wanted
-            if self.runs[name]["why"] != FINISHED
-        }
-
-
-def read_record(path):
-    """{name: {"why": …, "settings": …}} of the runs so far."""
-    try:
-        record = json.loads(path.read_bytes())
-        if all(type(each["why"]) is str and dict(each["settings"]) for each in record.values()):
-            return record
-        raise ValueError("it is no record of a sweep")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise refusal("read", path, error) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path} is damaged ({cause_of(error)}): with it removed, runs are resumed without it"
-        ) from error
-
-
-def told(settings):
-    """The settings of one run that its record has."""
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    return {name: value for name, value in settings_of(settings).items() if name in names}
+def check_begun(sweep_dir, jobs):
+    """Raise UserError where a folder has a run of other settings, which would pass for this one."""
+    for name, settings in jobs.items():
+        if not Path(sweep_dir, name, runs_of.LOG).exists():
+            continue
+        before, now = runs_of.read(sweep_dir / name).settings, settings_of(settings)
+        wrong = [
+            f"{key} was {value!r} and is {now[key]!r}"
+            for key, value in before.items()
+            if key in now and value != now[key] and not may_change(key, value, now[key])
+        ]
+        if wrong:
+            raise UserError(
+                f"{sweep_dir} has a run {name} of another sweep: {'; '.join(wrong)}; choose "
+                "another --sweep_dir"
+            )
 
 
 def may_change(key, before, now):
-    return key in MAY_CHANGE or (key == "max_iters" and now > before)
+    more_steps = key == "max_iters" and isinstance(before, int) and now > before
+    return key in MAY_CHANGE or now == "auto" or more_steps
+
+
+class Record:
+    """sweep.json: {name of a run: how it ended}. Raises UserError where it cannot be read."""
+
+    def __init__(self, path):
+        self.path, self.runs = path, {}
+        try:
+            self.runs = json.loads(path.read_bytes())
+            if not all(type(why) is str for why in self.runs.values()):
+                raise ValueError("it is no record of a sweep")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise refusal("read", path, error) from error
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"{path} is damaged ({cause_of(error)}): remove it, and each run goes on from what "
+                "its folder has"
+            ) from error
+
+    def finished(self, name, steps=0):
+        """Whether a run ended well, is still there, and was to make no less than these steps."""
+        folder = self.path.parent / name
+        there = all(Path(folder, file).exists() for file in (ckpt.BEST, runs_of.LOG))
+        if self.runs.get(name) != FINISHED or not there:
+            return False
+        return not steps or runs_of.read(folder).settings.get("max_iters", 0) >= steps
+
+    def put(self, runs):
+        """Keep how runs ended, on disk."""
+        self.runs |= runs
+        with replacing(self.path) as [file]:
+            file.write(json.dumps(self.runs, indent=1).encode())
 
 
 # Training
@@ -177,27 +181,27 @@ def may_change(key, before, now):
 
 def train_all(record, jobs, at_once):
     """Train what is not finished, so many at once; one that fails does not end the others."""
-    left = {name: each for name, each in jobs.items() if not record.is_finished(name)}
-    print(f"{len(jobs)} runs, {len(jobs) - len(left)} of them finished before", flush=True)
-    crew = Crew(at_once)
-    pool = ThreadPoolExecutor(at_once)
+    left = {k: each for k, each in jobs.items() if not record.finished(k, each.max_iters)}
+    done = len(jobs) - len(left)
+    print(f"{len(jobs)} runs, {done} of them finished before", flush=True)
+    record.put(dict.fromkeys(left, STOPPED))
+    crew, pool = Crew(at_once), ThreadPoolExecutor(at_once)
+    folders = {name: record.path.parent / name for name in left}
+    futures = {pool.submit(crew.train, folders[k], each): k for k, each in left.items()}
     try:
-        for name in left:
-            record.put(name, "stopped")
-        futures = {
-            pool.submit(crew.train, record.path.parent / name, each): name
-            for name, each in left.items()
-        }
-        for number, future in enumerate(as_completed(futures), start=len(jobs) - len(left) + 1):
+        for number, future in enumerate(as_completed(futures), start=done + 1):
             name, why = futures[future], future.result()
-            record.put(name, why)
-            line = in_a_line(record.path.parent / name, why)
-            print(f"{number} of {len(jobs)}: {name}: {line}", flush=True)
+            record.put({name: why})
+            print(f"{number} of {len(jobs)}: {name}: {in_a_line(folders[name], why)}", flush=True)
     except BaseException as error:
         crew.stop()
         pool.shutdown(cancel_futures=True)
+        ended = {futures[each]: each.result() for each in futures if not each.cancelled()}
+        record.put(ended)
         if isinstance(error, Interrupted):
-            error.args = ("stopped, each run at its last step; the same command goes on",)
+            failed = [f"{k}: {why}" for k, why in ended.items() if why not in (FINISHED, STOPPED)]
+            how = f"; but {'; '.join(failed)}" if failed else ", each run at its last step"
+            error.args = (f"stopped{how}; the same command goes on",)
         raise
     pool.shutdown()
 
@@ -222,12 +226,22 @@ class Crew:
         slot = self.slots.get()
         try:
             folder.mkdir(exist_ok=True)
+            self.wait_for(folder)
             with open(folder / OUTPUT, "ab") as output:
                 return self.watch(command_of(folder, settings), slot, output)
         except OSError as error:
             return str(refusal("write", folder / OUTPUT, error))
+        except UserError as error:
+            return str(error)
         finally:
             self.slots.put(slot)
+
+    def wait_for(self, folder):
+        """Wait for a process that an earlier sweep left training there when it was killed."""
+        while not self.stopping:
+            with suppress(InUseError), Claim(folder):
+                return
+            time.sleep(0.5)
 
     def watch(self, command, slot, output):
         """Run a command to its end and keep what it prints; return like `train`."""
@@ -248,18 +262,17 @@ class Crew:
             last = line.decode(errors="replace").strip() or last
         status = child.wait()
         self.children.discard(child)
-        return FINISHED if status == 0 else f"{last} (status {status})"
+        ways = {0: FINISHED, 130: STOPPED, 143: STOPPED}  # the last two having saved
+        return ways.get(status, f"{last} (status {status})")
 
 
 def command_of(folder, settings):
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    flags = {name: value for name, value in changed(settings).items() if name in names}
+    flags = {name: value for name, value in changed(settings).items() if name in OF_TRAINING}
+    if settings.wandb_log:
+        flags = {"wandb_run_name": folder.name} | flags
     flags |= {"out_dir": folder, "init_from": "auto", "overwrite": True}
-    return [
-        sys.executable,
-        str(ROOT / "train.py"),
-        *(f"--{name}={value}" for name, value in flags.items()),
-    ]
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    return [sys.executable, str(ROOT / "train.py"), *arguments]
 
 
 def environment(slot, at_once):
@@ -277,7 +290,12 @@ def in_a_line(folder, why):
     """How a run ended, for people."""
     if why != FINISHED:
         return f"failed: {why}"
-    each = runs_of.read(folder)
+    try:
+        each = runs_of.read(folder)
+    except UserError as error:
+        return f"finished, but {error}"
+    if not each.best:
+        return "finished, but its log has no evaluation"
     best, seconds = each.best, each.newest["elapsed_s"]
     return f"best val loss {best['loss']:.4f} at step {best['step']:,}, {seconds:,.0f} s"
 
