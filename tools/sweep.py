@@ -14,6 +14,7 @@ import os
 import queue
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -227,6 +228,8 @@ class Crew:
         try:
             folder.mkdir(exist_ok=True)
             self.wait_for(folder)
+            if self.stopping:
+                return STOPPED
             with open(folder / OUTPUT, "ab") as output:
                 return self.watch(command_of(folder, settings), slot, output)
         except OSError as error:
@@ -262,8 +265,9 @@ class Crew:
             last = line.decode(errors="replace").strip() or last
         status = child.wait()
         self.children.discard(child)
-        ways = {0: FINISHED, 130: STOPPED, 143: STOPPED}  # the last two having saved
-        return ways.get(status, f"{last} (status {status})")
+        if status in (130, 143, -signal.SIGINT, -signal.SIGTERM):  # saved, or not yet begun
+            return STOPPED
+        return f"{last} (status {status})" if status else FINISHED
 
 
 def command_of(folder, settings):
