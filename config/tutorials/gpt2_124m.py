@@ -1,7 +1,9 @@
 # The shape of the smallest GPT-2 as books build it: 163 million parameters, since the head has
 # weights of its own, where GPT-2 shares them with the embedding and has 124. For byte pairs:
 #
-#     python prepare.py --dataset=shakespeare_gpt2 --tokenizer=gpt2
+#     python prepare.py
+#     python prepare.py --dataset=shakespeare_gpt2 --input=data/shakespeare_char/input.txt \
+#         --tokenizer=gpt2
 #
 # Shakespeare is far too short for it; this shows that it fits and runs, not what it could learn.
 
