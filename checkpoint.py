@@ -208,11 +208,11 @@ def _check(checkpoint):
         if not all(isinstance(value, PLAIN) for value in (part or {}).values()):
             raise ValueError("it has more than plain data where they belong")
     _check_weights(checkpoint)
-    steps = (-1, checkpoint.best_step, checkpoint.evaluated, checkpoint.step)
-    in_order = all(type(step) is int for step in steps) and list(steps) == sorted(steps)
+    steps = (checkpoint.step, checkpoint.evaluated, checkpoint.best_step, -1)
+    in_order = all(type(step) is int for step in steps) and steps == tuple(sorted(steps))[::-1]
     if not in_order or checkpoint.step < 0 or math.isnan(checkpoint.best_val_loss):
         raise ValueError(
-            f"its steps are {', '.join(map(str, steps[1:]))}, its validation loss "
+            f"its steps are {', '.join(map(str, steps[:3]))}, its validation loss "
             f"{checkpoint.best_val_loss}"
         )
     if not 0 <= checkpoint.elapsed_s < math.inf:

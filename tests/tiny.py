@@ -139,7 +139,7 @@ def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
 
 STATE = (
     "model", "optimizer", "muon", "scaler",
-    "iter_num", "best_val_loss", "evaluated", "seed", "data",
+    "iter_num", "best_val_loss", "best_step", "evaluated", "seed", "data",
 )  # fmt: skip
 TIMES = ("elapsed_s", "tokens_per_s", "mfu")
 
