@@ -169,6 +169,7 @@ def test_a_model_made_ready_to_write_drops_nothing():
     assert torch.equal(model(idx)[0], model(idx)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(5, 5, 40, 5, 1, 40), (3, 3, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"position": "rotary", "window": 20, "smear": 2}], ids=str)

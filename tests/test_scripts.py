@@ -28,6 +28,7 @@ def call(script, *arguments, cwd, stdin=b""):
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_model_that_memorised_a_text_writes_it(tmp_path):
     poem = (
         "Rough winds do shake the darling buds of May,\n"

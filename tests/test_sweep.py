@@ -130,6 +130,7 @@ def test_a_run_that_could_not_save_is_named_where_a_sweep_is_stopped(verse):
     assert "is lost" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_and_the_rest_go_on(verse, capsys):
     message = "1 of 3 runs failed: n_head=3: .*n_embd=16 is not divisible"
     with pytest.raises(UserError, match=message):

@@ -305,6 +305,7 @@ def test_time_goes_on_where_a_run_does(verse):
     assert events[-1]["elapsed_s"] > before + events[0]["elapsed_s"]
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_bar_says_what_lines_say_elsewhere(verse, folder):
     flags = tiny.flags(max_iters=400, eval_interval=400)
     command = [sys.executable, str(ROOT / "train.py"), *flags]
@@ -317,6 +318,7 @@ def test_on_a_terminal_a_bar_says_what_lines_say_elsewhere(verse, folder):
     assert "|" not in piped.stdout + piped.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_of_unknown_size_gets_lines(verse, folder):
     flags = tiny.flags(max_iters=20, eval_interval=20)
     shown = on_a_terminal([sys.executable, str(ROOT / "train.py"), *flags], size=(0, 0))
