@@ -1,11 +1,10 @@
-"""The GPT: GPT-2's decoder-only transformer, and its counting.
+"""GPT-2's decoder-only transformer, with closed-form parameter and FLOP counts.
 
-Pure torch: no files, no settings, no printing. Parameter names, defaults and initialisation are
-those of GPT-2 as nanoGPT spells them, so that checkpoints travel between the two. What has come
-since is switched on by GPTConfig: rotary positions, RMSNorm, squared ReLU, and others.
+Pure torch: no files, no settings, no printing. Parameter names, defaults and initialization are
+nanoGPT's, so that checkpoints can be exchanged. GPTConfig switches later techniques on.
 
-References: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2);
-Kaplan et al. 2020, "Scaling Laws for Neural Language Models" (parameters, FLOPs).
+Reference: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
+Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H (head size).
 """
 
 import math
@@ -18,9 +17,8 @@ from torch import nn
 
 
 def relu2(x):
-    """The square of ReLU (So et al. 2021, "Primer")."""
-    positive = F.relu(x)
-    return positive * positive  # whose gradient is faster on a CPU than that of square()
+    """Squared ReLU (So et al. 2021, "Primer")."""
+    return (y := F.relu(x)) * y  # faster backward than square() on a CPU
 
 
 ACTIVATIONS = {
@@ -30,111 +28,102 @@ ACTIVATIONS = {
     "relu2": relu2,
 }
 NORMS = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
-POSITIONS = ("learned", "rotary")
-BIGRAM_ROWS = 65_537  # at most, for pairs of tokens; a prime, so that pairs share rows evenly
+CHOICES = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
+MAX_BIGRAMS = 65_537  # rows of the bigram table; prime, so that hashed bigrams spread evenly
+
+
+def bigram_rows(vocab_size):
+    """Rows of the bigram table: one per bigram if they are few, otherwise shared by hashing."""
+    return min(vocab_size**2, MAX_BIGRAMS)
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. Raises ValueError for a shape that cannot be built.
+    """The architecture of a GPT. Raises ValueError for an invalid one.
 
-    `gelu_tanh` is what OpenAI's GPT-2 weights were trained with, `gelu` what nanoGPT trains with.
-    With `n_layer=0` a token's logits depend on nothing but the token and its position.
+    OpenAI's GPT-2 weights were trained with `gelu_tanh`, nanoGPT trains with `gelu`. With
+    `n_layer=0` the model is a bigram model: logits depend on the last token and its position only.
     """
 
-    block_size: int = 1024  # longest context, in tokens
-    vocab_size: int = 50304  # GPT-2's 50257, rounded up to a multiple of 64 for faster products
+    block_size: int = 1024  # context length in tokens
+    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64 for faster products
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
-    bias: bool = True  # in the linear layers and layer norms
+    bias: bool = True  # in linear layers and layer norms
     activation: str = "gelu"
     tie_weights: bool = True  # the output head shares the token embedding
-    position: str = "learned"  # or rotary, which turns queries and keys by where they are
-    norm: str = "layernorm"  # or rmsnorm, which subtracts no mean and has no bias
-    qk_norm: bool = False  # normalise the queries and keys of each head
-    zero_init: bool = False  # what ends a branch, or the model, starts at zero
-    smear: int = 0  # how many of the embeddings before it are mixed into each
-    bigrams: bool = False  # embed each token with the one before it, too
-    window: int = 0  # tokens that attention sees, itself and those before; 0 is all
+    position: str = "learned"  # or rotary
+    norm: str = "layernorm"  # or rmsnorm
+    qk_norm: bool = False  # normalize the queries and keys of each head
+    smear: int = 0  # preceding embeddings that are added to each embedding
+    bigrams: bool = False  # add an embedding of each token and its predecessor
+    window: int = 0  # tokens each token attends to, itself included; 0 means all
 
     def __post_init__(self):
-        for name in ("block_size", "vocab_size", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("n_layer", "smear", "window"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, as {getattr(self, name)} is")
+        least = dict.fromkeys(("block_size", "vocab_size", "n_head", "n_embd"), 1)
+        for name, low in (least | dict.fromkeys(("n_layer", "smear", "window"), 0)).items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if self.smear >= self.block_size:
-            raise ValueError(f"smear={self.smear} does not fit block_size={self.block_size}")
+            raise ValueError(f"smear={self.smear} must be less than block_size={self.block_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), not {self.dropout}")
-        if self.position == "rotary" and self.n_embd // self.n_head % 2:
-            raise ValueError(
-                f"position=rotary turns pairs, but n_embd={self.n_embd} and n_head={self.n_head} "
-                "make heads of odd size"
-            )
-        choices = {"activation": ACTIVATIONS, "norm": NORMS, "position": POSITIONS}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}, not {getattr(self, name)}"
-                )
+        size = self.n_embd // self.n_head
+        if self.position == "rotary" and size % 2:
+            raise ValueError(f"position=rotary needs an even head size n_embd / n_head, not {size}")
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value}")
 
 
-def attend(q, k, v, window=0, dropout=0.0):
-    """Causal attention: (B, n_head, T, head size) each -> the same shape.
-
-    A position sees itself and all before it, or, with a window, itself and window - 1 before it.
-    """
+def causal_attention(q, k, v, window=0, dropout=0.0):
+    """Causal attention over the last `window` tokens (0: all). (B, H, T, D) each -> the same."""
     T = q.shape[2]
     if 0 < window < T:
-        return attend_nearby(q, k, v, window, dropout)
-    if products_are_faster(q, T):
+        return windowed_attention(q, k, v, window, dropout)
+    if prefers_explicit_attention(q, T):
         future = torch.full((1, T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-        return attend_by_products(q, k, v, future, dropout)
+        return explicit_attention(q, k, v, future, dropout)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
-def attend_nearby(q, k, v, window, dropout):
-    """The same where T is above the window, in time that grows with T * window.
+def windowed_attention(q, k, v, window, dropout):
+    """Causal attention for T > window, in O(T * window) time.
 
-    The sequence is cut into pieces of `window` positions, and each sees itself and the one before
-    (Child et al. 2019, "Generating Long Sequences with Sparse Transformers", have such pieces).
+    The sequence is cut into chunks of `window` tokens; each chunk attends to itself and to the
+    chunk before (Child et al. 2019, "Generating Long Sequences with Sparse Transformers").
     """
-    B, n_head, T, size = q.shape
-    count = -(-T // window)
-    cut = (F.pad(each, (0, 0, 0, count * window - T)) for each in (q, k, v))
-    q, k, v = (each.reshape(B * n_head, count, window, size) for each in cut)
+    B, H, T, D = q.shape
+    chunks = -(-T // window)
+    padded = (F.pad(each, (0, 0, 0, chunks * window - T)) for each in (q, k, v))
+    q, k, v = (each.reshape(B * H, chunks, window, D) for each in padded)
     k, v = (torch.cat((F.pad(each, (0, 0, 0, 0, 1, -1)), each), dim=2) for each in (k, v))
-    there = torch.arange(2 * window, device=q.device)
-    distance = there[window:, None] - there
-    hidden = ((distance < 0) | (distance >= window)).repeat(count, 1, 1)
-    hidden[0, :, :window] = True  # before the first piece is nothing
+    columns = torch.arange(2 * window, device=q.device)
+    distance = columns[window:, None] - columns
+    hidden = ((distance < 0) | (distance >= window)).repeat(chunks, 1, 1)
+    hidden[0, :, :window] = True  # the first chunk has no predecessor
     mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
-    if products_are_faster(q, 2 * window):
-        y = attend_by_products(q, k, v, mask.repeat(B * n_head, 1, 1), dropout)
+    if prefers_explicit_attention(q, 2 * window):
+        y = explicit_attention(q, k, v, mask.repeat(B * H, 1, 1), dropout)
     else:
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    return y.reshape(B, n_head, count * window, size)[:, :, :T]
+    return y.reshape(B, H, chunks * window, D)[:, :, :T]
 
 
-def products_are_faster(q, keys):
-    """Whether plain products beat torch's own kernel, whose backward pass is slow on CPUs.
+def prefers_explicit_attention(q, keys):
+    """Whether matrix products are faster than torch's fused kernel, forward and backward.
 
-    Forward and backward in bfloat16 on two AMD cores, they took 1/4 of its time with 128 keys, 1/2
-    with 512, and more than it from 1024 on.
+    In bfloat16 on two AMD cores they took 1/4 of its time for 128 keys and 1/2 for 512.
     """
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and keys <= 512
 
 
-def attend_by_products(q, k, v, mask, dropout):
-    """Attention by its definition, softmax(q k' / sqrt(size)) v (Vaswani et al. 2017, 3.2.1).
+def explicit_attention(q, k, v, mask, dropout):
+    """softmax(q k^T / sqrt(D) + mask) v (Vaswani et al. 2017, section 3.2.1).
 
-    `mask` is added to the scores of the first two dimensions of q as one: (1 or all, T, keys).
+    q: (B, H, T, D); k, v: (B, H, keys, D); mask: (B * H or 1, T, keys).
     """
     flat_q, flat_k, flat_v = (each.flatten(0, 1) for each in (q, k, v))
     scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
@@ -142,29 +131,26 @@ def attend_by_products(q, k, v, mask, dropout):
     return (weights @ flat_v).unflatten(0, q.shape[:2])
 
 
-def rotary_tables(length, size):
-    """Cosines and signed sines that `rotate` takes, (length, size) float32 each.
+def rotary_tables(config, device):
+    """Returns cosines and signed sines for `rotate`, (block_size, D) float32 each.
 
-    Pair i of a head turns by position / 10000^(2i/size) radians (Su et al. 2021, "RoFormer").
+    Pair i of a head rotates by position / 10000^(2i/D) radians (Su et al. 2021, "RoFormer").
     """
+    size = config.n_embd // config.n_head
     frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(length), frequencies)
-    cos, sin = angles.cos(), angles.sin()
+    angles = torch.outer(torch.arange(config.block_size), frequencies)
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (i, i + size/2) of each head: (..., T, size) -> the same shape."""
+    """Rotates the pairs (i, i + D/2) of each head: (..., T, D) -> the same shape."""
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before it, or a window.
-
-    `recall`, a function of queries, keys and values, attends in the place of `attend`: to keys and
-    values of earlier calls, too.
-    """
+    """Multi-head causal self-attention."""
 
     def __init__(self, config):
         super().__init__()
@@ -176,28 +162,34 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rotation=None, recall=None):
+    def forward(self, x, rotation=None, attend=None):
+        """x: (B, T, C) -> (B, T, C). See GPT.trunk for `attend`."""
         B, T, C = x.shape
-        size = C // self.n_head
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, size).unbind(dim=2)
-        q, k, v = (each.transpose(1, 2) for each in qkv)  # (B, n_head, T, head size)
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(dim=2)
+        q, k, v = (each.transpose(1, 2) for each in qkv)  # (B, H, T, D)
         if self.qk_norm or rotation:
-            q, k = self.prepare(torch.stack((q, k)), rotation)
-        y = (self.attend if recall is None else recall)(q, k, v)
+            qk = torch.stack((q, k))  # both at once, for fewer operations
+            if self.qk_norm:  # Henry et al. 2020, "Query-Key Normalization"
+                qk = self.qk_norm(qk, qk.shape[-1:])
+            q, k = rotate(qk, *rotation) if rotation else qk
+        if attend is None:
+            y = causal_attention(q, k, v, self.window, self.dropout if self.training else 0.0)
+        else:
+            y = attend(q, k, v)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
-    def attend(self, q, k, v):
-        return attend(q, k, v, self.window, self.dropout if self.training else 0.0)
 
-    def prepare(self, qk, rotation):
-        """Queries and keys as their products want them, both at once: (2, B, n_head, T, size)."""
-        if self.qk_norm:  # Henry et al. 2020, "Query-Key Normalization"
-            qk = self.qk_norm(qk, qk.shape[-1:])
-        return rotate(qk, *rotation) if rotation else qk
+def embedding(rows, size):  # uninitialized: to initialize one on meta imports torch._dynamo
+    return nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)
+
+
+def make_norm(config):
+    C = config.n_embd  # RMSNorm: Zhang and Sennrich 2019
+    return nn.RMSNorm(C) if config.norm == "rmsnorm" else nn.LayerNorm(C, bias=config.bias)
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers with a hidden width of 4 C."""
 
     def __init__(self, config):
         super().__init__()
@@ -210,14 +202,8 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
-def make_norm(config):
-    if config.norm == "rmsnorm":  # Zhang and Sennrich 2019
-        return nn.RMSNorm(config.n_embd)
-    return nn.LayerNorm(config.n_embd, bias=config.bias)
-
-
 class Block(nn.Module):
-    """Attention, then the MLP, each normalised before and added to the residual stream after."""
+    """Pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
     def __init__(self, config):
         super().__init__()
@@ -226,157 +212,169 @@ class Block(nn.Module):
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x, rotation=None, recall=None):
-        x = x + self.attn(self.ln_1(x), rotation, recall)
+    def forward(self, x, rotation=None, attend=None):
+        x = x + self.attn(self.ln_1(x), rotation, attend)
         return x + self.mlp(self.ln_2(x))
 
 
-def bigram_rows(vocab_size):
-    """Rows of the table of pairs: one each for the pairs of small vocabularies."""
-    return min(vocab_size**2, BIGRAM_ROWS)
+class LocalContext(nn.Module):
+    """Adds information about the preceding tokens to each embedding.
 
-
-def bigram_ids(idx, vocab_size):
-    """The row of each token and the one before it, (B, T) int64; before the first comes id 0."""
-    before = F.pad(idx, (1, 0))[:, :-1]
-    return (before * vocab_size + idx) % bigram_rows(vocab_size)
-
-
-class Smear(nn.Module):
-    """Adds to each embedding those of the tokens just before it, weighted by channel.
-
-    A causal depthwise convolution; tells of pairs and triples of tokens what the first block's
-    attention would have to find out (So et al. 2021 convolve queries, keys and values so).
+    `bigrams` adds an embedding of each token and its predecessor. `smear` is a causal depthwise
+    convolution (So et al. 2021, "Primer", apply it to queries, keys and values).
     """
 
     def __init__(self, config):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.smear, config.n_embd))
+        self.vocab_size = config.vocab_size
+        self.receptive_field = config.smear + config.bigrams  # preceding tokens
+        self.bigrams = self.smear = None
+        if config.bigrams:
+            self.bigrams = embedding(bigram_rows(config.vocab_size), config.n_embd)
+        if config.smear:
+            self.smear = nn.ParameterDict({"weight": torch.empty(config.smear, config.n_embd)})
 
-    def forward(self, x):
+    def forward(self, x, idx, absent=None):
+        """x: (B, T, C) embeddings of idx, (B, T). absent: (B or none, T) bool, no such token."""
+        if self.bigrams is not None:
+            previous = F.pad(idx, (1, 0))[:, :-1]  # id 0 precedes the first token
+            x = x + self.bigrams((previous * self.vocab_size + idx) % self.bigrams.num_embeddings)
+        if absent is not None:
+            x = x.masked_fill(absent.unsqueeze(-1), 0)
         smeared = x
-        for back, weight in enumerate(self.weight, start=1):
-            earlier = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
-            smeared = torch.addcmul(smeared, earlier, weight)
+        for back, weight in enumerate(self.smear["weight"] if self.smear else (), start=1):
+            smeared = torch.addcmul(smeared, F.pad(x, (0, 0, back, 0))[:, : x.shape[1]], weight)
         return smeared
 
 
-def initial_std(name, config):
-    """The standard deviation with which a matrix or table starts: GPT-2's, or that of `zero_init`.
-
-    Each block adds two projections to the residual stream; 1/sqrt(2 n_layer) keeps its variance
-    from growing with depth (Radford et al. 2019, section 2.3). With `zero_init` they start at zero,
-    and so does an untied head. Then the embeddings alone make the stream, and are larger; 0.3 was
-    the best of a few trials.
-    """
-    if name.endswith("c_proj.weight"):
-        return 0.0 if config.zero_init else 0.02 / math.sqrt(2 * config.n_layer)
-    if config.zero_init and not config.tie_weights:
-        if name == "lm_head.weight":
-            return 0.0
-        if name.endswith(("wte.weight", "bigrams.weight")):
-            return 0.3
-    return 0.02
-
-
 class GPT(nn.Module):
-    """A language model: token ids in, logits of the next token out."""
+    """A GPT language model."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        parts = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}
+        parts = {"wte": embedding(config.vocab_size, config.n_embd)}
         if config.position == "learned":
-            parts["wpe"] = nn.Embedding(config.block_size, config.n_embd)
-        else:
-            cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
-            self.register_buffer("cos", cos, persistent=False)
-            self.register_buffer("sin", sin, persistent=False)
-        if config.bigrams:
-            parts["bigrams"] = nn.Embedding(bigram_rows(config.vocab_size), config.n_embd)
-        if config.smear:
-            parts["smear"] = Smear(config)
+            parts["wpe"] = embedding(config.block_size, config.n_embd)
+        if config.bigrams or config.smear:
+            parts["context"] = LocalContext(config)
         parts["drop"] = nn.Dropout(config.dropout)
         parts["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tie_weights:
+        if not self.lm_head.weight.is_meta:  # see uninitialized()
+            self._tie_and_fill_tables()
+            self.init_weights()
+
+    @classmethod
+    def uninitialized(cls, config, device="cpu"):
+        """Returns a GPT with uninitialized weights, for init_weights() or load_state_dict()."""
+        with torch.device("meta"):
+            model = cls(config)
+        weights = {k: torch.empty(w.shape, device=device) for k, w in model.state_dict().items()}
+        model.load_state_dict(weights, assign=True)  # to_empty() would import sympy: 0.4 s
+        model._tie_and_fill_tables()
+        return model
+
+    def _tie_and_fill_tables(self):
+        if self.config.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight
-        self.init_weights()
+        if self.config.position == "rotary":
+            tables = rotary_tables(self.config, self.lm_head.weight.device)
+            self.register_buffer("cos", tables[0], persistent=False)
+            self.register_buffer("sin", tables[1], persistent=False)
 
     def init_weights(self):
-        """Norms start as the identity, biases at zero, matrices and tables normal."""
+        """Initializes as GPT-2: norms to identity, biases to 0, the rest to N(0, 0.02).
+
+        Each block adds two projections to the residual stream; their standard deviation is divided
+        by sqrt(2 n_layer) to keep its variance from growing with depth (Radford et al. 2019, 2.3).
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
+            elif name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
-                nn.init.normal_(parameter, std=initial_std(name, self.config))
+                nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, idx, targets=None):
-        """Logits, and the mean cross-entropy in nats per token where `targets` are given.
+    @property
+    def receptive_field(self):
+        """Preceding tokens that the embedding of a token depends on."""
+        return self.transformer.context.receptive_field if "context" in self.transformer else 0
 
-        idx, targets: (B, T) int64 with T <= block_size; a target of -1 does not count.
-        Returns (logits, loss): (B, T, vocab_size) and a scalar, or, without targets, the logits of
-        the last position alone, (B, 1, vocab_size), and None. Raises ValueError for a context
-        that is too long; ids outside the vocabulary are the caller's to keep out.
+    def forward(self, idx, targets):
+        """Returns the mean cross-entropy in nats per token, a scalar.
+
+        idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored.
         """
-        x, rotation = self.embed(idx)
-        for block in self.transformer.h:
-            x = block(x, rotation)
-        x = self.transformer.ln_f(x)
-        if targets is None:
-            return self.lm_head(x[:, -1:]), None
-        logits = self.lm_head(x)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-        return logits, loss
+        logits = self.logits(idx)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def embed(self, idx, positions=None):
-        """The residual stream at its start, (B, T, n_embd), and what `rotate` needs, or None.
+    def logits(self, idx):
+        """Returns the logits of the token after each position: (B, T) -> (B, T, vocab_size)."""
+        return self.lm_head(self.trunk(idx))
 
-        positions: (B, T) or (T,) int64, 0, 1, … if not given; no token is at a negative one.
+    def trunk(self, idx, positions=None, attend=None):
+        """Returns the hidden states after the final norm, (B, T', C).
+
+        Args:
+            idx: (B, T) int64, T <= block_size. Raises ValueError otherwise.
+            positions: (T',) or (B, T') int64, the positions of the last T' tokens of idx. Tokens
+                before those only contribute to embeddings. Default: 0 to T - 1.
+            attend: replaces causal attention, for a KV cache: attend(layer, q, k, v) takes and
+                returns (B, H, T', D).
         """
         T, size = idx.shape[1], self.config.block_size
         if not 1 <= T <= size:
-            raise ValueError(f"a context of {T} tokens does not fit block_size={size}")
-        parts, rotation = self.transformer, None
-        places = torch.arange(T, device=idx.device)
-        if positions is not None:
-            there = positions >= 0
-            places, idx = positions.clamp(min=0), idx.masked_fill(~there, 0)
+            raise ValueError(f"{T} tokens do not fit block_size={size}")
+        if positions is None:
+            positions = torch.arange(T, device=idx.device)
+        x, rotation = self.embed(idx, positions), None
+        if self.config.position == "rotary":
+            rotation = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
+        for layer, block in enumerate(self.transformer.h):
+            x = block(x, rotation, attend and partial(attend, layer))
+        return self.transformer.ln_f(x)
+
+    def embed(self, idx, positions):
+        """Returns the embeddings of the last T' tokens, (B, T', C). See trunk."""
+        parts, earlier, absent = self.transformer, idx.shape[1] - positions.shape[-1], None
+        if earlier:
+            steps = torch.arange(-earlier, 0, device=idx.device)
+            positions = torch.cat((positions[..., :1] + steps, positions), dim=-1)
+            absent = positions < 0  # before the start of the text
+            positions, idx = positions.clamp(min=0), idx.masked_fill(absent, 0)
         x = parts.wte(idx)
         if self.config.position == "learned":
-            x = x + parts.wpe(places)
-        else:
-            rotation = self.cos[places].unsqueeze(-3), self.sin[places].unsqueeze(-3)  # by head
-        if self.config.bigrams:
-            x = x + parts.bigrams(bigram_ids(idx, self.config.vocab_size))
-        if self.config.smear:
-            x = parts.smear(x if positions is None else x * there.unsqueeze(-1))
-        return parts.drop(x), rotation
+            x = x + parts.wpe(positions)
+        if self.receptive_field:
+            x = parts.context(x, idx, absent)
+        return parts.drop(x[:, earlier:])
 
 
 def num_params(config):
-    """Parameters of a GPT in closed form; shared weights count once."""
+    """Returns the number of parameters in closed form; tied weights count once."""
     C, L, bias = config.n_embd, config.n_layer, int(config.bias)
     norm = C * (1 + (bias if config.norm == "layernorm" else 0))
     block = 12 * C * C + bias * 9 * C + 2 * norm  # attention 4 C^2 + 4 C, MLP 8 C^2 + 5 C
     positions = config.block_size if config.position == "learned" else 0
-    pairs = bigram_rows(config.vocab_size) if config.bigrams else 0
-    embeddings = (config.vocab_size + pairs + positions + config.smear) * C
+    bigrams = bigram_rows(config.vocab_size) if config.bigrams else 0
+    embeddings = (config.vocab_size + bigrams + positions + config.smear) * C
     head = 0 if config.tie_weights else config.vocab_size * C
     return embeddings + L * block + norm + head
 
 
 def flops_per_token(config):
-    """FLOPs that training spends on one token of a full context: forward, and twice that backward.
+    """Returns the FLOPs of training on one token: the forward pass, and twice that for backward.
 
-    2 FLOPs for each weight of a matrix product and each attention score and sum (Chowdhery et al.
-    2022, "PaLM", appendix B; the causal mask is not credited). Embeddings cost no products.
+    2 FLOPs per weight of each matrix product and per attention score and sum (Chowdhery et al.
+    2022, "PaLM", appendix B). The causal mask is not credited. Embeddings take no products.
     """
     C, L = config.n_embd, config.n_layer
     weights = L * 12 * C * C + config.vocab_size * C
     T, window = config.block_size, config.window
-    scores = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # of a head, as computed
+    scores = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # per head, as computed
     attention = L * 2 * C * scores / T
     return 3 * 2 * (weights + attention)

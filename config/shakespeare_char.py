@@ -1,4 +1,4 @@
-# A GPT of characters that writes like Shakespeare, in minutes. First: python prepare.py
+# nanoGPT's character-level Shakespeare recipe. Prepare the data first: python prepare.py
 
 out_dir = "out-shakespeare-char"
 dataset = "shakespeare_char"
@@ -15,12 +15,12 @@ batch_size = 64
 gradient_accumulation_steps = 1
 dropout = 0.2
 
-learning_rate = 1e-3  # small models bear higher rates; it decays to a tenth at max_iters
+learning_rate = 1e-3  # small models tolerate higher learning rates
 max_iters = 5000
 warmup_iters = 100
-beta2 = 0.99  # a step has few tokens, so remember more of them
+beta2 = 0.99  # a longer average, because a step has few tokens
 
-# Without a GPU that would take hours; this takes a minute or two.
+# 0.8 M parameters, for a CPU, where the large model would take hours
 if device == "cpu":
     n_layer = 4
     n_head = 4
@@ -29,4 +29,4 @@ if device == "cpu":
     batch_size = 12
     dropout = 0.0
     max_iters = 2000
-    print("config/shakespeare_char.py: no GPU in use, so this is the small model for a CPU")
+    print("config/shakespeare_char.py: no GPU in use, training the small model for a CPU")

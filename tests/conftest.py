@@ -1,4 +1,4 @@
-"""Shared by the tests: how hypothesis searches, a small dataset, and GPT-2's tokenizer."""
+"""Shared fixtures: hypothesis settings, a small dataset, and GPT-2's tokenizer."""
 
 import os
 
@@ -8,19 +8,26 @@ import tiny
 import torch
 from hypothesis import settings
 
-from prepare import load_dataset
-from tokenizer import END_OF_TEXT, GPT2Tokenizer
+from folio.dataset import load_dataset
+from folio.tokenizers import END_OF_TEXT, GPT2Tokenizer
 
-# the same examples in every run, however slow the machine
+# the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None)
 settings.load_profile("folio")
 
-torch.set_num_threads(1)  # tiny tensors gain nothing from more, and lose where cores are busy
+torch.set_num_threads(1)  # tiny tensors are slower with more threads on a loaded machine
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
 def verse(folder):
-    """The dataset of a few verses, prepared in the `folder` of the test."""
+    """A dataset of a few verses, prepared in `folder`."""
     tiny.prepare_verse()
     return load_dataset("verse")
 

@@ -1,27 +1,28 @@
-"""The four scripts together, as a person runs them, and the house that their imports draw."""
+"""The scripts as a user runs them, the imports between modules, and the sizes of files."""
 
 import ast
-import dataclasses
 import os
 import re
 import subprocess
 import sys
+import typing
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import tiny
-import torch
 
-import config
-import train
-from model import GPT, GPTConfig, num_params
+import model
+from folio.fields import Scope
+from prepare import PrepareConfig
+from sample import SampleConfig
+from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("prepare.py", "train.py", "sample.py")
 
 
 def call(script, *arguments, cwd, stdin=b""):
-    """Run a script in a folder of its own; bytes in, decoded text out."""
+    """Runs a script in a process. Returns exit status, stdout and stderr."""
     command = [sys.executable, str(ROOT / script), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, env=environment)
@@ -29,7 +30,7 @@ def call(script, *arguments, cwd, stdin=b""):
 
 
 @pytest.mark.slow
-def test_a_model_that_memorised_a_text_writes_it(tmp_path):
+def test_a_trained_model_reproduces_a_memorized_text(tmp_path):
     poem = (
         "Rough winds do shake the darling buds of May,\n"
         "And summer's lease hath all too short a date;\n"
@@ -52,148 +53,118 @@ def test_a_model_that_memorised_a_text_writes_it(tmp_path):
     assert out.startswith(poem + prompt)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_and_slips_are_answered_before_anything_slow_is_imported(script, tmp_path):
-    for argument, code in (("--help", 0), ("--lerning_rate=1", 2)):
-        probe = (
-            "import runpy, sys\n"
-            f"sys.argv = [{script!r}, {argument!r}]\n"
-            f"sys.path.insert(0, {str(ROOT)!r})\n"
-            f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
-            "except SystemExit as left: print('left with', left.code)\n"
-            "print('torch' in sys.modules)\n"
-        )
-        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, cwd=tmp_path)
-        assert done.stdout.decode().split()[-4:] == ["left", "with", str(code), "False"]
+# Imports
 
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_names_every_setting_with_its_type_and_default(script, tmp_path):
-    code, out, _ = call(script, "--help", cwd=tmp_path)
-    assert code == 0
-    settings = re.findall(r"^  --(\w+)=.+\n      .+ \(.+\)$", out, re.M)
-    assert "dataset" in settings or "start" in settings
-    assert len(settings) == len(re.findall(r"^  --", out, re.M))
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """A folder with a trained model."""
-    folder = tmp_path_factory.mktemp("workplace")
-    (folder / "verse.txt").write_text(tiny.VERSE * 20, encoding="utf-8")
-    assert call("prepare.py", "--input=verse.txt", "--dataset=verse", cwd=folder)[0] == 0
-    assert call("train.py", *tiny.flags(max_iters=1, out_dir="run"), cwd=folder)[0] == 0
-    return folder
-
-
-def test_a_reader_that_leaves_is_no_error(workplace):
-    command = f"{sys.executable} {ROOT}/train.py --help | head -1"
-    done = subprocess.run(command, shell=True, cwd=workplace, capture_output=True)
-    assert done.stderr == b""
-
-
-# The house
-
-FLOORS = (
-    {"config"},
-    {"safety", "untrusted"},
-    {"model", "tokenizer", "device", "trackers"},
-    {"batches", "checkpoint", "generation", "optimizers", "prepare", "report"},
-    {"train", "sample"},
+LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
+    {"errors", "model"},
+    {"fields"},
+    {"settings", "files", "tokenizers", "device"},
+    {"process", "memory", "dataset", "optim", "sampling"},
+    {"batches", "compile", "divergence", "generate", "trackers"},
+    {"checkpoint"},
+    {"completion", "run_dir", "tracking"},
 )
+LIBRARY = {path.stem for path in (ROOT / "folio").glob("*.py")}
+TOP = {path.stem for path in ROOT.glob("*.py")}
 
 
-def own_imports(path):
-    """The modules of folio that a module imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module.split(".")[0])
-    return names & set.union(*FLOORS)
+def imports_of(path):
+    """Returns the names of the modules in folio/, tools/ and the top level that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            package = [node.module] if isinstance(node, ast.ImportFrom) else []
+            found |= {".".join([*package, alias.name]) for alias in node.names}
+    parts = [name.split(".") for name in found]
+    library = {rest[0] for first, *rest in parts if first == "folio"}
+    return library | {first for first, *_ in parts if first in TOP | {"tools"}}
 
 
 def test_imports_point_down_only():
-    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-    for name, floor in floor_of.items():
-        path = ROOT / "config/__init__.py" if name == "config" else ROOT / f"{name}.py"
-        too_high = {other for other in own_imports(path) if floor_of[other] >= floor}
-        assert not too_high, f"{name} imports {too_high}"
+    level_of = {name: level for level, names in enumerate(LEVELS) for name in names}
+    assert level_of.keys() == LIBRARY | {"model"}
+    for name, level in level_of.items():
+        path = ROOT / "model.py" if name == "model" else ROOT / "folio" / f"{name}.py"
+        wrong = {other for other in imports_of(path) if level_of.get(other, level) >= level}
+        assert not wrong, f"{name} imports {wrong}"
 
 
-def test_there_are_no_other_modules_at_the_top():
-    assert {path.stem for path in ROOT.glob("*.py")} == set.union(*FLOORS) - {"config"}
+def test_scripts_import_the_library_only():
+    for script in SCRIPTS:
+        assert imports_of(ROOT / script) <= LIBRARY | {"model"}
+
+
+def python(code, folder):
+    """Runs code with the repository on the path. Returns exit status, stdout and stderr."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
 def test_importing_a_module_runs_nothing(tmp_path):
-    modules = ", ".join(sorted(set.union(*FLOORS)))
-    path = f"sys.path.insert(0, {str(ROOT)!r})"
-    probe = f"import sys; {path}; sys.argv = ['x', '--help']; import {modules}"
-    done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    modules = sorted({f"folio.{name}" for name in LIBRARY} | TOP)
+    code = f"sys.argv = ['x', '--help']; import {', '.join(modules)}"
+    assert python(code, tmp_path) == (0, "", "")
     assert not any(tmp_path.iterdir())
 
 
-def test_the_model_touches_no_files_and_no_arguments():
-    source = (ROOT / "model.py").read_text()
-    assert not re.search(r"\b(open|print|sys|os|argv|Path)\b\s*[(.]", source)
-    assert own_imports(ROOT / "model.py") == set()
+def test_modules_that_help_needs_do_not_import_torch(tmp_path):
+    modules = ("errors", "fields", "settings", "files", "process")
+    code = f"import {', '.join(f'folio.{name}' for name in modules)}\n"
+    code += "print({'torch', 'numpy', 'filelock'} & set(sys.modules))"
+    assert python(code, tmp_path) == (0, "set()\n", "")
 
 
-# Presets
-
-NANOGPT_ON_A_GPU = {
-    "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 64, "dropout": 0.2,
-    "learning_rate": 1e-3, "max_iters": 5000, "beta2": 0.99, "warmup_iters": 100,
-    "gradient_accumulation_steps": 1,
-}  # fmt: skip
-NANOGPT_ON_A_CPU = NANOGPT_ON_A_GPU | {
-    "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "dropout": 0.0,
-    "max_iters": 2000,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("device", "recipe", "lines"), [("cuda", NANOGPT_ON_A_GPU, 0), ("cpu", NANOGPT_ON_A_CPU, 1)]
-)
-def test_the_shakespeare_preset_is_nanogpts_recipe_for_the_machine(device, recipe, lines, capsys):
-    preset = str(ROOT / "config" / "shakespeare_char.py")
-    settings = config.load(train.TrainConfig, [preset], {"device": lambda _: device})
-    assert {name: getattr(settings, name) for name in recipe} == recipe
-    assert train.learning_rate_at(settings.max_iters, settings) == pytest.approx(1e-4)
-    assert train.learning_rate_at(settings.max_iters - 1, settings) > 1e-4
-    assert len(capsys.readouterr().out.splitlines()) == lines
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--lerning_rate=1", 2)])
+def test_help_and_invalid_flags_are_answered_without_torch(script, argument, status, tmp_path):
+    code = (
+        f"import runpy; sys.argv = [{script!r}, {argument!r}]\n"
+        f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
+        "except SystemExit as exit: print(exit.code, 'torch' in sys.modules)\n"
+    )
+    lines = python(code, tmp_path)[1].splitlines()
+    assert lines[-1] == f"{status} False"
+    if argument == "--help":
+        found = re.findall(r"^  --(\w+)=.+\n      .+ \(.+\)$", "\n".join(lines), re.M)
+        settings = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
+        assert found == [field.name for field in fields(settings[script])]
 
 
-@pytest.mark.parametrize(("device", "place"), [("cuda", 0), ("cpu", 1)])
-def test_the_fast_preset_has_the_parameters_that_it_says(device, place):
-    preset = ROOT / "config" / "shakespeare_char_fast.py"
-    settings = config.load(train.TrainConfig, [str(preset)], {"device": lambda _: device})
-    names = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size"}
-    shape = GPTConfig(vocab_size=65, **{name: getattr(settings, name) for name in names})
-    said = re.findall(r"([\d.]+) M parameters", preset.read_text())[place]
-    assert f"{num_params(shape) / 1e6:.1f}" == said
-    x = torch.zeros((1, shape.block_size), dtype=torch.int64)
-    assert torch.isfinite(GPT(shape)(x, x)[1])
+# Sizes
+
+BUDGETS = {"train.py": 400, "sample.py": 250, "prepare.py": 250, "model.py": 380}
 
 
-@pytest.mark.parametrize("preset", sorted((ROOT / "config").rglob("[!_]*.py")), ids=str)
-def test_every_preset_loads(preset):
-    config.load(train.TrainConfig, [str(preset)], {"device": lambda _: "cuda"})
+def test_the_top_level_has_the_scripts_only():
+    assert {f"{name}.py" for name in TOP} == BUDGETS.keys()
 
 
-@pytest.mark.parametrize(
-    ("tutorial", "vocab_size", "published", "tolerance"),
-    [
-        ("gpt_small", 65, 309_185, 0.02),
-        ("lecture", 65, 10.79e6, 0.001),
-        ("gpt2_124m", 50257, 163e6, 0.001),
-    ],
-)
-def test_the_tutorials_have_the_published_sizes(tutorial, vocab_size, published, tolerance):
-    preset = str(ROOT / "config" / "tutorials" / f"{tutorial}.py")
-    settings = config.load(train.TrainConfig, [preset], {"device": lambda _: "cpu"})
-    names = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size"}
-    shape = GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
-    assert num_params(shape) == pytest.approx(published, rel=tolerance)
+def test_no_file_is_longer_than_its_budget():
+    budgets = {ROOT / name: lines for name, lines in BUDGETS.items()}
+    budgets |= {path: 250 for name in ("folio", "tools") for path in (ROOT / name).glob("*.py")}
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in budgets}
+    assert not {path.name: n for path, n in lengths.items() if n > budgets[path]}
+
+
+# Settings
+
+
+def test_the_settings_of_the_model_are_those_of_gptconfig():
+    groups, found = {None: []}, {field.name: field.type for field in fields(TrainConfig)}
+    for field in fields(TrainConfig):
+        groups.setdefault(field.metadata["group"] or [*groups][-1], []).append(field.name)
+    expected = {field.name: field.type for field in fields(model.GPTConfig)}
+    del expected["vocab_size"]
+    assert {"block_size", *groups["Model"]} == expected.keys()
+    for name, kind in expected.items():
+        if name in model.CHOICES:
+            assert typing.get_args(found[name]) == tuple(model.CHOICES[name])
+        else:
+            assert found[name] == kind
+
+
+@pytest.mark.parametrize("settings_class", [PrepareConfig, TrainConfig, SampleConfig])
+def test_every_setting_has_a_known_scope(settings_class):
+    scopes = {field.metadata["scope"] for field in fields(settings_class)}
+    assert scopes <= set(typing.get_args(Scope))

@@ -1,4 +1,4 @@
-"""A dataset and a model small enough for tests, and files as nanoGPT writes them."""
+"""A small dataset and model for tests, and files in nanoGPT's format."""
 
 import json
 import pickle
@@ -9,9 +9,9 @@ import torch
 
 import prepare
 import train
-from config import load
+from folio.optim import make_optimizers
+from folio.settings import load
 from model import GPT, GPTConfig
-from optimizers import make_optimizers
 
 VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
@@ -30,12 +30,11 @@ SETTINGS = {
     "dtype": "float32",
     "compile": False,
 }
-SWITCHES = {  # all that GPT-2 has otherwise
+SWITCHES = {  # every switch of GPTConfig, on
     "position": "rotary",
     "norm": "rmsnorm",
     "qk_norm": True,
     "activation": "relu2",
-    "zero_init": True,
     "tie_weights": False,
     "bigrams": True,
     "smear": 2,
@@ -55,13 +54,13 @@ SHAPES = (
     {"window": 3},
     {"bigrams": True},
     {"bigrams": True, "vocab_size": 300},
-    {"norm": "rmsnorm", "bias": False, "activation": "relu2", "zero_init": True},
+    {"norm": "rmsnorm", "bias": False, "activation": "relu2"},
     {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 11},
 )
 
 
 def random_model(**changes):
-    """A GPT in eval mode whose every parameter, norms and biases too, matters to the logits."""
+    """Returns a GPT in eval mode in which every parameter, norms and biases too, has an effect."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**(SMALL | changes))).eval()
     for parameter in model.parameters():
@@ -76,12 +75,12 @@ def random_ids(model, rows=3, length=None):
 
 
 def flags(**settings):
-    """SETTINGS, some of them changed, as arguments of train.py."""
+    """Returns SETTINGS with changes, as arguments of train.py."""
     return [f"--{name}={value}" for name, value in (SETTINGS | settings).items()]
 
 
 def settings(**changes):
-    """A TrainConfig for the same."""
+    """Returns SETTINGS with changes, as a TrainConfig."""
     return load(train.TrainConfig, flags(**changes))
 
 
@@ -95,12 +94,12 @@ def log_events(out_dir="out"):
 
 
 def saved(name="ckpt.pt", out_dir="out"):
-    """A checkpoint's plain content."""
+    """Returns the plain content of a checkpoint."""
     return torch.load(Path(out_dir, name), weights_only=True)
 
 
 def write_nanogpt_dataset(name="verse", text=VERSE * 20):
-    """data/<name> as nanoGPT's character datasets are: two bins and a pickled table."""
+    """Writes data/<name> in nanoGPT's character format: two bins and a pickled table."""
     folder = Path("data", name)
     folder.mkdir(parents=True)
     characters = sorted(set(text))
@@ -116,13 +115,13 @@ def write_nanogpt_dataset(name="verse", text=VERSE * 20):
 
 
 def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
-    """out/ckpt.pt with nanoGPT's keys, after one AdamW step, as a compiled model leaves it."""
+    """Writes out/ckpt.pt with nanoGPT's keys, after one AdamW step of a compiled model."""
     torch.manual_seed(7)
     args = {**SHAPE, "bias": False, "vocab_size": vocab_size, "dropout": 0.0}
     model = GPT(GPTConfig(**args))
     optimizer = make_optimizers(model, settings())["adamw"]
     idx = torch.arange(8)[None]
-    model(idx, idx)[1].backward()
+    model(idx, idx).backward()
     optimizer.step()
     Path("out").mkdir()
     content = {
@@ -139,13 +138,13 @@ def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
 
 STATE = (
     "model", "optimizer", "muon", "scaler",
-    "iter_num", "best_val_loss", "best_step", "evaluated", "seed", "data",
+    "iter_num", "best_val_loss", "best_step", "evaluated", "data",
 )  # fmt: skip
 TIMES = ("elapsed_s", "tokens_per_s", "mfu")
 
 
 def same(a, b):
-    """Whether two values of plain data and tensors are equal to the bit."""
+    """Whether two values of plain data and tensors are bit-identical."""
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -156,7 +155,7 @@ def same(a, b):
 
 
 def differences(out_dir, other, names=("ckpt.pt", "last.pt")):
-    """In what two folders' states, to the bit, and logs, but for the times, are not the same."""
+    """Returns which parts of two folders' checkpoints and logs (without times) differ."""
     found = []
     for name in names:
         mine, theirs = saved(name, out_dir), saved(name, other)

@@ -1,122 +1,90 @@
-"""What each head of a trained model looks at over a prompt, and what it expects to come next."""
+"""A picture of a trained model's attention weights on a prompt, and its most likely next tokens."""
 
 import math
-from functools import partial
 
 import torch
 
-import checkpoint as ckpt
-from config import UserError
-from sample import SampleConfig, opened, read_prompt
+from folio.completion import load_trained, read_prompt
+from folio.errors import UserError
+from folio.run_dir import RunDir
 
-LIKELIEST = 12  # of the next tokens
-LABELLED = 48  # tokens of a prompt at most that have room for their names
+STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l look different in it
+TOP = 12  # next tokens that are drawn
+MAX_LABELS = 32  # a longer prompt has positions instead of tokens on its axes
+SIDE = 3  # inches of a heat map
 
 
 @torch.inference_mode()
 def attention_weights(model, idx):
-    """Weights of all heads, and the logits of what comes next.
+    """Returns the attention weights of all heads, and the logits of the next token.
 
-    idx: (T,) int64 -> (n_layer, n_head, T, T), where [l, h, t, s] is how much position t takes of
-    s, and (vocab_size,). Rows sum to one, and what comes after a position weighs nothing.
+    idx: (T,) int64 -> (n_layer, n_head, T, T) and (vocab_size,). Element [l, h, t, s] is the weight
+    of position s in the output for position t.
     """
-    window, found = model.config.window or len(idx), []
+    T, config = len(idx), model.config
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    hidden = (distance < 0) | (distance >= (config.window or T))
+    weights = torch.zeros(config.n_layer, config.n_head, T, T)
 
-    def attend(q, k, v):
-        back = torch.arange(len(idx))[:, None] - torch.arange(len(idx))
+    def attend(layer, q, k, v):
         scores = q @ k.mT / math.sqrt(q.shape[-1])  # Vaswani et al. 2017, section 3.2.1
-        weights = scores.masked_fill((back < 0) | (back >= window), -math.inf).softmax(dim=-1)
-        found.append(weights[0])
-        return weights @ v
+        weights[layer] = scores[0].masked_fill(hidden, -math.inf).softmax(dim=-1)
+        return weights[layer] @ v
 
-    x, rotation = model.embed(idx[None])
-    for block in model.transformer.h:
-        x = block(x, rotation, attend)
-    logits = model.lm_head(model.transformer.ln_f(x[0, -1]))
-    return torch.stack(found) if found else torch.zeros(0, 0, len(idx), len(idx)), logits
+    states = model.trunk(idx[None], attend=attend)
+    return weights, model.lm_head(states[:, -1])[0]
 
 
-def picture(out_dir, start):
-    """A matplotlib figure of the best model of a run, reading a prompt."""
-    try:
-        from matplotlib.figure import Figure  # which needs no screen
-    except ImportError as error:
-        raise UserError(
-            f"--attention needs matplotlib ({error}): pip install matplotlib"
-        ) from error
+def draw(folder, start=None):
+    """Returns a matplotlib figure for the best model of a run and a prompt, as for sample.py."""
+    from matplotlib.figure import Figure
 
-    checkpoint, tokenizer = opened(SampleConfig(out_dir=out_dir))
-    model = ckpt.build_model(checkpoint).eval()
-    ids = tokenizer.encode(read_prompt(start, tokenizer))[-model.config.block_size :]
-    weights, logits = attention_weights(model, torch.from_numpy(ids.astype("int64")))
-    tokens = [name_of(tokenizer, each) for each in ids.tolist()]
+    trained = load_trained(RunDir(folder))
+    model, tokenizer = trained.model, trained.tokenizer
+    if not model.config.n_layer:
+        raise UserError(f"the model in {folder} has no layers, and thus no attention")
+    ids = tokenizer.encode(read_prompt(start, tokenizer))[-model.config.block_size :].tolist()
+    weights, logits = attention_weights(model, torch.tensor(ids))
+    logits = logits[: tokenizer.vocab_size]  # without padding
+    probabilities, top = logits.softmax(dim=-1).topk(min(TOP, len(logits)))
+
     layers, heads = weights.shape[:2]
-    side = min(max(2.2, len(ids) / 10), max(30 / max(heads, 1), 2.2))  # inches, for names of 7 pt
-    widths = [side * max(heads, 1), 3.2]
-    figure = Figure(figsize=(sum(widths), max(side * layers, 4.4) + 1.2), layout="constrained")
-    title = drawable(f"{out_dir}, reading {tokenizer.decode(ids)[:60]!r}")
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    widths = [SIDE * heads, SIDE]
+    figure = Figure(figsize=(sum(widths), SIDE * layers + 1), layout="constrained")
+    figure.suptitle(f"{folder}, prompt {tokenizer.decode(ids)[:60]!r}", fontsize=10, **STYLE)
     left, right = figure.subfigures(1, 2, width_ratios=widths)
-    draw_heads(left, weights, tokens, side)
-    draw_next(right.add_subplot(), logits[: tokenizer.vocab_size], partial(name_of, tokenizer))
+    draw_heads(left, weights, [label_of(tokenizer, token) for token in ids])
+    draw_next(right, probabilities, [label_of(tokenizer, token) for token in top.tolist()])
     return figure
 
 
-def name_of(tokenizer, token):
-    """A token as a label: visible where it is a space or a line's end."""
-    text = tokenizer.bytes_of(token).decode("utf-8", "backslashreplace")
-    return drawable(repr(text)[1:-1].replace(" ", "␣"))
+def label_of(tokenizer, token):
+    """Returns a token as a label that shows spaces and line ends."""
+    return repr(tokenizer.decode([token]))[1:-1].replace(" ", "␣")
 
 
-def drawable(text):
-    """A text with what matplotlib's font has not as its code."""
-    from matplotlib.font_manager import findfont, get_font
-
-    font = get_font(findfont("DejaVu Sans"))
-    return "".join(c if font.get_char_index(ord(c)) else f"U+{ord(c):04X}" for c in text)
-
-
-def draw_heads(figure, weights, tokens, side):
-    """A square for each layer (down) and head (across), darker where a token takes more."""
-    layers, heads = weights.shape[:2]
-    if not layers:
-        figure.text(0.5, 0.5, "no layers, so no attention", ha="center")
-        return
-    grid = figure.subplots(layers, heads, squeeze=False)
-    for layer in range(layers):
-        for head in range(heads):
-            axes = grid[layer][head]
+def draw_heads(figure, weights, tokens):
+    """Draws a heat map for each layer (down) and head (across)."""
+    grid = figure.subplots(*weights.shape[:2], squeeze=False)
+    for layer, row in enumerate(grid):
+        for head, axes in enumerate(row):
             image = axes.imshow(weights[layer, head].numpy(), cmap="Blues", vmin=0, vmax=1)
             axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-            label(axes, tokens, side)
+            axes.tick_params(labelsize=6)
+            if len(tokens) <= MAX_LABELS:
+                rotation = 90 if max(map(len, tokens)) > 2 else 0
+                axes.set_xticks(range(len(tokens)), tokens, rotation=rotation, **STYLE)
+                axes.set_yticks(range(len(tokens)), tokens, **STYLE)
     bar = figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, location="bottom")
-    bar.set_label(
-        "weight: how much a row's token takes of a column's; a row sums to one", fontsize=8
-    )
-    bar.ax.tick_params(labelsize=7)
+    bar.set_label("attention weight of the column's token for the row's token", fontsize=8)
 
 
-def label(axes, tokens, side):
-    """Tokens along a square of some inches, as far as they have room."""
-    if len(tokens) > LABELLED:
-        axes.tick_params(labelsize=6)
-        return
-    form = {"fontsize": min(7, 52 * side / len(tokens)), "parse_math": False}
-    turned = 90 if max(map(len, tokens)) > 2 else 0
-    axes.set_xticks(range(len(tokens)), tokens, rotation=turned, **form)
-    axes.set_yticks(range(len(tokens)), tokens, **form)
-    axes.tick_params(length=0, pad=1)
-
-
-def draw_next(axes, logits, name_of):
-    """The likeliest next tokens and their probabilities."""
-    likeliest = logits.softmax(dim=-1).topk(min(LIKELIEST, len(logits)))
-    probabilities, ids = (each.tolist() for each in likeliest)
-    bars = axes.barh(range(len(ids)), probabilities, color="C0")
-    axes.bar_label(bars, [f"{each:.3f}" for each in probabilities], padding=2, fontsize=8)
-    axes.set_yticks(range(len(ids)), [name_of(each) for each in ids], parse_math=False)
+def draw_next(figure, probabilities, tokens):
+    """Draws a bar chart of next tokens, the most likely at the top."""
+    axes = figure.add_subplot()
+    axes.set_title("probability of the next token", fontsize=9)
+    bars = axes.barh(range(len(tokens)), probabilities.tolist())
+    axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+    axes.margins(x=0.25)  # for these labels
+    axes.set_yticks(range(len(tokens)), tokens, **STYLE)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(probabilities) * 1.25)
-    axes.tick_params(labelsize=8)
-    axes.set_title("what comes next, and its probability", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)

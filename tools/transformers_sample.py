@@ -1,105 +1,78 @@
-"""transformers' generate with a checkpoint of folio, to measure beside sample.py.
+"""Generate text from a checkpoint with transformers, for a comparison with sample.py.
 
     python -m tools.bench --script=sample --vs="python -m tools.transformers_sample" -- --seed=1
 
-It takes sample.py's flags of the same names. A full context loses its older half at once, as
-sample.py has it, since transformers has no rule of its own for that.
+Flags have the meaning of sample.py's. When the context is full, its older half is dropped, as in
+sample.py; transformers has no rule for that.
 """
 
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import checkpoint as ckpt
-from config import STARTED, UserError, load, setting
-from device import DTYPES, resolve_device
-from safety import run
+from folio import process
+from folio.device import DTYPES, resolve_device
+from folio.errors import UserError
+from folio.fields import setting
+from folio.run_dir import RunDir
+from folio.settings import load
+from model import GPTConfig
+
+SHARED = ("vocab_size", "n_layer", "n_head", "n_embd")  # names of settings in both libraries
+SUPPORTED = (*SHARED, "block_size", "dropout", "bias")
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transformers has (in, out)
 
 
 @dataclass(frozen=True)
-class PeerConfig:
-    """Draw texts with transformers from a checkpoint of a plain GPT-2."""
+class TransformersConfig:
+    """Generate text with transformers from a checkpoint of a plain GPT-2."""
 
-    out_dir: str = setting("out", "the folder that train.py wrote")
-    num_samples: int = setting(10, "texts, in one batch", bounds="[1, inf)")
-    max_new_tokens: int = setting(500, "length of each", bounds="[1, inf)")
-    temperature: float = setting(0.8, "of the softmax", bounds="(0, inf)")
-    top_k: int = setting(200, "likeliest tokens to draw from", bounds="[1, inf)")
-    seed: int = setting(1337, "of all texts together")
+    out_dir: str = setting("out", "folder of the run")
+    num_samples: int = setting(10, "texts, in one batch", "[1, inf)")
+    max_new_tokens: int = setting(500, "length of each text in tokens", "[1, inf)")
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the weights")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "type of the weights")
 
 
 def main(argv=None):
-    config = load(PeerConfig, sys.argv[1:] if argv is None else argv, {"device": resolve_device})
-    torch.manual_seed(config.seed)
-    model = gpt2_of(ckpt.load(Path(config.out_dir, ckpt.BEST), optimizers=False))
-    model = model.to(config.device, DTYPES[config.dtype])
-    ids = torch.zeros(config.num_samples, 1, dtype=torch.int64, device=config.device)
-    extend(model, ids, 1, config)  # the first call takes longer, and is not counted
-    first, start = time.monotonic() - STARTED, time.monotonic()
-    left = config.max_new_tokens
+    settings = load(TransformersConfig, argv, {"device": resolve_device})
+    model = make_gpt2(RunDir(settings.out_dir).load_best())
+    model = model.to(settings.device, DTYPES[settings.dtype])
+    extend = partial(model.generate, do_sample=True, temperature=0.8, top_k=200)
+    ids = torch.zeros(settings.num_samples, 1, dtype=torch.int64, device=settings.device)
+    extend(ids, max_new_tokens=1)  # a warmup
+    start, left, size = time.monotonic(), settings.max_new_tokens, model.config.n_positions
     while left:
-        if ids.shape[1] == model.config.n_positions:
-            ids = ids[:, -(model.config.n_positions // 2) :]
-        count = min(left, model.config.n_positions - ids.shape[1])
-        ids, left = extend(model, ids, count, config), left - count
+        ids = ids if ids.shape[1] < size else ids[:, -(size // 2) :]
+        count = min(left, size - ids.shape[1])
+        ids = extend(ids, max_new_tokens=count)
+        left -= count
     ids.cpu()  # waits for the device
-    seconds, tokens = time.monotonic() - start, config.num_samples * config.max_new_tokens
-    print(
-        f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s; the first after "
-        f"{first:.2f} s"
-    )
+    seconds, tokens = time.monotonic() - start, settings.num_samples * settings.max_new_tokens
+    print(f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s")
 
 
-def extend(model, ids, count, config):
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=True,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        pad_token_id=0,
-    )
-
-
-def gpt2_of(checkpoint):
-    """The GPT2LMHeadModel with a checkpoint's weights. Raises UserError where it is no GPT-2."""
-    shape = checkpoint.model_config
-    if (shape.position, shape.norm, shape.tie_weights) != ("learned", "layernorm", True):
-        raise UserError(f"{checkpoint.path} is no plain GPT-2")
+def make_gpt2(checkpoint):
+    """Returns a GPT2LMHeadModel with a checkpoint's weights. Raises UserError for other models."""
+    config = checkpoint.config
+    if config != GPTConfig(**{name: getattr(config, name) for name in SUPPORTED}):
+        raise UserError(f"{checkpoint.path} is not a plain GPT-2")
+    sizes = {name: getattr(config, name) for name in SHARED}
+    tokens = {"bos_token_id": None, "eos_token_id": None}
     model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=shape.vocab_size,
-            n_positions=shape.block_size,
-            n_embd=shape.n_embd,
-            n_layer=shape.n_layer,
-            n_head=shape.n_head,
-            activation_function={"gelu_tanh": "gelu_new"}.get(shape.activation, shape.activation),
-            bos_token_id=0,
-            eos_token_id=None,
-        )
+        GPT2Config(n_positions=config.block_size, activation_function="gelu", **sizes, **tokens)
     )
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        weights[name] = torch.zeros_like(tensor)  # biases that the checkpoint may lack
-        if name in checkpoint.weights:
-            given = checkpoint.weights[name]
-            weights[name] = given.T if _transposed(name) else given
-    model.load_state_dict(weights)
+    weights = {
+        name: weight.T if name.endswith(TRANSPOSED) else weight
+        for name, weight in checkpoint.weights.items()
+    }
+    model.load_state_dict(weights, strict=False)  # biases, if it has none, stay 0
     return model.eval()
 
 
-def _transposed(name):
-    """Whether transformers keeps a weight as (in, out)."""
-    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-
-
 if __name__ == "__main__":
-    run(main)
+    process.run(main)

@@ -1,5 +1,5 @@
-# The bigram model, with which the tutorials begin: no layers, so that each character is foretold
-# from the one before it alone. First: python prepare.py
+# A bigram model, the first model of most tutorials: without layers, each character is predicted
+# from the previous one alone. Prepare the data first: python prepare.py
 
 out_dir = "out-bigram"
 dataset = "shakespeare_char"
@@ -10,8 +10,8 @@ log_interval = 100
 n_layer = 0
 n_head = 1
 n_embd = 64
-tie_weights = False  # one table for what a character is, one for what comes next
-position = "rotary"  # which only attention knows of: without layers, nothing tells where one is
+tie_weights = False  # separate tables for input and output
+position = "rotary"  # applies to attention only, so there is no position information
 block_size = 8
 batch_size = 32
 gradient_accumulation_steps = 1

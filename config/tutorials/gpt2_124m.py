@@ -1,11 +1,11 @@
-# The shape of the smallest GPT-2 as books build it: 163 million parameters, since the head has
-# weights of its own, where GPT-2 shares them with the embedding and has 124. For byte pairs:
+# The smallest GPT-2 as textbooks build it: 163 million parameters instead of GPT-2's 124 million,
+# because the output head does not share the token embedding. Prepare the data first:
 #
 #     python prepare.py
 #     python prepare.py --dataset=shakespeare_gpt2 --input=data/shakespeare_char/input.txt \
 #         --tokenizer=gpt2
 #
-# Shakespeare is far too short for it; this shows that it fits and runs, not what it could learn.
+# Tiny Shakespeare is far too small for it; this shows that the model fits and runs.
 
 out_dir = "out-gpt2-124m"
 dataset = "shakespeare_gpt2"

@@ -1,5 +1,5 @@
-# The GPT of 0.31 million parameters that tutorials train next: small enough for any CPU, and it
-# shows all parts at work. First: python prepare.py
+# A GPT with 0.31 million parameters, as tutorials train after the bigram model, for any CPU.
+# Prepare the data first: python prepare.py
 
 out_dir = "out-gpt-small"
 dataset = "shakespeare_char"
@@ -21,4 +21,4 @@ tie_weights = False
 learning_rate = 1e-3
 max_iters = 10_000
 warmup_iters = 100
-beta2 = 0.99  # a step has 512 tokens, so remember more of them
+beta2 = 0.99  # a longer average, because a step has only 512 tokens

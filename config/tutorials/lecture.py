@@ -1,5 +1,5 @@
-# The GPT at the end of the lecture "Let's build GPT": 10.8 million parameters, some minutes on a
-# GPU and a day on two CPU cores. First: python prepare.py
+# The final GPT of the lecture "Let's build GPT": 10.8 million parameters, minutes on a GPU, a day
+# on two CPU cores. Prepare the data first: python prepare.py
 
 out_dir = "out-lecture"
 dataset = "shakespeare_char"

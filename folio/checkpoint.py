@@ -1,0 +1,249 @@
+"""The format of a checkpoint file, folio's and nanoGPT's.
+
+nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
+format, muon, scaler, evaluated, best_step, elapsed_s, tokenizer, data and log_bytes. `optimizer` is
+AdamW's state, `muon` Muon's. `model_args` omits what nanoGPT does not know if it has nanoGPT's
+value, so that nanoGPT reads folio's checkpoints of such models.
+"""
+
+import dataclasses
+import math
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from folio.errors import UserError, cause_of, os_error
+from folio.files import replacing
+from folio.memory import is_out_of_memory
+from model import GPT, GPTConfig
+
+FORMAT = 1
+OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
+OPTIONAL = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
+NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
+MASK = ".attn.bias"  # the causal mask, which nanoGPT stored before PyTorch 2
+RENAMED = {
+    "transformer.bigrams.weight": "transformer.context.bigrams.weight",
+    "transformer.smear.weight": "transformer.context.smear.weight",
+}
+
+
+@dataclass
+class Progress:
+    """How far a training run has come."""
+
+    step: int = 0  # updates made
+    evaluated: int = -1  # step of the last evaluation that best_val_loss includes
+    best_step: int = -1  # step of the best evaluation
+    best_val_loss: float = math.inf  # nats per token
+    elapsed_s: float = 0.0  # wall time of all processes of the run
+
+    def record(self, val_loss):
+        """Adds the evaluation at this step. Returns whether it is the best."""
+        self.evaluated, is_best = self.step, val_loss < self.best_val_loss
+        if is_best:
+            self.best_step, self.best_val_loss = self.step, val_loss
+        return is_best
+
+    def is_due(self, interval):
+        """Whether an action with an interval in steps (None: never) is due."""
+        return bool(interval) and self.step % interval == 0
+
+    def needs_evaluation(self, settings):
+        due = self.is_due(settings.eval_interval) or self.step >= settings.max_iters
+        return due and self.evaluated < self.step
+
+    def is_finished(self, settings):
+        """Whether max_iters is reached and evaluated, or patience exhausted."""
+        since_best = self.evaluated - self.best_step
+        if settings.patience and since_best >= settings.patience * settings.eval_interval:
+            return True
+        return min(self.step, self.evaluated) >= settings.max_iters
+
+
+@dataclass
+class Checkpoint:
+    """A training run at one step, as plain data and tensors."""
+
+    config: GPTConfig
+    weights: dict  # GPT.state_dict()
+    progress: Progress
+    settings: dict  # of the run
+    optimizers: dict = field(default_factory=dict)  # {name: its state_dict()}
+    scaler: dict | None = None  # loss scaler, for float16
+    tokenizer: dict | None = None  # tokenizer.to_dict(); None in nanoGPT's
+    data: dict | None = None  # Dataset.fingerprint; None in nanoGPT's
+    log_bytes: int | None = None  # length of log.jsonl when this was saved
+    path: Path | None = None  # of the file it was read from
+
+
+# Writing
+
+
+def save(path, checkpoint):
+    """Writes a checkpoint atomically. Raises UserError if the disk refuses."""
+    plain = {
+        "format": FORMAT,
+        "model": checkpoint.weights,
+        **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
+        "model_args": _model_args(checkpoint.config),
+        "iter_num": checkpoint.progress.step,
+        "config": checkpoint.settings,
+        **{name: getattr(checkpoint, name) for name in OPTIONAL},
+    }
+    plain |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
+    with replacing(path) as [file]:
+        try:
+            torch.save(plain, file)
+        except RuntimeError as error:  # torch hides a full disk or Ctrl-C behind its own error
+            raise error.__context__ or error from None
+
+
+def _model_args(config):
+    defaults = GPTConfig()
+    return {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name in NANOGPT_ARGS or value != getattr(defaults, name)
+    }
+
+
+# Reading
+
+
+def load(path, optimizers=True):
+    """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
+
+    With optimizers=False, weights are mapped from the file instead of read, and the optimizer
+    state, two thirds of the file, is left out. Raises FileNotFoundError, or UserError if the file
+    is damaged, not a checkpoint, or from a later version.
+    """
+    plain = _load_plain(path, mapped=not optimizers)
+    try:
+        checkpoint = _from_plain(plain, Path(path))
+    except UserError:
+        raise
+    except Exception as error:  # the content may be anything
+        raise UserError(f"{path} is not a checkpoint of a GPT ({cause_of(error)})") from error
+    if not optimizers:
+        checkpoint.optimizers = {}
+    return checkpoint
+
+
+def _load_plain(path, mapped):
+    """Returns the plain data and tensors in a file of torch.save."""
+    try:
+        _check_archive(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    except Exception as error:  # a damaged file can raise anything
+        if is_out_of_memory(error):
+            raise
+        reason = "contains more than plain data and tensors; nothing in it was executed"
+        if isinstance(error, zipfile.BadZipFile):  # torch's messages advise to execute the file
+            reason = cause_of(error)
+        raise UserError(f"{path} is damaged or not a checkpoint ({reason})") from error
+
+
+def _check_archive(path):
+    """Raises BadZipFile if the file is damaged: torch.load verifies no checksums."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            is_folder = entry.external_attr & 0x10  # torch would read nothing
+            if is_folder or entry.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile("the archive's directory is damaged")
+        if (wrong := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
+
+
+def _from_plain(plain, path):
+    """Returns the Checkpoint in a file of this version, an earlier one or nanoGPT."""
+    if plain.get("format", FORMAT) > FORMAT:
+        raise UserError(f"{path} was written by a later folio (format {plain['format']})")
+    args = dict(plain["model_args"])
+    args.pop("zero_init", None)  # of earlier versions; without effect on a trained model
+    step = int(plain["iter_num"])
+    evaluated = plain.get("evaluated", step)  # nanoGPT saves after an evaluation
+    return Checkpoint(
+        config=GPTConfig(**args),
+        weights=_renamed(plain["model"]),
+        progress=Progress(
+            step=step,
+            evaluated=evaluated,
+            best_step=plain.get("best_step", evaluated),
+            best_val_loss=float(plain["best_val_loss"]),  # a tensor in nanoGPT's
+            elapsed_s=plain.get("elapsed_s", 0.0),
+        ),
+        settings=dict(plain["config"]),
+        optimizers={name: plain[key] for name, key in OPTIMIZER_KEYS.items() if plain.get(key)},
+        path=path,
+        **{name: plain.get(name) for name in OPTIONAL},
+    )
+
+
+def _renamed(weights):
+    plain = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+    return {RENAMED.get(n, n): tensor for n, tensor in plain.items() if not n.endswith(MASK)}
+
+
+# Use
+
+
+def build_model(checkpoint):
+    """Returns the checkpoint's GPT on the CPU. Raises UserError if the weights do not fit."""
+    model = GPT.uninitialized(checkpoint.config)
+    load_weights(model, checkpoint)
+    return model
+
+
+def load_weights(model, checkpoint):
+    """Copies weights into a model. Raises UserError if they do not fit or are not finite."""
+    try:
+        model.load_state_dict(checkpoint.weights)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}") from error
+    if not all(weight.isfinite().all() for weight in model.state_dict().values()):
+        raise UserError(
+            f"{checkpoint.path} has weights that are not finite, from a run that diverged"
+        )
+
+
+def restore_optimizers(checkpoint, optimizers):
+    """Loads moments into {name: optimizer}; other hyperparameters than `lr` keep their values.
+
+    Raises UserError if the state belongs to other optimizers or parameters.
+    """
+    saved = checkpoint.optimizers
+    if not saved:
+        raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
+    try:
+        if saved.keys() != optimizers.keys():
+            raise ValueError(f"it is that of {' and '.join(saved)}")
+        for name, optimizer in optimizers.items():
+            state, groups = saved[name]["state"], saved[name]["param_groups"]
+            _check_moments(optimizer, state)
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group["lr"] = before["lr"]  # so that a save before the next step has the same
+    except Exception as error:  # the content may be anything
+        raise UserError(
+            f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
+        ) from error
+
+
+def _check_moments(optimizer, state):
+    """Raises ValueError unless the state fits; fused AdamW would crash the process otherwise."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if state and state.keys() != set(range(len(parameters))):  # empty before the first step
+        raise ValueError("it belongs to other parameters")
+    for index, moments in state.items():
+        for key, moment in moments.items():
+            if key != "step" and moment.shape != parameters[index].shape:
+                raise ValueError(f"{key} of parameter {index} has another shape")

@@ -1,0 +1,218 @@
+"""Completions of prompts as text: incremental decoding, stop texts, batches; loading a model."""
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from folio import checkpoint as checkpoints
+from folio import tokenizers
+from folio.compile import optimize_for_inference, step_accelerator
+from folio.dataset import load_tokenizer
+from folio.device import DTYPES, Machine, choose_machine
+from folio.errors import UserError
+from folio.files import read_text
+from folio.generate import generate, token_nll
+from folio.memory import keep_freed_memory, memory_bytes
+from folio.sampling import Controls
+
+TOKENS_PER_SYNC = 16  # tokens that are generated between reads, each of which waits for the device
+MEMORY_SHARE = 1 / 4  # of the device, for a batch; more texts take several batches
+
+
+@dataclass
+class TrainedModel:
+    """A model with its tokenizer, ready for inference."""
+
+    model: Any  # GPT
+    tokenizer: Any
+    machine: Machine
+    checkpoint: Any  # Checkpoint, without weights
+
+
+def load_trained(run_dir, device="cpu", dtype="float32", compile=False):
+    """Returns the best model of a RunDir on a device. Raises UserError if it cannot be loaded."""
+    checkpoint = run_dir.load_best()
+    tokenizer = checkpoint_tokenizer(checkpoint)
+    keep_freed_memory()
+    machine = choose_machine(device, dtype, compile)
+    model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
+    checkpoint.weights = {}  # the model has copies
+    model = optimize_for_inference(model, machine.compile)
+    return TrainedModel(model, tokenizer, machine, checkpoint)
+
+
+def checkpoint_tokenizer(checkpoint):
+    """Returns a checkpoint's tokenizer; for nanoGPT's, that of its dataset folder."""
+    dataset, size = checkpoint.settings.get("dataset", "openwebtext"), checkpoint.config.vocab_size
+    try:
+        saved = checkpoint.tokenizer
+        tokenizer = tokenizers.from_dict(saved) if saved else load_tokenizer(dataset)
+    except UserError as error:
+        raise UserError(f"{checkpoint.path}: {error}") from error
+    if not tokenizers.fits(tokenizer, size):
+        raise UserError(
+            f"{checkpoint.path}: the model has a vocabulary of {size:,}, but the tokenizer of "
+            f"{dataset} has {tokenizer.vocab_size:,}; for nanoGPT's checkpoints, copy the meta.pkl "
+            f"that the model was trained with to data/{dataset}"
+        )
+    return tokenizer
+
+
+@dataclass
+class Completion:
+    """A prompt and its continuation, which ends at a stop text or the end-of-text token."""
+
+    prompt: str
+    prompt_ids: list
+    seed: int
+    tokenizer: Any
+    stops: list = field(default_factory=list)  # texts that end the continuation
+    ids: list = field(default_factory=list)  # of the continuation
+    logprobs: list = field(default_factory=list)
+    pieces: list = field(default_factory=list)  # text added by each token
+    text: str = ""  # of the continuation, without the stop text
+    stopped: str | None = None  # "length", "end of text", or the stop text
+    printed: int = 0  # characters of prompt and continuation that have been printed
+
+    def __post_init__(self):
+        self._decode = self.tokenizer.decoder()
+
+    def add(self, token, logprob):
+        """Appends a token, unless the continuation has ended."""
+        if self.stopped:
+            return
+        is_end = token == self.tokenizer.end
+        self.ids.append(token)
+        self.logprobs.append(round(logprob, 6))
+        self.pieces.append("" if is_end else self._decode(token))
+        self._extend(self.pieces[-1])
+        if is_end:
+            self.finish("end of text")
+
+    def finish(self, reason):
+        """Ends the continuation, unless it has ended."""
+        if not self.stopped:
+            self._extend(self._decode(None))
+            self.stopped = self.stopped or reason
+
+    def _extend(self, more):
+        self.text += more
+        if found := [(self.text.find(stop), stop) for stop in self.stops if stop in self.text]:
+            at, self.stopped = min(found)
+            self.text = self.text[:at]
+
+    def confirmed(self):
+        """Returns prompt and continuation without what may become the start of a stop text."""
+        held = [0]  # lengths of such starts
+        if not self.stopped:
+            starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
+            held += [len(start) for start in starts if self.text.endswith(start)]
+        return self.prompt + self.text[: len(self.text) - max(held)]
+
+
+def complete(trained, completions, controls, count, context_stride=None, stream=False):
+    """Continues texts in one batch by up to `count` tokens; yields whenever they have grown.
+
+    Args:
+        trained: a TrainedModel.
+        context_stride: see folio.generate.stride_of.
+        stream: yield after every token.
+    """
+    tokens = generate(
+        trained.model,
+        [each.prompt_ids for each in completions],
+        [each.seed for each in completions],
+        controls,
+        count,
+        context_stride,
+        trained.tokenizer.vocab_size,
+        step_accelerator(trained.machine),
+    )
+    size = 1  # to yield the first token at once
+    while batch := list(islice(tokens, size)):
+        ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
+        check_finite(logprobs)
+        for each, *row in zip(completions, ids.tolist(), logprobs.tolist(), strict=True):
+            for token, logprob in zip(*row, strict=True):
+                each.add(token, logprob)
+        yield
+        if all(each.stopped for each in completions):
+            return
+        size = 1 if stream else TOKENS_PER_SYNC
+    for each in completions:
+        each.finish("length")
+
+
+def score_text(trained, text, context_stride=None):
+    """Returns {"tokens", "loss" (nats per token), "perplexity", "bits_per_byte"} of a Text."""
+    tokenizer = trained.tokenizer
+    ids = tokenizer.encode(text.text)
+    if len(ids) < 2:
+        raise UserError(f"{text.source} has {len(ids)} tokens; a score needs at least 2")
+    ids = torch.from_numpy(ids.astype("int64"))
+    nll = token_nll(trained.model, ids, context_stride)
+    check_finite(nll)
+    loss, count = nll.double().mean().item(), len(nll)
+    size = len(text.text.encode()) - len(tokenizer.token_bytes(ids[0].item()))
+    return {
+        "tokens": count,
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+        "bits_per_byte": loss * count / math.log(2) / size,
+    }
+
+
+def check_finite(logprobs):
+    if not logprobs.isfinite().all():
+        advice = "try --dtype=float32, or train with a lower learning rate"
+        raise UserError(f"the model's output is not finite: {advice}")
+
+
+def max_batch_size(model):
+    """Returns how many texts fit into a share of the device's memory."""
+    config = model.config
+    cache = 2 * config.n_layer * config.block_size * config.n_embd
+    logits = 8 * config.vocab_size  # and the tensors of sampling
+    available = memory_bytes(model.transformer.wte.weight.device) or 2**33
+    return max(1, int(MEMORY_SHARE * available) // (4 * (cache + logits)))
+
+
+def sample_text(model, tokenizer, seed, count=200):
+    """Returns a short sample of a model in training."""
+    prompt = tokenizer.encode(tokenizer.start).tolist()
+    controls = Controls(temperature=0.8, top_k=200)
+    model.eval()
+    tokens = generate(model, [prompt], [seed], controls, count, vocab_size=tokenizer.vocab_size)
+    text = tokenizer.decode([int(ids) for ids, _ in tokens])
+    model.train()
+    return text.strip()
+
+
+# Prompts
+
+
+def read_prompt(start, tokenizer):
+    """Returns the prompt that `start` names. Raises UserError if it is empty or unreadable."""
+    if start is None:
+        return tokenizer.start
+    if start.startswith("FILE:") or start == "-":
+        start = read_text(start.removeprefix("FILE:")).text
+    if not start:
+        raise UserError("the prompt is empty; omit --start to begin with a newline")
+    return start
+
+
+def stop_texts(stop):
+    """Returns the stop texts: `stop`, or the items of the JSON list that it contains."""
+    texts = [] if stop is None else [stop]
+    with suppress(TypeError, ValueError, RecursionError):  # None, or not JSON
+        if isinstance(found := json.loads(stop), list):
+            texts = found
+    if not all(isinstance(each, str) and each for each in texts):
+        raise UserError(f"--stop={stop}: must be a text, or a JSON list of nonempty texts")
+    return texts

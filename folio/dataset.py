@@ -1,0 +1,186 @@
+"""The format of a dataset folder: data/NAME/{train.bin, val.bin, meta.json}.
+
+The bins hold raw little-endian uint16 token ids, as nanoGPT's do. meta.json holds the format
+version, the tokenizer, the vocabulary size, token counts, byte counts and CRC-32 of each split, the
+source of the text, and a CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character
+table, or neither file if they hold GPT-2 tokens.
+"""
+
+import io
+import json
+import os
+import pickle
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from folio.errors import UserError, cause_of, os_error
+from folio.files import locked, replacing
+from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
+
+FORMAT = 1
+TOKEN = np.dtype("<u2")
+SPLITS = ("train", "val")
+TRAIN_SHARE = 0.9
+DATA = Path("data")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A prepared dataset.
+
+    train, val: (N,) uint16 ids, memory-mapped.
+    val_bytes_per_token: of the validation text; None for nanoGPT's folders, which lack byte counts.
+    fingerprint: CRC-32 of each split's bytes.
+    """
+
+    name: str
+    train: Any
+    val: Any
+    tokenizer: Any
+    val_bytes_per_token: float | None
+    fingerprint: dict
+
+    def check_length(self, block_size):
+        """Raises UserError if a split is too short for the context length."""
+        for split in SPLITS:
+            count = len(getattr(self, split))
+            if count <= block_size:
+                raise UserError(
+                    f"{split}.bin of {self.name} has {count:,} tokens, fewer than the "
+                    f"{block_size + 1:,} of block_size + 1; use more text or a smaller --block_size"
+                )
+
+
+def dataset_folder(name):
+    """Returns data/NAME. Raises UserError if `name` is not a plain folder name."""
+    if not name or name in (".", "..") or set(name) & set('/\\:*?"<>|\0'):
+        raise UserError(f"the name of a dataset must be a plain folder name, not {name!r}")
+    return DATA / name
+
+
+# Writing
+
+
+def write_dataset(folder, text, tokenizer):
+    """Splits a Text, encodes it and writes the folder. Returns the content of meta.json.
+
+    The first 90 % of the characters are the training split. If writing fails, the old files stay.
+    """
+    cut = int(TRAIN_SHARE * len(text.text))
+    meta = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.to_dict(),
+        "vocab_size": tokenizer.vocab_size,
+        "source": text.source,
+        "source_sha256": text.sha256,
+    }
+    bins = {}
+    for split, part in zip(SPLITS, (text.text[:cut], text.text[cut:]), strict=True):
+        ids = tokenizer.encode(part).astype(TOKEN).tobytes()
+        tokens = len(ids) // TOKEN.itemsize
+        if tokens < 2:
+            raise UserError(
+                f"{text.source} is too short to split: its {len(text.text)} characters leave "
+                f"{tokens} tokens for {split}.bin, which needs at least 2"
+            )
+        meta[split] = {"tokens": tokens, "bytes": len(part.encode()), "crc32": zlib.crc32(ids)}
+        bins[f"{split}.bin"] = ids
+    meta["crc32"] = _meta_checksum(meta)
+    # meta.json is renamed first: bins without it would pass for nanoGPT's GPT-2 tokens.
+    contents = {"meta.json": json.dumps(meta, indent=1).encode()} | bins
+    with locked(folder), replacing(*(folder / name for name in contents)) as files:
+        for file, content in zip(files, contents.values(), strict=True):
+            file.write(content)
+    return meta
+
+
+def _meta_checksum(meta):
+    """Returns the CRC-32 of everything in a meta.json except its own checksum."""
+    rest = {key: value for key, value in meta.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+# Reading
+
+
+def load_dataset(name):
+    """Returns the Dataset in data/NAME, folio's or nanoGPT's.
+
+    Raises UserError if a file is missing, damaged or does not match the others.
+    """
+    folder = dataset_folder(name)
+    if not os.path.isfile(folder / "train.bin"):
+        raise UserError(
+            f"{folder}/train.bin is missing; prepare it with python prepare.py --dataset={name} "
+            "(and --input=FILE_OR_FOLDER for your own text), or choose another --dataset"
+        )
+    meta, tokenizer = _read_meta(folder)
+    splits, fingerprint = {}, {}
+    for split in SPLITS:
+        with _reading(folder / f"{split}.bin") as path:
+            ids = np.memmap(path, dtype=TOKEN, mode="r")
+            splits[split], fingerprint[split] = ids, zlib.crc32(ids)
+            if meta and meta[split]["crc32"] != fingerprint[split]:
+                raise ValueError("it does not match meta.json")
+            if not meta and (largest := ids.max()) >= tokenizer.vocab_size:
+                raise ValueError(
+                    f"it contains token {largest}, but the vocabulary has {tokenizer.vocab_size}"
+                )
+    per_token = meta["val"]["bytes"] / len(splits["val"]) if meta else None
+    return Dataset(
+        name, **splits, tokenizer=tokenizer, val_bytes_per_token=per_token, fingerprint=fingerprint
+    )
+
+
+def load_tokenizer(name):
+    """Returns the tokenizer of data/NAME: from meta.json, nanoGPT's meta.pkl, or else GPT-2's."""
+    return _read_meta(dataset_folder(name))[1]
+
+
+def _read_meta(folder):
+    """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
+    if os.path.exists(folder / "meta.json"):
+        with _reading(folder / "meta.json") as path:
+            meta = json.loads(path.read_bytes())
+            if meta["format"] > FORMAT:
+                raise UserError(f"it was written by a later folio (format {meta['format']})")
+            if meta["crc32"] != _meta_checksum(meta):
+                raise ValueError("its checksum is wrong")
+            return meta, from_dict(meta["tokenizer"])
+    if os.path.exists(folder / "meta.pkl"):
+        with _reading(folder / "meta.pkl") as path:
+            table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+            characters = [table["itos"][i] for i in range(table["vocab_size"])]
+            if any(len(character) != 1 for character in characters):
+                raise ValueError("it has tokens that are not single characters")
+            return {}, CharTokenizer("".join(characters))
+    return {}, GPT2Tokenizer()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers; refuses everything that could execute code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+@contextmanager
+def _reading(path):
+    """Yields `path`. Turns errors in the file, which may contain anything, into UserErrors."""
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
+            raise ValueError("it is not a regular file")
+        yield path
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"{path} is damaged ({cause_of(error)}); prepare the dataset again"
+        ) from error

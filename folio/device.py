@@ -1,0 +1,130 @@
+"""Device, data type and peak speed of the machine, and what `auto` means for each setting."""
+
+import re
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from folio.errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Dense peak in TFLOP/s of 16-bit and of float32 matrix products (TF32 if the card has it), from
+# NVIDIA's data sheets; figures "with sparsity" are halved. The first matching pattern counts.
+GPU_PEAKS = (
+    (r"\bB200\b", 2250, 1125),
+    (r"\bH[12]00 NVL\b", 835, 417),
+    (r"\bH100 PCIe\b", 756, 378),
+    (r"\b(H100|H200|GH200)\b", 989, 494),
+    (r"\bA100\b", 312, 156),
+    (r"\bA40\b", 149.7, 74.8),
+    (r"\bA10\b", 125, 62.5),
+    (r"\bL40S\b", 362, 183),
+    (r"\bL4\b", 121, 60),
+    (r"\bV100-PCIE\b", 112, 14),
+    (r"\bV100\b", 125, 15.7),
+    (r"\bT4\b", 65, 8.1),
+    (r"\bRTX 4090$", 165.2, 82.6),
+    (r"\bRTX 3090$", 71, 35.6),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and how to compute on it. `summary` describes it in one line."""
+
+    device: str
+    dtype: str
+    compile: bool
+    summary: str
+
+    @property
+    def peak(self):
+        """(FLOP/s, source) of matrix products in `dtype`, measured once if the GPU is unknown."""
+        name = torch.cuda.get_device_name(self.device) if kind_of(self.device) == "cuda" else ""
+        for pattern, half, single in GPU_PEAKS:
+            if re.search(pattern, name) and "MIG" not in name:  # MIG: a partition of the card
+                peak = single if self.dtype == "float32" else half
+                return peak * 1e12, f"data sheet, {name}"
+        return _measured_peak(self.device, DTYPES[self.dtype]), "measured with a matrix product"
+
+    def autocast(self):
+        """Returns a context in which matrix products run in `dtype`."""
+        if self.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(kind_of(self.device), dtype=DTYPES[self.dtype])
+
+    def synchronize(self):
+        """Waits until the device has finished all queued work."""
+        if kind_of(self.device) != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def choose_machine(device, dtype, compile):
+    """Returns the Machine for a resolved device and settings that may be "auto".
+
+    Allows TF32 for float32 products, where the device has it.
+    """
+    torch.set_float32_matmul_precision("high")
+    kind, dtype = kind_of(device), resolve_dtype(dtype, device)
+    if compile == "auto":
+        # On two CPU cores, compiling took 10 to 60 s and made steps of small models between a tenth
+        # faster and a quarter slower.
+        compile = kind == "cuda"
+    names = {"cpu": f"threads: {torch.get_num_threads()}", "mps": "Apple GPU"}
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else names[kind]
+    summary = f"{device} ({name}), {dtype}, {'compiled' if compile else 'not compiled'}"
+    return Machine(device, dtype, compile, summary)
+
+
+def resolve_device(name):
+    """Returns an available device; "auto" becomes cuda, mps or cpu. Raises UserError otherwise."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
+    if name == "auto":
+        return "cuda" if count else "mps" if has_mps else "cpu"
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise UserError(f"device must be auto, cpu, cuda, cuda:N or mps, not {name!r}")
+    kind, _, number = name.partition(":")
+    if (kind == "cuda" and not count) or (kind == "mps" and not has_mps):
+        gpu = f"{kind.upper()} GPU"
+        raise UserError(f"device={name}, but this torch build finds no {gpu}; use --device=auto")
+    if kind == "cuda" and int(number or 0) >= count:
+        raise UserError(f"device={name}, but the GPUs are numbered 0 to {count - 1}")
+    return name
+
+
+def kind_of(device):
+    """Returns a device's type, "cuda" for "cuda:1", as torch.autocast expects it."""
+    return torch.device(device).type
+
+
+def resolve_dtype(name, device):
+    """Returns a dtype's name: "auto" is bfloat16 where the hardware has it.
+
+    Otherwise it is float16 on CUDA, which needs loss scaling, and float32 on other devices.
+    """
+    if name != "auto":
+        return name
+    kind = kind_of(device)
+    if kind == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    capabilities = torch.cpu.get_capabilities() if kind == "cpu" else {}
+    has_bfloat16 = any(capabilities.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
+    return "bfloat16" if has_bfloat16 else "float32"
+
+
+@cache
+def _measured_peak(device, dtype, repeats=8):
+    """Returns the FLOP/s of the fastest of a few square matrix products."""
+    size = 512 if kind_of(device) == "cpu" else 4096
+    a = torch.randn(size, size, device=device).to(dtype)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the product
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)  # other work on the machine can only add time

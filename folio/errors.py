@@ -1,0 +1,23 @@
+"""The error type for mistakes that a user can correct, and helpers that word such errors."""
+
+import difflib
+
+
+class UserError(Exception):
+    """A user's mistake, or a refusal by the machine: one line on stderr and exit status 2."""
+
+
+def nearest(name, known, otherwise=""):
+    """Returns '; did you mean NAME?' for the closest of `known`, or else `otherwise`."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else otherwise
+
+
+def cause_of(error):
+    """Returns the first line of an exception's message, at most 200 characters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def os_error(verb, path, error):
+    """Returns the UserError for an OSError: 'cannot write out/last.pt: No space left on device'."""
+    return UserError(f"cannot {verb} {path}: {error.strerror or error}")

@@ -1,0 +1,133 @@
+"""Atomic writes, a lock for one writer per folder, and reading UTF-8 text.
+
+Standard library and filelock only, so that `--help` does not wait for torch.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from folio.errors import UserError, os_error
+
+LOCK = ".lock"  # file in a folder that is being written
+
+
+@contextmanager
+def replacing(*paths):
+    """Yields a list of binary files that replace `paths` when the context ends.
+
+    Each is written to PATH.tmp, synced to disk and renamed. If anything fails before the renames,
+    every path keeps its old content. Raises UserError if the files cannot be written.
+    """
+    paths = [Path(path) for path in paths]
+    try:
+        with ExitStack() as stack:
+            files = []
+            for path in map(temporary_path, paths):
+                path.unlink(missing_ok=True)  # left by a process that was killed
+                stack.callback(path.unlink, missing_ok=True)
+                files.append(stack.enter_context(open(path, "wb")))
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            for file, path in zip(files, paths, strict=True):
+                os.replace(file.name, path)
+            for folder in {path.parent for path in paths}:
+                sync_folder(folder)
+    except OSError as error:
+        raise os_error("write", " and ".join(map(str, paths)), error) from error
+
+
+def replace_by_link(source, path):
+    """Atomically makes `path` a hard link to `source`, or a copy if links are not possible.
+
+    Raises UserError if the file cannot be written; `path` then keeps its old content.
+    """
+    temporary = temporary_path(path)
+    with suppress(OSError):  # the file system has no hard links
+        temporary.unlink(missing_ok=True)
+        os.link(source, temporary)
+        os.replace(temporary, path)
+        temporary.unlink(missing_ok=True)  # rename() keeps both names of one file
+        sync_folder(path.parent)
+        return
+    with replacing(path) as [target], open(source, "rb") as file:
+        shutil.copyfileobj(file, target)
+
+
+def temporary_path(path):
+    """Returns the path that `replacing` and `replace_by_link` write before they rename it."""
+    return path.with_name(path.name + ".tmp")
+
+
+def sync_folder(folder):
+    """Makes renames in a folder durable, where the system can sync a folder."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+class InUseError(UserError):
+    """Another process is writing to the folder."""
+
+
+@contextmanager
+def locked(folder):
+    """Creates a folder if it does not exist, and holds its lock.
+
+    Raises InUseError if another process holds the lock, UserError if the folder cannot be written.
+    """
+    from filelock import FileLock, Timeout  # imported here because it takes longer than --help may
+
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
+    except Timeout:
+        raise InUseError(
+            f"another process is writing to {folder}: wait for it, or choose another folder"
+        ) from None
+    except OSError as error:
+        raise os_error("write to", folder, error) from error
+    with lock:
+        yield
+
+
+# Text
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, where it came from, and the sha256 of its bytes."""
+
+    text: str
+    source: str
+    sha256: str
+
+
+def read_text(name):
+    """Returns the Text of a UTF-8 file, or of standard input if `name` is "-".
+
+    Line ends stay as they are; a byte order mark is dropped.
+    """
+    source = "standard input" if name == "-" else str(name)
+    try:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        text = raw.decode("utf-8").removeprefix("\ufeff")
+    except OSError as error:
+        raise os_error("read", source, error) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{source} is not UTF-8 text: byte {error.start:,} is 0x{raw[error.start]:02x}; "
+            "convert the file to UTF-8, or leave it out"
+        ) from error
+    return Text(text, source, hashlib.sha256(raw).hexdigest())

@@ -1,0 +1,214 @@
+"""Autoregressive generation with a KV cache: prefill and decode. Scoring of a text.
+
+Pure torch, like model.py. A batch has one text per row; a row's `position` is the index of its
+newest token within the context that the model sees.
+"""
+
+from itertools import islice, pairwise
+
+import torch
+import torch.nn.functional as F
+
+from folio.sampling import sample_next, uniforms
+from model import causal_attention
+
+TOKENS_PER_PASS = 2**14  # tokens in one forward pass, which limits its activations
+
+
+class KVCache:
+    """Keys and values of each layer, allocated once: two lists of (B, H, length, D) tensors."""
+
+    def __init__(self, config, batch_size, device, dtype=torch.float32, length=None):
+        """`length` is the number of positions. Default: block_size."""
+        self.length, self.window = length or config.block_size, config.window
+        self.dtype = dtype
+        shape = (batch_size, config.n_head, self.length, config.n_embd // config.n_head)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
+
+    def write(self, layer, rows, positions, k, v):
+        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64."""
+        if not isinstance(positions, slice):
+            k, v = k[:, :, 0], v[:, :, 0]
+        self.keys[layer][rows, :, positions] = k.to(self.dtype)
+        self.values[layer][rows, :, positions] = v.to(self.dtype)
+
+
+def prefill(model, cache, idx, rows):
+    """Reads the first tokens of some rows, (len(rows), T) int64, into the cache. T <= block_size.
+
+    Shorter rows can be padded at the end; no token attends to what follows it.
+    """
+
+    def attend(layer, q, k, v):
+        cache.write(layer, some, slice(q.shape[2]), k, v)
+        return causal_attention(q, k, v, cache.window)
+
+    rows_per_pass = max(1, TOKENS_PER_PASS // max(1, idx.shape[1]))
+    for start in range(0, len(rows) if idx.shape[1] else 0, rows_per_pass):
+        some = rows[start : start + rows_per_pass]
+        model.trunk(idx[start : start + rows_per_pass], attend=attend)
+
+
+def decode_one(model, cache, tail, position, length=None):
+    """Reads one token per row and returns the logits of the next: (B, vocab_size).
+
+    Args:
+        tail: (B, 1 + n) int64, the newest token of each row after the n <= model.receptive_field
+            tokens before it.
+        position: the position of the newest token; the cache holds all before it. An int if it is
+            the same for all rows, else (B,) int64.
+        length: for a tensor of positions, the number of cache positions to attend to under a mask.
+            Default: all, so that every call has the same shape.
+    """
+    device, mask = tail.device, None
+    if isinstance(position, int):
+        rows, positions = slice(None), torch.tensor([position], device=device)
+        visible = slice(max(0, position + 1 - (cache.window or cache.length)), position + 1)
+    else:
+        rows, positions = torch.arange(len(tail), device=device), position[:, None]
+        visible = slice(0, length or cache.length)
+        distance = positions - torch.arange(visible.stop, device=device)
+        mask = (distance >= 0) & (distance < (cache.window or cache.length))
+        mask = mask[:, None, None]  # (B, 1, 1, length)
+
+    def attend(layer, q, k, v):
+        cache.write(layer, rows, position, k, v)
+        keys, values = cache.keys[layer][:, :, visible], cache.values[layer][:, :, visible]
+        y = F.scaled_dot_product_attention(q.to(cache.dtype), keys, values, attn_mask=mask)
+        return y.to(q.dtype)
+
+    return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
+
+
+# Generation
+
+
+class Context:
+    """The tokens of each text that the model sees, left-aligned.
+
+    ids: (B, width) int64; row b holds lengths[b] tokens. positions: (B,) int64, lengths - 1.
+    """
+
+    def __init__(self, prompts, block_size, count, device):
+        """Keeps the last block_size tokens of each prompt, with room for `count` more."""
+        self.block_size = block_size
+        self.lengths = [min(len(prompt), block_size) for prompt in prompts]
+        width = min(block_size, max(self.lengths) + count)
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for row, length, prompt in zip(ids, self.lengths, prompts, strict=True):
+            row[:length] = torch.tensor(prompt[-length:])
+        self.ids = ids.to(device)
+        self.positions = torch.tensor(self.lengths, device=device) - 1
+
+    def append(self, ids, stride):
+        """Appends a token to each row. Full rows first drop `stride` tokens and are returned."""
+        full = [row for row, length in enumerate(self.lengths) if length == self.block_size]
+        kept = self.block_size - stride
+        self.lengths = [kept + 1 if n == self.block_size else n + 1 for n in self.lengths]
+        self.positions = self.positions + 1
+        if full:
+            self.ids[full, :kept] = self.ids[full, stride:]
+            self.positions[full] = kept
+        self.ids.scatter_(1, self.positions[:, None], ids[:, None])
+        return full
+
+    def newest(self, earlier, fixed_shape):
+        """Returns (tail, position) for decode_one, with `earlier` tokens before the newest.
+
+        The position is an int if all rows share it, unless `fixed_shape` is true.
+        """
+        if not fixed_shape and len(set(self.lengths)) == 1:
+            position = self.lengths[0] - 1
+            return self.ids[:, max(0, position - earlier) : position + 1], position
+        steps = torch.arange(-earlier, 1, device=self.ids.device)
+        return self.ids.gather(1, (self.positions[:, None] + steps).clamp(min=0)), self.positions
+
+
+@torch.inference_mode()
+def generate(
+    model, prompts, seeds, controls, count, context_stride=None, vocab_size=None, accelerate=None
+):
+    """Yields the next token of each text, `count` times: ids (B,) int64, log-probabilities (B,).
+
+    The model sees at most the last block_size tokens of each text. When the context of a row is
+    full, its oldest `context_stride` tokens are dropped and the rest is read again; a stride of 1
+    equals sampling without a cache. Log-probabilities are the model's, before `controls`.
+
+    Args:
+        prompts: for each text a nonempty list of ids.
+        seeds: for each text an int.
+        context_stride: see stride_of.
+        vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
+        accelerate: see folio.compile.step_accelerator.
+    """
+    config, weight = model.config, model.transformer.wte.weight
+    vocab_size, stride = vocab_size or config.vocab_size, stride_of(model, context_stride)
+    context = Context(prompts, config.block_size, count, weight.device)
+    # With one query, attention on a CPU is up to three times as fast in float32 as in bfloat16.
+    dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
+    cache = KVCache(config, len(prompts), weight.device, dtype, context.ids.shape[1])
+    present = None
+    if controls.repetition_penalty != 1:
+        present = occurrences(prompts, vocab_size, weight.device)
+
+    def step(tail, position, uniform, length=None):
+        logits = decode_one(model, cache, tail, position, length)[:, :vocab_size].float()
+        ids = sample_next(logits, uniform, controls, present)
+        return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
+
+    earlier, unread, fast = model.receptive_field, list(range(len(prompts))), None
+    for uniform in islice(uniforms(seeds, weight.device), count):
+        if unread:
+            longest = max(context.lengths[row] for row in unread)
+            prefill(model, cache, context.ids[unread, : longest - 1], unread)
+        newest = context.newest(earlier, fixed_shape=accelerate is not None)
+        if accelerate:
+            fast = fast or accelerate(step, *newest, uniform) or step
+            ids, logprobs = fast(*newest, uniform)
+        else:
+            ids, logprobs = step(*newest, uniform, max(context.lengths))
+        yield ids, logprobs
+        if present is not None:
+            present.scatter_(1, ids[:, None], True)
+        unread = context.append(ids, stride)
+
+
+def stride_of(model, context_stride):
+    """Returns the number of tokens that a full context drops. Default: half of block_size."""
+    size = model.config.block_size
+    return min(context_stride or max(1, size // 2), size)
+
+
+def occurrences(prompts, vocab_size, device):
+    """Returns which ids occur in each prompt: (B, vocab_size) bool."""
+    present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+    for row, ids in zip(present, prompts, strict=True):
+        row[ids] = True
+    return present.to(device)
+
+
+# Scoring
+
+
+@torch.inference_mode()
+def token_nll(model, ids, stride=None):
+    """Returns the negative log-likelihood of each token but the first: (N,) -> (N - 1,), nats.
+
+    Tokens are scored in windows of block_size that advance by `stride` (see stride_of). Each counts
+    in the first window that contains it, after at least block_size - stride tokens, except in the
+    first window.
+    """
+    last = len(ids) - 1
+    size = min(model.config.block_size, last)
+    stride, losses = min(stride_of(model, stride), size), []
+    starts = [*range(0, last - size, stride), last - size]  # the last window ends with the text
+    windows_per_pass = max(1, TOKENS_PER_PASS // size)
+    for first in range(0, len(starts), windows_per_pass):
+        some = starts[first : first + windows_per_pass]
+        windows = torch.stack([ids[start : start + size + 1] for start in some])
+        windows = windows.to(model.transformer.wte.weight.device)
+        logits = model.logits(windows[:, :-1]).float()
+        losses += F.cross_entropy(logits.mT, windows[:, 1:], reduction="none").cpu()
+    counts = [size, *(start - before for before, start in pairwise(starts))]  # not scored before
+    return torch.cat([loss[size - n :] for loss, n in zip(losses, counts, strict=True)])

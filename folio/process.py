@@ -1,0 +1,136 @@
+"""How a script starts and ends: one-line errors, exit status, signals.
+
+Standard library only, so that `--help` does not wait for torch.
+
+Exit status: 0 success, 2 UserError, 128 + n after signal n. Any other exception is a bug in folio
+and keeps its traceback.
+"""
+
+import errno
+import gc
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from folio.errors import UserError
+from folio.settings import parse_arguments
+
+SIGPIPE = 13  # which Windows lacks
+STARTED = time.monotonic()  # about when the process started: scripts import this module first
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the script. `number` is the signal's."""
+
+    def __init__(self, number, message="interrupted"):
+        super().__init__(message)
+        self.number = number
+
+
+def start(settings_class):
+    """Answers `--help` and reports invalid flags before a script imports torch."""
+    _run(parse_arguments, settings_class, sys.argv[1:])
+    _set_handlers(lambda number, _: os._exit(128 + number))  # an exception prints a traceback
+    gc.disable()  # until run(): collecting garbage takes a third of the time to import torch
+
+
+def run(main):
+    """Calls `main()` and ends the process with its exit status."""
+    gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
+    gc.enable()
+    _run(main)
+
+
+def _run(function, *args):
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the parent; no other file may get its number
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    _set_handlers(_interrupt)
+    try:
+        status = _status_of(function, *args)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            print_error("no space left on the device that the output goes to")
+        elif error.errno != errno.EPIPE:  # EPIPE: the reader of the output exited, as `| head` does
+            raise
+        for handle in (1, 2):  # otherwise Python reports the same error again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
+        status = 2 if error.errno == errno.ENOSPC else 128 + SIGPIPE
+    if status is not None:
+        sys.exit(status)
+
+
+def _status_of(function, *args):
+    """Returns the exit status, or None if `function` returns."""
+    try:
+        function(*args)
+    except SystemExit as error:
+        return error.code or 0
+    except UserError as error:
+        print_error(error)
+        return 2
+    except KeyboardInterrupt as error:
+        print_error(str(error) or "interrupted")
+        return 128 + getattr(error, "number", signal.SIGINT)
+    return None
+
+
+def print_error(message):
+    """Prints one line on stderr, without control characters."""
+    line = f"{Path(sys.argv[0]).name}: {' '.join(str(message).split())}"
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    with suppress(OSError):  # the terminal may be gone, or the disk full
+        print(line, file=sys.stderr, flush=True)
+
+
+# Signals
+
+
+def _set_handlers(handler):
+    """Sets the handler of the signals that ask a script to stop. Returns {number: the former}."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # nohup ignores it
+        numbers.append(hangup)
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _interrupt(number, _):
+    raise Interrupted(number)
+
+
+class StopSignal:
+    """Context manager that records the first stop signal in `number` instead of raising.
+
+    The training loop polls it, `if stop:`, where its state is complete. A second SIGINT raises
+    Interrupted at once.
+    """
+
+    def __init__(self):
+        self.number = None
+
+    def __enter__(self):
+        self._before = _set_handlers(self._receive)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __bool__(self):
+        return self.number is not None
+
+    def request(self, number):
+        """Records a reason to stop other than a signal, by the number of a related signal."""
+        self.number = self.number or number
+
+    def _receive(self, number, _):
+        if self and number == signal.SIGINT:
+            raise Interrupted(number, "interrupted at once")
+        self.request(number)

@@ -1,0 +1,189 @@
+"""The output folder of a run: ckpt.pt, last.pt and log.jsonl.
+
+ckpt.pt is the best state on the validation split, which sample.py loads. last.pt is the newest
+state, from which a run resumes. log.jsonl has one JSON object per line, an event of the run.
+"""
+
+import dataclasses
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from folio import checkpoint as checkpoints
+from folio.errors import UserError, nearest, os_error
+from folio.files import locked, replace_by_link, temporary_path
+
+BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
+
+
+class RunDir:
+    """The output folder of a run. One process at a time may write to it, inside `locked()`."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
+        self._pending = b""  # lines that could not be written yet
+
+    @staticmethod
+    def find(parent="."):
+        """Returns the folders in `parent` that contain a run, sorted."""
+        with suppress(OSError):  # of a name that is too long
+            paths = Path(parent).glob("*/*")
+            return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
+        return []
+
+    # Reading
+
+    def load_best(self):
+        """Returns the best checkpoint, without optimizer state."""
+        return self._load(self.best, optimizers=False)
+
+    def load_newest(self, required=True):
+        """Returns the newest checkpoint, or None if there is none and it is not required."""
+        path = self.last if os.path.exists(self.last) else self.best
+        if not required and not os.path.exists(path):
+            return None
+        try:
+            return self._load(path)
+        except UserError as error:
+            if path == self.last and self.best.exists():
+                raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
+            raise
+
+    def _load(self, path, optimizers=True):
+        try:
+            return checkpoints.load(path, optimizers)
+        except FileNotFoundError:
+            raise UserError(f"there is no checkpoint {path}{self._hint()}") from None
+
+    def _hint(self):
+        if self.last.exists():
+            return f", only {LAST}: no evaluation has been the best yet"
+        runs = {str(folder) for folder in self.find()} - {str(self.folder)}
+        if not runs:
+            return "; train a model first: python train.py config/shakespeare_char.py"
+        return nearest(str(self.folder), runs, f"; available: {', '.join(sorted(runs))}")
+
+    # Writing
+
+    def locked(self):
+        """Returns a context in which no other process can write to the folder."""
+        return locked(self.folder)
+
+    def begin(self, settings, resumed=None):
+        """Prepares the folder for a run that starts or resumes.
+
+        Returns the folder to which an earlier run was moved, or None.
+        """
+        try:
+            for path in (self.best, self.last):
+                temporary_path(path).unlink(missing_ok=True)  # left by a process that was killed
+            if resumed:
+                if resumed.log_bytes is not None and self.log.exists():
+                    os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
+            elif settings.overwrite:
+                for path in (self.best, self.last, self.log):
+                    path.unlink(missing_ok=True)
+            else:
+                return move_aside(self.folder, (BEST, LAST, LOG))
+        except OSError as error:
+            raise os_error("write to", self.folder, error) from error
+        return None
+
+    def append(self, event):
+        """Appends an event to log.jsonl. Returns the UserError if the disk refuses, else None.
+
+        Events that cannot be written are kept and written by a later call.
+        """
+        self._pending += json.dumps(event).encode() + b"\n"
+        return self.flush()
+
+    def flush(self, durable=False):
+        """Writes pending events, synced to disk if `durable`. Returns like `append`."""
+        size = None
+        try:
+            with open(self.log, "ab") as file:
+                size = file.tell()
+                file.write(self._pending)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                if size is not None:
+                    os.truncate(self.log, size)  # after closing, which may write once more
+            return os_error("write", self.log, error)
+        self._pending = b""
+        return None
+
+    def save(self, checkpoint, best):
+        """Writes last.pt; or, if `best`, writes ckpt.pt and makes last.pt a link to it.
+
+        Returns the UserError if the disk refuses, else None. The log is written first, so that a
+        resumed run misses no event, and last.pt last: it never claims a best that ckpt.pt lacks.
+        """
+        self.flush(durable=True)
+        with suppress(OSError):
+            checkpoint.log_bytes = self.log.stat().st_size
+        try:
+            checkpoints.save(self.best if best else self.last, checkpoint)
+            if best:
+                replace_by_link(self.best, self.last)
+        except UserError as error:
+            return error
+        return None
+
+
+def move_aside(folder, names):
+    """Moves the named files of `folder` to a new folder beside it, FOLDER.1 or the next number.
+
+    Returns the new folder, or None if there are no such files. Raises OSError if moving fails.
+    """
+    place = Path(os.path.realpath(folder))
+    found = [name for name in names if os.path.lexists(place / name)]
+    if not found:
+        return None
+    number = 1
+    while os.path.lexists(f"{place}.{number}"):
+        number += 1
+    aside = Path(f"{place}.{number}")
+    aside.mkdir()
+    for name in found:
+        (place / name).rename(aside / name)
+    return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
+
+
+# Resuming
+
+
+def check_resumable(checkpoint, config, settings, dataset):
+    """Raises UserError that names every difference in model, optimizer, tokenizer or data.
+
+    Other settings may change: learning rates, intervals, batches, the machine.
+
+    Args:
+        config: GPTConfig that the settings ask for.
+        settings: a TrainConfig.
+    """
+    before, now = dataclasses.asdict(checkpoint.config), dataclasses.asdict(config)
+    before["optimizer"] = checkpoint.settings.get("optimizer", "adamw")  # nanoGPT has no other
+    now["optimizer"] = settings.optimizer
+    wrong = [
+        f"{name} is {before[name]} in the checkpoint and {now[name]} in the settings"
+        for name in now
+        if now[name] != before[name] and name != "dropout"
+    ]
+    if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
+        wrong.append("the vocabulary differs")
+    name = checkpoint.settings.get("dataset", settings.dataset)
+    same_data = name == settings.dataset
+    if checkpoint.data:
+        same_data = checkpoint.data == dataset.fingerprint
+    if not same_data:
+        wrong.append(f"the data differ: {name} in the checkpoint, now {settings.dataset}")
+    if wrong:
+        raise UserError(
+            f"{checkpoint.path} does not match the settings: {'; '.join(wrong)}; resume with the "
+            "run's own settings, or start a new run in another --out_dir"
+        )

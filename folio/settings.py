@@ -1,0 +1,159 @@
+"""Settings of the scripts: typed dataclass fields, config files, flags and `--help`.
+
+A script declares a dataclass of `setting(...)` fields and calls `load` with its arguments: Python
+config files and `--key=value` flags, applied left to right. A class attribute OPERANDS names the
+field that takes arguments without dashes in place of config files, ARGUMENTS the usage line.
+Standard library only, so that `--help` does not wait for torch.
+"""
+
+import dataclasses
+import io
+import os
+import runpy
+import sys
+import traceback
+import types
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from folio.errors import UserError, nearest
+from folio.fields import check_value, parse_value, type_name
+
+ROOT = Path(__file__).parent.parent  # of the repository
+PRESETS = ROOT / "config"
+
+
+def names_in(settings_class, *scopes):
+    """Returns the names of the settings with one of the scopes."""
+    fields = dataclasses.fields(settings_class)
+    return {field.name for field in fields if field.metadata["scope"] in scopes}
+
+
+def changed(settings):
+    """Returns the settings that differ from their defaults, as a dict."""
+    pairs = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
+    return {field.name: value for field, value in pairs if value != field.default}
+
+
+def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
+    """Builds `settings_class` from config files and flags, applied left to right.
+
+    Raises UserError for the first invalid argument or value.
+
+    Args:
+        argv: the arguments. Default: those of the process.
+        resolvers: {name: function} that makes a value concrete, such as "auto" to "cpu". Config
+            files read the resolved value; a flag to their right takes precedence.
+        choose: allows several values, as a list in a config file or separated by commas in a flag.
+            `choose(name, values)` returns the value to use.
+        quiet: suppresses what config files print.
+    """
+    fields, resolvers = _fields(settings_class), resolvers or {}
+    values = {name: field.default for name, field in fields.items()}
+    steps = parse_arguments(settings_class, sys.argv[1:] if argv is None else argv, choose)
+    for place, (name, value) in enumerate(steps):
+        if name is not None:
+            values[name] = value
+            continue
+        latest = values | dict(steps[place:])
+        seen = values | {key: resolve(latest[key]) for key, resolve in resolvers.items()}
+        with redirect_stdout(io.StringIO() if quiet else sys.stdout):
+            values |= _run_config_file(fields, seen, value, choose)
+    values |= {key: resolve(values[key]) for key, resolve in resolvers.items()}
+    return settings_class(**values)
+
+
+def _fields(settings_class):
+    return {field.name: field for field in dataclasses.fields(settings_class)}
+
+
+# Arguments
+
+
+def parse_arguments(settings_class, argv, choose=None):
+    """Returns (name, value) for each flag and (None, path) for each config file, which is not run.
+
+    Prints the help text and exits if it is requested. Raises UserError for invalid arguments.
+    """
+    fields, steps, rest = _fields(settings_class), [], list(argv)
+    operands = getattr(settings_class, "OPERANDS", None)
+    if {"-h", "--help"} & set(argv):
+        print(_help_text(settings_class))
+        sys.exit(0)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            if operands:
+                steps.append((operands, (*dict(steps).get(operands, ()), argument)))
+            else:
+                steps.append((None, _find_config_file(argument)))
+            continue
+        name, equals, text = argument[2:].partition("=")
+        if name not in fields or name == operands:
+            hint = nearest(name, fields.keys() - {operands}, "; --help lists the settings")
+            raise UserError(f"unknown setting --{name}{hint}")
+        field = fields[name]
+        if not equals:
+            has_value = rest and not rest[0].startswith("--")
+            if field.type is bool and not (has_value and rest[0].lower() in ("true", "false")):
+                text = "True"  # --stream alone means --stream=True
+            elif has_value:
+                text = rest.pop(0)
+            else:
+                raise UserError(f"--{name} needs a value: --{name}=VALUE, {type_name(field)}")
+        texts = text.split(",") if choose else [text]
+        values = [parse_value(field, each, f"--{name}") for each in texts]
+        steps.append((name, choose(name, values) if len(values) > 1 else values[0]))
+    return steps
+
+
+def _find_config_file(argument):
+    for path in (Path(argument), ROOT / argument):  # presets are found from any folder
+        if path.suffix == ".py" and os.path.isfile(path):  # Path.is_file raises for a long name
+            return path
+    if "=" in argument or argument.startswith("-"):
+        raise UserError(f"settings are written --key=value, not {argument}")
+    presets = [path.relative_to(ROOT).as_posix() for path in sorted(PRESETS.rglob("[!_]*.py"))]
+    hint = nearest(argument, presets, f"; available: {', '.join(presets)}")
+    raise UserError(f"there is no config file {argument}{hint}")
+
+
+# Config files
+
+
+def _run_config_file(fields, values, path, choose):
+    """Runs a config file with `values` as its global names. Returns their new values."""
+    try:
+        names = runpy.run_path(str(path), init_globals=values)
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" line {frame.lineno}" for frame in frames if frame.filename == str(path)]
+        place = f"{path}{lines[-1] if lines else ''}"
+        raise UserError(f"{place}: {type(error).__name__}: {error}") from error
+    found = {}
+    for name, value in names.items():
+        if name in fields:
+            if choose and value and isinstance(value, list | tuple | range):
+                value = choose(name, list(value))
+            found[name] = check_value(fields[name], value, f"{path}: {name}")
+        elif not (name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
+            hint = nearest(name, fields, "; names of helper variables start with _")
+            raise UserError(f"{path}: unknown setting {name}{hint}")
+    return found
+
+
+# Help
+
+
+def _help_text(settings_class):
+    arguments = getattr(settings_class, "ARGUMENTS", "[config/NAME.py ...] [--key=value ...]")
+    lines = [f"usage: {Path(sys.argv[0]).name} {arguments}", "", settings_class.__doc__]
+    for name, field in _fields(settings_class).items():
+        if name == getattr(settings_class, "OPERANDS", None):
+            continue
+        if field.metadata["group"]:
+            lines += ["", field.metadata["group"]]
+        bounds = f" in {field.metadata['bounds']}" if field.metadata["bounds"] else ""
+        lines.append(f"  --{name}={field.default!r}")
+        lines.append(f"      {field.metadata['explanation']} ({type_name(field)}{bounds})")
+    return "\n".join(lines)

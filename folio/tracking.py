@@ -1,0 +1,207 @@
+"""Progress of a training run on the console, in log.jsonl and in experiment trackers."""
+
+import dataclasses
+import errno
+import math
+import os
+import shlex
+import sys
+import time
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from folio.process import SIGPIPE, STARTED, print_error
+from folio.settings import changed, names_in
+from folio.trackers import Trackers
+from model import flops_per_token, num_params
+
+
+class Tracking:
+    """Reports steps and evaluations. Speeds are means since the previous report.
+
+    Events in log.jsonl have `step`, `split` and `elapsed_s`. The split is "start" (settings and
+    model size), "train" (a step), "val" (an evaluation) or "resume" (changed settings).
+    """
+
+    def __init__(self, run, stop):
+        """`run` is a train.Run. `stop` is a StopSignal, set when the reader of the output exits."""
+        self.run, self.stop = run, stop
+        self.elapsed_before = run.progress.elapsed_s
+        self.first_step, self.log_failed = run.progress.step, False
+        self.seconds, self.steps = 0.0, 0  # of training since the last report
+        self.settings, self.run_dir = run.settings, run.run_dir
+        self.machine = run.learner.machine
+        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
+        # If all output goes to a terminal, the progress bar replaces the lines of steps.
+        self.on_terminal = is_terminal(sys.stdout) and is_terminal(sys.stderr)
+        self.bar = tqdm(
+            total=self.settings.max_iters,
+            initial=self.first_step,
+            bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
+            leave=False,
+            disable=not self.on_terminal,
+        )
+        self.started_at = self.counted_at = time.perf_counter()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.trackers.close()
+        if (error := self.run_dir.flush()) and not kind:
+            raise error
+
+    # Events
+
+    def begin(self, moved_to=None):
+        """Logs the settings, or what changed on resuming. `moved_to`: see RunDir.begin."""
+        settings, resumed = run_settings(self.settings), self.run.resumed
+        if moved_to:
+            advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
+            folder = self.settings.out_dir
+            self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
+        if not self.run_dir.log.exists():  # a new run, or nanoGPT's
+            parameters = num_params(self.run.learner.model.config)
+            self._log("start", 0, parameters=parameters, settings=settings)
+        if resumed:
+            old, step = resumed.settings, resumed.progress.step
+            changes = {k: (old[k], v) for k, v in settings.items() if k in old and old[k] != v}
+            if changes:
+                self._log("resume", step, changed=changes)
+            pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
+            about = f"; changed: {pairs}" if pairs else ""
+            self.say(f"resumed {resumed.path} at step {step}{about}")
+
+    def evaluated(self, step, losses, lr):
+        tokens = step * self.settings.tokens_per_step
+        numbers = {{"train": "train_loss", "val": "loss"}.get(k, k): v for k, v in losses.items()}
+        self._log("val", step, tokens=tokens, lr=lr, **numbers)
+        self.say(evaluation_line(step, losses))
+
+    def stepped(self, step, loss, grad_norm, lr):
+        """Counts a step; reports it, and thereby waits for the device, at log_interval."""
+        self._print(self.bar.update)
+        self.steps += 1
+        if step % self.settings.log_interval:
+            return
+        self._count_time()
+        seconds = self.seconds / self.steps  # per step
+        self.seconds, self.steps = 0.0, 0
+        tokens = self.settings.tokens_per_step
+        flops = flops_per_token(self.run.learner.model.config) * tokens
+        mfu = flops / seconds / self.machine.peak[0]
+        loss, norm = float(loss), float(grad_norm)
+        # JSON has no infinity, which is the norm of a step that the loss scaler skips.
+        norm = norm if math.isfinite(norm) else None
+        speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}
+        tokens *= step + 1
+        self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, **speeds)
+        per_step = (self.counted_at - self.started_at) / (step + 1 - self.first_step)
+        left = tqdm.format_interval(per_step * (self.settings.max_iters - step - 1))
+        speed = f"{speeds['tokens_per_s']:,.0f} tokens/s, {left} left"
+        self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
+        if not self.on_terminal:
+            timing = f"time {1000 * seconds:.2f}ms, mfu {100 * mfu:.2f}%"
+            self.say(f"iter {step}: loss {loss:.4f}, {timing}, {speed}")
+
+    def _log(self, split, step, **values):
+        event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
+        error = self.run_dir.append(event)
+        self.save_failed(None if self.log_failed else error)
+        self.log_failed = bool(error)
+        if split in ("train", "val"):
+            self.trackers.log(event)
+
+    # Time
+
+    def elapsed_s(self):
+        """Returns the seconds that the run has taken, including earlier processes."""
+        return round(self.elapsed_before + time.monotonic() - STARTED, 3)
+
+    @contextmanager
+    def paused(self):
+        """A context whose time does not count as training."""
+        self._count_time()
+        yield
+        self.counted_at = time.perf_counter()
+
+    def _count_time(self):
+        self.machine.synchronize()
+        now = time.perf_counter()
+        self.seconds += now - self.counted_at
+        self.counted_at = now
+
+    # Console
+
+    def say(self, line):
+        self._print(tqdm.write, line, file=sys.stdout)
+        self._print(sys.stdout.flush)
+
+    def warn(self, message):
+        self.bar.clear()
+        print_error(message)
+
+    def save_failed(self, error):
+        """Reports a UserError that training survives; None is no error."""
+        if error:
+            self.warn(f"{error}; training continues, and the next save tries again")
+
+    def _print(self, function, *args, **kwargs):
+        """Calls a function that prints. If output fails, the line is lost, but not the run."""
+        try:
+            function(*args, **kwargs)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of the output has exited
+                self.stop.request(SIGPIPE)
+
+
+def run_settings(settings):
+    """Returns the settings that describe a run, without those about files."""
+    files = names_in(type(settings), "files")
+    return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
+
+
+def is_terminal(stream):
+    """Whether a stream is a terminal of known size, which tqdm needs for a bar."""
+    try:
+        return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
+    except OSError:
+        return False
+
+
+def evaluation_line(step, losses):
+    line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
+    line += f", val perplexity {losses['perplexity']:.2f}"
+    if "bits_per_byte" in losses:
+        line += f", val bits per byte {losses['bits_per_byte']:.4f}"
+    return line
+
+
+def print_start(settings, dataset, machine, config):
+    """Prints the changed settings, the dataset, the model's size and the machine."""
+    resolved = ("device", "dtype", "compile")
+    pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
+    peak, source = machine.peak
+    print(
+        f"settings: {' '.join(pairs) or 'defaults'}",
+        f"dataset: {settings.dataset}, {len(dataset.train):,} train and {len(dataset.val):,} "
+        f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
+        f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
+        f"{settings.tokens_per_step:,} tokens",
+        f"machine: {machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
+        sep="\n",
+        flush=True,
+    )
+
+
+def print_end(run):
+    """Prints where the best model is and how to use it."""
+    progress, settings = run.progress, run.settings
+    if progress.step < settings.max_iters:
+        print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
+    kept = "newest" if settings.always_save_checkpoint else "best"
+    best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
+    print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+    print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")

@@ -1,0 +1,124 @@
+import pytest
+import tiny
+import torch
+from tiny import SHAPES, random_ids, random_model
+from torch._dynamo.testing import CompileCounter
+
+import train
+from folio.batches import Batches
+from folio.compile import (
+    capture_cuda_graph,
+    compile_model,
+    compile_or_fall_back,
+    optimize_for_inference,
+    step_accelerator,
+)
+from folio.device import Machine
+from model import ACTIVATIONS
+
+CPU = Machine("cpu", "float32", True, "")
+
+
+def plus_one(x):
+    return x + 1
+
+
+def use_compiler_that_raises(monkeypatch, error):
+    """Makes torch.compile fail on first use, as it does without a C++ compiler."""
+
+    def compiled(*_):
+        raise error
+
+    monkeypatch.setattr(torch, "compile", lambda function: compiled)
+
+
+# torch.compile
+
+
+def test_a_failing_compiler_is_reported_in_one_line(monkeypatch, capsys):
+    use_compiler_that_raises(monkeypatch, RuntimeError("\n  no C++ compiler\nSet TORCH_LOGS\n"))
+    assert compile_or_fall_back(plus_one, lambda compiled: compiled(1)) is plus_one
+    message = "compiling failed, continuing without it (no C++ compiler)\n"
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()])
+def test_other_errors_of_a_trial_are_raised(error, monkeypatch):
+    use_compiler_that_raises(monkeypatch, error)
+    with pytest.raises(type(error)):
+        compile_or_fall_back(plus_one, lambda compiled: compiled(1))
+
+
+def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(monkeypatch, capsys):
+    model = random_model()
+    idx = random_ids(model)
+
+    def compiled(x, y):  # fails in the evaluation, after a training pass
+        if not model.training:
+            raise RuntimeError("no graph")
+        return model(x, y)
+
+    monkeypatch.setattr(torch, "compile", lambda function: compiled)
+    assert compile_model(model, CPU, (idx, idx)) is model
+    assert "no graph" in capsys.readouterr().err
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
+def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monkeypatch, switches):
+    counter, compile = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=counter))
+    settings = tiny.settings(
+        dtype="bfloat16", dropout=0.2, gradient_accumulation_steps=2, compile=True, **switches
+    )
+    assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
+    run = train.setup(settings)
+    assert counter.frame_count == 2  # one graph each
+    batches = Batches(run.dataset.train, settings)
+    for step in range(2):
+        _, norm = run.learner.gradient(batches.at(step), step)
+        run.learner.update(norm, 1e-3)
+        run.learner.evaluate(run.dataset, step)
+    assert counter.frame_count == 2
+
+
+# Fixed-shape steps
+
+
+def test_a_step_is_accelerated_only_if_compiled_or_on_cuda(monkeypatch):
+    assert step_accelerator(Machine("cpu", "float32", False, "")) is None
+    assert step_accelerator(Machine("mps", "float32", False, "")) is None
+    assert step_accelerator(Machine("cuda", "float32", False, "")) is not None
+    compiled = lambda x: x + 1  # noqa: E731
+    monkeypatch.setattr(torch, "compile", lambda step: compiled)
+    assert step_accelerator(CPU)(plus_one, torch.ones(1)) is compiled
+    monkeypatch.delattr(torch, "compile")
+    assert step_accelerator(CPU)(plus_one, torch.ones(1)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_cuda_graph_returns_new_results_for_new_arguments():
+    first, second = torch.ones(3, device="cuda"), torch.full((3,), 5.0, device="cuda")
+    replay = capture_cuda_graph(lambda x: (x * 2, x + 1), first)
+    results = [replay(first), replay(second)]
+    assert [[part.tolist() for part in each] for each in results] == [
+        [[2.0] * 3, [2.0] * 3],
+        [[10.0] * 3, [6.0] * 3],
+    ]
+
+
+# Inference
+
+
+@pytest.mark.parametrize(
+    "changes", [*SHAPES, *({"activation": name} for name in ACTIVATIONS)], ids=str
+)
+@torch.no_grad()
+def test_optimizing_for_inference_keeps_the_logits(changes):
+    model, optimized = random_model(**changes), random_model(dropout=0.5, **changes).train()
+    idx = random_ids(model)
+    logits = optimize_for_inference(optimized).logits(idx)
+    assert torch.allclose(logits, model.logits(idx), atol=1e-5)

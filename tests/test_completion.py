@@ -1,0 +1,171 @@
+"""Tests of folio/completion.py: completions of prompts as text, scores, loading a model."""
+
+import math
+
+import pytest
+import tiny
+import torch
+
+from folio import completion
+from folio.completion import Completion, TrainedModel, complete, load_trained, score_text
+from folio.device import choose_machine
+from folio.errors import UserError
+from folio.files import Text
+from folio.run_dir import RunDir
+from folio.sampling import Controls
+from folio.tokenizers import CharTokenizer
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
+
+
+@pytest.fixture
+def trained():
+    """A model with random weights and a vocabulary of 37 characters."""
+    tokenizer = CharTokenizer(CHARACTERS)
+    return TrainedModel(
+        tiny.random_model(), tokenizer, choose_machine("cpu", "float32", False), None
+    )
+
+
+def completion_of(prompt, tokenizer, stops=(), seed=1):
+    return Completion(prompt, tokenizer.encode(prompt).tolist(), seed, tokenizer, list(stops))
+
+
+# The end of a text
+
+
+@pytest.mark.parametrize(
+    ("characters", "stops", "text", "stopped", "count"),
+    [
+        ("abcd", ["c"], "ab", "c", 3),
+        ("abcd", ["bc", "c"], "a", "bc", 3),
+        ("abcd", ["cd", "b"], "a", "b", 2),
+        ("aabab", ["abab"], "a", "abab", 5),
+        ("aaab", ["aab"], "a", "aab", 4),
+        ("bcd", ["abc"], "bcd", None, 3),  # the prompt is not searched
+        ("abcd", ["é"], "abcd", None, 4),
+        ("a\n\nb", ["\n\n"], "a", "\n\n", 3),
+        ("é", ["é"], "", "é", 1),
+    ],
+)
+def test_text_ends_before_its_first_stop_text(characters, stops, text, stopped, count):
+    tokenizer = CharTokenizer("\nabcdé")
+    each = completion_of("a", tokenizer, stops)
+    for token in tokenizer.encode(characters).tolist():
+        each.add(token, -1.0)
+    assert (each.text, each.stopped) == (text, stopped)
+    assert len(each.ids) == len(each.logprobs) == len(each.pieces) == count
+
+
+def test_text_ends_at_the_end_of_text_token(gpt2_of_bytes):
+    each = completion_of("a", gpt2_of_bytes)
+    for token in gpt2_of_bytes.encode("ab<|endoftext|>cd").tolist():
+        each.add(token, 0.0)
+    assert (each.text, each.stopped, each.ids) == ("ab", "end of text", [97, 98, 256])
+
+
+@pytest.mark.parametrize("content", ["ab", "é", "🦶🏽", "a\ud7ff"])
+def test_incomplete_character_is_not_confirmed_until_the_end(gpt2_of_bytes, content):
+    each = completion_of("x", gpt2_of_bytes)
+    for byte in [*content.encode(), 0xC3]:
+        each.add(byte, 0.0)
+        assert "\N{REPLACEMENT CHARACTER}" not in each.confirmed()
+    assert each.confirmed() == "x" + content
+    each.finish("length")
+    assert each.confirmed() == f"x{content}\N{REPLACEMENT CHARACTER}"
+
+
+def test_possible_start_of_a_stop_text_is_not_confirmed():
+    tokenizer, shown = CharTokenizer("abc"), []
+    each = completion_of("a", tokenizer, ["bbc", "cc"])
+    for token in tokenizer.encode("abbabbcab").tolist():
+        each.add(token, 0.0)
+        shown.append(each.confirmed())
+    assert shown == ["aa", "aa", "aa", "aabba", "aabba", "aabba", "aabba", "aabba", "aabba"]
+
+
+@pytest.mark.parametrize("stop", ["a", "12", '{"a": 1}', "[a", "[" * 100_000])
+def test_stop_texts_are_one_text_or_a_json_list(stop):
+    assert completion.stop_texts(stop) == [stop]
+    assert completion.stop_texts('["a", "\\n"]') == ["a", "\n"]
+    assert completion.stop_texts("[]") == completion.stop_texts(None) == []
+
+
+# Batches
+
+
+def test_batch_is_completed_with_the_models_log_probabilities(trained):
+    prompts = ("a", "some longer prompt", " ")
+    batch = [completion_of(prompt, trained.tokenizer, seed=3) for prompt in prompts]
+    for _ in complete(trained, batch, Controls(), 6, context_stride=1):
+        pass
+    for each in batch:
+        assert (len(each.ids), each.stopped) == (6, "length")
+        assert each.text == "".join(each.pieces) == trained.tokenizer.decode(each.ids)
+        ids = each.prompt_ids + each.ids
+        for at, logprob in enumerate(each.logprobs, start=len(each.prompt_ids)):
+            logits = trained.model.logits(torch.tensor([ids[max(0, at - 8) : at]]))[0, -1]
+            assert logprob == pytest.approx(logits.log_softmax(0)[ids[at]].item(), abs=1e-4)
+
+
+def test_generation_ends_when_all_texts_have(trained):
+    batch = [completion_of("a", trained.tokenizer, CHARACTERS) for _ in range(2)]
+    assert len(list(complete(trained, batch, Controls(), 10_000))) == 1
+    assert [each.text for each in batch] == ["", ""]
+
+
+@pytest.mark.parametrize(("memory", "size"), [(4, 1), (7.99, 1), (8, 2), (0.001, 1)])
+def test_batch_size_is_limited_to_a_quarter_of_the_memory(trained, monkeypatch, memory, size):
+    row = 4 * (2 * 2 * 8 * 16 + 8 * 37)  # bytes of keys and values, and of logits
+    monkeypatch.setattr(completion, "memory_bytes", lambda device: int(memory * row))
+    assert completion.max_batch_size(trained.model) == size
+
+
+# Scores
+
+
+def test_score_is_the_mean_loss_of_the_model(trained):
+    ids = torch.from_numpy(trained.tokenizer.encode("9 letters").astype("int64"))
+    loss = trained.model(ids[None, :-1], ids[None, 1:]).item()
+    assert score_text(trained, Text("9 letters", "text", "")) == {
+        "tokens": 8,
+        "loss": pytest.approx(loss),
+        "perplexity": pytest.approx(math.exp(loss)),
+        "bits_per_byte": pytest.approx(loss / math.log(2)),
+    }
+
+
+def test_bits_per_byte_exclude_the_first_token(trained, gpt2_of_bytes, monkeypatch):
+    monkeypatch.setattr(
+        completion, "token_nll", lambda model, ids, stride: torch.ones(len(ids) - 1)
+    )
+    trained.tokenizer = gpt2_of_bytes
+    for content in ("éa", "🦶", "ab"):
+        found = score_text(trained, Text(content, "text", ""))
+        assert found["tokens"] == len(content.encode()) - 1
+        assert found["bits_per_byte"] == pytest.approx(1 / math.log(2))
+
+
+def test_output_that_is_not_finite_is_a_user_error(trained):
+    trained.model.transformer.ln_f.weight.data.fill_(math.inf)
+    with pytest.raises(UserError, match="not finite: try --dtype=float32"):
+        score_text(trained, Text("abc", "text", ""))
+    with pytest.raises(UserError, match="not finite: try --dtype=float32"):
+        next(complete(trained, [completion_of("a", trained.tokenizer)], Controls(), 1))
+
+
+# Loading
+
+
+def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
+    size = tiny.write_nanogpt_dataset("nano")
+    model = tiny.write_nanogpt_checkpoint(size, dataset="nano").eval()
+    trained = load_trained(RunDir("out"))
+    ids = torch.from_numpy(trained.tokenizer.encode("Shall I").astype("int64"))[None]
+    assert torch.allclose(trained.model.logits(ids), model.logits(ids), atol=1e-5)
+
+
+def test_nanogpts_checkpoint_without_its_dataset_is_a_user_error(folder):
+    tiny.write_nanogpt_checkpoint(65, dataset="nowhere")
+    with pytest.raises(UserError, match=r"of 65, .*50,257; .*copy the meta.pkl .* to data/nowhere"):
+        load_trained(RunDir("out"))

@@ -1,0 +1,216 @@
+"""Tests of folio/dataset.py: the files of a dataset folder, damaged ones, and nanoGPT's."""
+
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+from unittest.mock import DEFAULT, Mock
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from folio.dataset import DATA, load_dataset, load_tokenizer, write_dataset
+from folio.errors import UserError
+from folio.files import LOCK, Text
+from folio.tokenizers import TOKENIZERS, CharTokenizer
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def write(path, content):
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def write_text(text, tokenizer=None):
+    """Writes data/own, by characters unless a tokenizer is given."""
+    tokenizer = tokenizer or CharTokenizer.from_text(text)
+    return write_dataset(DATA / "own", Text(text, "own.txt", "5a"), tokenizer)
+
+
+def texts_of(name):
+    """Returns the text of both splits."""
+    data = load_dataset(name)
+    return data.tokenizer.decode(data.train), data.tokenizer.decode(data.val)
+
+
+def error_of(name):
+    with pytest.raises(UserError) as caught:
+        load_dataset(name)
+    return str(caught.value)
+
+
+# Writing
+
+
+def test_format_of_the_files():
+    write_text("abcabcabcabcaē", CharTokenizer("abcē"))
+    assert Path("data/own/train.bin").read_bytes() == b"\0\0\1\0\2\0" * 4
+    assert Path("data/own/val.bin").read_bytes() == b"\0\0\3\0"
+    meta = json.loads(Path("data/own/meta.json").read_bytes())
+    checksum = meta.pop("crc32")
+    assert checksum == zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    assert meta == {
+        "format": 1,
+        "tokenizer": {"kind": "char", "characters": "abcē"},
+        "vocab_size": 4,
+        "source": "own.txt",
+        "source_sha256": "5a",
+        "train": {"tokens": 12, "bytes": 12, "crc32": zlib.crc32(b"\0\0\1\0\2\0" * 4)},
+        "val": {"tokens": 2, "bytes": 3, "crc32": zlib.crc32(b"\0\0\3\0")},
+    }
+    names = {path.name for path in Path("data/own").iterdir()}
+    assert names - {LOCK} == {"meta.json", "train.bin", "val.bin"}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(text=st.text(min_size=20))
+@example(text="\r\n\0 é🦶\ufeff\u2028\U0010ffff----------")
+def test_dataset_decodes_to_its_text(gpt2_of_bytes, kind, text):
+    write_text(text, TOKENIZERS[kind].from_text(text))
+    data, cut = load_dataset("own"), int(0.9 * len(text))
+    assert data.train.dtype == np.uint16
+    assert texts_of("own") == (text[:cut], text[cut:])
+    assert data.val_bytes_per_token == len(text[cut:].encode()) / len(data.val)
+    assert data.tokenizer.to_dict() == load_tokenizer("own").to_dict()
+
+
+@pytest.mark.parametrize(("text", "tokens", "split"), [("a", 0, "train"), ("abcdefghij", 1, "val")])
+def test_text_that_is_too_short_is_refused(text, tokens, split):
+    with pytest.raises(UserError) as caught:
+        write_text(text)
+    assert str(caught.value) == (
+        f"own.txt is too short to split: its {len(text)} characters leave {tokens} tokens for "
+        f"{split}.bin, which needs at least 2"
+    )
+    assert not DATA.exists()
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("renames", [1, 2])
+def test_partly_written_dataset_is_refused(existing, renames, monkeypatch):
+    if existing:
+        write_text("abcdefghij" * 9)
+    effects = [DEFAULT] * renames + [KeyboardInterrupt]
+    monkeypatch.setattr(os, "replace", Mock(wraps=os.replace, side_effect=effects))
+    with pytest.raises(KeyboardInterrupt):
+        write_text("jihgfedcba" * 9)  # the same length and vocabulary
+    with pytest.raises(UserError, match="train.bin is missing|cannot read|match meta.json"):
+        load_dataset("own")
+
+
+# Missing and damaged files
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/tmp/x", "a\\b", "c:x", "a\0b"])
+def test_name_must_be_a_plain_folder_name(name):
+    assert error_of(name) == f"the name of a dataset must be a plain folder name, not {name!r}"
+
+
+def test_error_for_a_missing_dataset_says_how_to_prepare_it():
+    assert error_of("own") == (
+        "data/own/train.bin is missing; prepare it with python prepare.py --dataset=own (and "
+        "--input=FILE_OR_FOLDER for your own text), or choose another --dataset"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train.bin", b"\0\0\1", r"train.bin is damaged \(Size of .*available data is not a mult"),
+        ("val.bin", b"", r"val.bin is damaged \(cannot mmap an empty file\)"),
+        ("val.bin", None, "cannot read data/own/val.bin: No such file or directory"),
+        ("val.bin", b"\0\0", r"val.bin is damaged \(it does not match meta.json\)"),
+        *(
+            ("meta.json", content, "data/own/meta.json is damaged ")
+            for content in (b"", b'{"format": 1', b'{"format": "1"}', b"\xff", b"[]", b"{}", b'"x"')
+        ),
+        ("meta.json", b"[" * 100_000, "data/own/meta.json is damaged "),
+        ("meta.json", b'{"format": 2}', r"written by a later folio \(format 2\)"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_damaged_file_is_named(file, content, message):
+    write_text("abcdefghij" * 2)
+    if content is None:
+        Path("data/own", file).unlink()
+    else:
+        write(f"data/own/{file}", content)
+    with pytest.raises(UserError, match=message):
+        load_dataset("own")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
+@pytest.mark.parametrize("make", ["mkfifo", "mkdir"])
+@pytest.mark.parametrize("file", ["val.bin", "meta.json", "meta.pkl"])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused(file, make):
+    write_text("abcdefghij" * 2)
+    for name in (file, "meta.json"):
+        Path("data/own", name).unlink(missing_ok=True)
+    getattr(os, make)(f"data/own/{file}")
+    assert error_of("own") == (
+        f"data/own/{file} is damaged (it is not a regular file); prepare the dataset again"
+    )
+
+
+def test_split_must_be_longer_than_the_context():
+    write_text("abcdefghij" * 2)
+    data = load_dataset("own")
+    data.check_length(1)
+    with pytest.raises(UserError, match="val.bin of own has 2 tokens.* smaller --block_size"):
+        data.check_length(2)
+
+
+# nanoGPT's folders
+
+
+TABLE = {"vocab_size": 2, "itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}
+
+
+def test_nanogpts_character_dataset_is_loaded():
+    tiny.write_nanogpt_dataset("nano", "b\na" * 10)
+    assert texts_of("nano") == ("b\na" * 9, "b\na")
+    assert load_dataset("nano").val_bytes_per_token is None
+
+
+def test_nanogpts_dataset_without_meta_has_gpt2_tokens():
+    tiny.write_nanogpt_dataset("nano", "b\na" * 10)
+    Path("data/nano/meta.pkl").unlink()
+    data = load_dataset("nano")
+    assert data.tokenizer.kind == "gpt2"
+    assert (data.train.tolist(), data.val.tolist()) == ([2, 0, 1] * 9, [2, 0, 1])
+
+
+class MakesFolder:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def error_of_nanogpts(meta):
+    """Returns the error for a dataset of nanoGPT with `meta` in its meta.pkl."""
+    tiny.write_nanogpt_dataset("nano")
+    write("data/nano/meta.pkl", pickle.dumps(meta))
+    return error_of("nano")
+
+
+@pytest.mark.parametrize("meta", [MakesFolder(), TABLE | {"extra": [MakesFolder()]}])
+def test_code_in_meta_pkl_is_refused_and_not_executed(meta):
+    message = "meta.pkl is damaged (it refers to posix.mkdir)"
+    assert message in error_of_nanogpts(meta)
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"vocab_size": 3}, {"itos": {0: "ab", 1: "c"}}, {"itos": None}],
+)
+def test_meta_pkl_that_is_not_nanogpts_is_refused(changes):
+    assert error_of_nanogpts(TABLE | changes).startswith("data/nano/meta.pkl")

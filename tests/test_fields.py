@@ -1,0 +1,96 @@
+"""Settings as dataclass fields: parsing and checking their values."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import pytest
+
+from folio.errors import UserError
+from folio.fields import check_value, parse_value, setting
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One setting of each type."""
+
+    device: str = setting("auto", "where to compute", group="Machine", scope="machine")
+    compile: Literal["auto"] | bool = setting("auto", "whether to compile", scope="machine")
+    steps: int = setting(100, "updates to make", "[0, inf)", group="Run")
+    warmup: int | None = setting(None, "updates until the full rate")
+    rate: float = setting(0.5, "learning rate", "(0, 1]")
+    shift: float = setting(0.0, "added to the loss", "(-inf, inf)")
+    bias: bool = setting(False, "whether layers have one")
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of norm")
+    name: str | None = setting(None, "of the run", scope="display")
+
+
+FIELDS = {field.name: field for field in fields(Settings)}
+
+
+def error_of(name, value):
+    with pytest.raises(UserError) as caught:
+        check_value(FIELDS[name], value, "HERE")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("steps", "7", 7),
+        ("warmup", "-3", -3),
+        ("warmup", "None", None),
+        ("rate", "1", 1.0),
+        ("shift", "-1.5e-3", -1.5e-3),
+        ("bias", "true", True),
+        ("compile", "False", False),
+        ("compile", "auto", "auto"),
+        ("norm", "rmsnorm", "rmsnorm"),
+        ("name", "", ""),
+    ],
+)
+def test_text_is_parsed_to_the_type_of_the_field(name, text, value):
+    found = parse_value(FIELDS[name], text, "HERE")
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("steps", "1.5", "must be int, not '1.5'"),
+        ("steps", "-1", "must be in [0, inf), not -1"),
+        ("steps", "9223372036854775808", "must be a 64-bit integer, not 9223372036854775808"),
+        ("warmup", "few", "must be int or None, not 'few'"),
+        ("rate", "fast", "must be float, not 'fast'"),
+        ("rate", "0", "must be in (0, 1], not 0.0"),
+        ("rate", "nan", "must be in (0, 1], not nan"),
+        ("shift", "1e400", "must be in (-inf, inf), not inf"),
+        ("bias", "1", "must be True or False, not '1'"),
+        ("compile", "1", "must be auto, True or False, not '1'"),
+        ("norm", "batchnorm", "must be layernorm or rmsnorm, not 'batchnorm'"),
+    ],
+)
+def test_invalid_text_is_an_error(name, text, reason):
+    with pytest.raises(UserError) as caught:
+        parse_value(FIELDS[name], text, "HERE")
+    assert str(caught.value) == f"HERE {reason}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("steps", 1.0, "must be int, not 1.0"),
+        ("steps", True, "must be int, not True"),
+        ("rate", "0.1", "must be float, not '0.1'"),
+        ("rate", 2, "must be in (0, 1], not 2.0"),
+        ("bias", 1, "must be True or False, not 1"),
+        ("norm", None, "must be layernorm or rmsnorm, not None"),
+        ("steps", [1, 2], "must be int, not [1, 2]"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error(name, value, reason):
+    assert error_of(name, value) == f"HERE {reason}"
+
+
+def test_an_error_about_a_long_value_is_short():
+    for name, value in (("steps", "x" * 10**6), ("shift", 10**4000), ("name", [1] * 10**6)):
+        assert len(error_of(name, value)) < 200

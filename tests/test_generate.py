@@ -1,0 +1,224 @@
+"""Cached generation, with the model without a cache as reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import transformers_gpt2
+from tiny import SHAPES, random_ids, random_model
+
+from folio.compile import optimize_for_inference, step_accelerator
+from folio.device import Machine
+from folio.generate import KVCache, decode_one, generate, prefill, token_nll
+from folio.sampling import Controls
+
+GREEDY = Controls(temperature=0.0)
+PENALIZED = Controls(repetition_penalty=1.3)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def last_logits(model, ids):
+    """Returns the logits after a list of ids, without a cache: (vocab_size,)."""
+    return model.logits(torch.tensor([ids]))[0, -1]
+
+
+def generate_uncached(model, prompt, count, stride=1):
+    """Returns the `count` most likely ids; when the context is full, it drops `stride` tokens."""
+    size = model.config.block_size
+    context, found = prompt[-size:], []
+    for _ in range(count):
+        found.append(last_logits(model, context).argmax().item())
+        context = [*context, found[-1]]
+        if len(context) > size:
+            context = context[stride:]
+    return found
+
+
+def generate_cached(
+    model, prompts, count, controls=GREEDY, seeds=None, context_stride=1, **arguments
+):
+    seeds = seeds or range(len(prompts))
+    steps = generate(model, prompts, seeds, controls, count, context_stride, **arguments)
+    return torch.stack([ids for ids, _ in steps], dim=1).tolist()
+
+
+def fixed_shapes(step, *_):
+    """An accelerator that has no effect, so that generate calls `step` with fixed shapes."""
+    return step
+
+
+# One token at a time
+
+
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["int", "tensor"])
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_cached_logits_equal_uncached_logits_at_every_position(changes, is_tensor):
+    model = random_model(**changes)
+    idx, earlier = random_ids(model), model.receptive_field
+    expected = model.logits(idx)
+    cache = KVCache(model.config, len(idx), "cpu")
+    for prefilled in (0, 1, 3):
+        if prefilled:
+            prefill(model, cache, idx[:, :prefilled], range(len(idx)))
+        for position in range(prefilled, model.config.block_size):
+            tail = F.pad(idx, (earlier, 0))[:, position : position + earlier + 1]
+            place = torch.full((len(idx),), position) if is_tensor else position
+            logits = decode_one(model, cache, tail, place)
+            assert (logits - expected[:, position]).abs().max() < 1e-5
+
+
+def test_a_bfloat16_model_with_a_float32_cache_agrees_for_int_and_tensor_positions():
+    model = random_model().bfloat16()
+    idx, caches = random_ids(model), [KVCache(model.config, 3, "cpu") for _ in range(2)]
+    for position in range(8):
+        places = position, torch.full((3,), position)
+        one, other = (
+            decode_one(model, cache, idx[:, [position]], place)
+            for cache, place in zip(caches, places, strict=True)
+        )
+        assert one.dtype == torch.bfloat16
+        assert torch.allclose(one, other, atol=0.02)
+
+
+# Whole texts
+
+
+@pytest.mark.parametrize("accelerate", [None, fixed_shapes], ids=["dynamic", "fixed"])
+@pytest.mark.parametrize("stride", [1, 3, "all"])
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_a_batch_of_prompts_equals_an_uncached_sliding_window(changes, stride, accelerate):
+    """A stride of 1 is nanoGPT's sampling."""
+    model = random_model(**changes)
+    size = model.config.block_size
+    stride = size if stride == "all" else stride
+    ids = random_ids(model)[0].tolist()
+    prompts = [ids[:2], ids[:size], ids + ids[:3], ids[:5]]
+    expected = [generate_uncached(model, prompt, 2 * size, stride) for prompt in prompts]
+    arguments = {"context_stride": stride, "accelerate": accelerate}
+    assert generate_cached(model, prompts, 2 * size, **arguments) == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": False, "activation": "gelu_tanh"}], ids=str)
+def test_greedy_text_equals_transformers(changes):
+    model = random_model(block_size=64, **changes)
+    idx = random_ids(model, length=5)
+    theirs = transformers_gpt2(model).generate(
+        idx, max_new_tokens=59, do_sample=False, pad_token_id=0
+    )
+    assert generate_cached(model, idx.tolist(), 59) == theirs[:, 5:].tolist()
+
+
+def test_many_prompts_are_read_in_several_passes():
+    model = random_model()
+    prompts = [random_ids(model)[0].tolist()[:n] for n in (8, 1, 7)]
+    expected = generate_cached(model, prompts, 5)
+    assert generate_cached(model, prompts * 1000, 5) == expected * 1000  # > 2^14 tokens
+
+
+@pytest.mark.parametrize("accelerate", [None, fixed_shapes], ids=["dynamic", "fixed"])
+def test_repetition_penalty_applies_to_tokens_beyond_the_context(accelerate):
+    model, text = random_model(), [1, 2, 3]
+    controls = Controls(temperature=0.0, repetition_penalty=1.3)
+    found = generate_cached(model, [text], 30, controls, accelerate=accelerate)[0]
+    assert found != generate_cached(model, [text], 30)[0]
+    for token in found:
+        logits = last_logits(model, text[-model.config.block_size :])
+        for seen in set(text):
+            logits[seen] = logits[seen] / 1.3 if logits[seen] > 0 else logits[seen] * 1.3
+        assert token == logits.argmax()
+        text.append(token)
+
+
+def test_log_probabilities_are_those_of_the_model():
+    model, ids = random_model(), [1, 2, 3]
+    for token, logprob in generate(model, [ids], [0], Controls(temperature=0.3), 5):
+        expected = last_logits(model, ids).log_softmax(0)[token]
+        assert torch.allclose(logprob, expected, atol=1e-5)
+        ids = [*ids, token.item()]
+
+
+def test_texts_with_different_seeds_differ():
+    first, second = generate_cached(random_model(), [[1, 2, 3]] * 2, 30, Controls(), [1, 2])
+    assert first != second
+
+
+def test_only_ids_below_vocab_size_are_drawn():
+    rows = generate_cached(random_model(), [[1]] * 9, 30, Controls(temperature=5.0), vocab_size=5)
+    assert max(map(max, rows)) < 5
+
+
+def test_generation_continues_without_a_faster_step():
+    expected = generate_cached(random_model(), [[1, 2], [3]], 20)
+    found = generate_cached(random_model(), [[1, 2], [3]], 20, accelerate=lambda *_: None)
+    assert found == expected
+
+
+def test_a_model_that_is_not_finite_has_log_probabilities_that_are_not_finite():
+    model = random_model()
+    model.transformer.ln_f.weight.fill_(torch.inf)
+    ((_, logprob),) = generate(model, [[1]], [1], Controls(), 1)
+    assert not logprob.isfinite()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"position": "rotary", "bigrams": True}], ids=str)
+def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
+    model, graphs = random_model(**changes), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def accelerate(step, *_):
+        return torch.compile(step, backend=backend, fullgraph=True)
+
+    prompts, arguments = [[1, 2, 3], [4], [5, 6]], {"context_stride": 4, "controls": PENALIZED}
+    expected = generate_cached(model, prompts, 30, **arguments)
+    assert generate_cached(model, prompts, 30, accelerate=accelerate, **arguments) == expected
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("controls", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    expected = generate_cached(random_model(**changes), prompts, 30, controls, context_stride=4)
+    accelerate = step_accelerator(Machine("cuda", "float32", compile, ""))
+    model = optimize_for_inference(random_model(**changes).cuda())
+    arguments = {"context_stride": 4, "accelerate": accelerate}
+    assert generate_cached(model, prompts, 30, controls, **arguments) == expected
+
+
+# Scores
+
+
+@pytest.mark.parametrize("length", [2, 5, 9, 10, 17, 40])
+@pytest.mark.parametrize("stride", [1, 3, 8, 50])
+def test_each_token_is_scored_in_the_first_window_that_contains_it(length, stride):
+    model = random_model()
+    size = model.config.block_size
+    ids = random_ids(model, rows=1, length=length)[0]
+    found = token_nll(model, ids, stride)
+    assert found.shape == (length - 1,)
+    step = min(stride, size, length - 1)
+    start = 0
+    for at in range(1, length):
+        while at - start > size:
+            start = min(start + step, max(0, length - 1 - size))
+        expected = -last_logits(model, ids[start:at].tolist()).log_softmax(0)[ids[at]]
+        assert found[at - 1] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_a_long_text_is_scored_in_several_passes():
+    model = random_model()
+    ids = random_ids(model, rows=1, length=5000)[0]
+    windows = ids.unfold(0, 8, 1)[:-1]  # > 2^14 tokens
+    expected = F.cross_entropy(model.logits(windows)[:, -1], ids[8:], reduction="none")
+    assert torch.allclose(token_nll(model, ids, stride=1)[7:], expected, atol=1e-5)

@@ -1,0 +1,128 @@
+"""Training, evaluation and sampling do not wait for a device between log lines.
+
+They run on torch's meta device, whose tensors have shapes but no values. Reading a value, for which
+a GPU would have to be waited for, raises there, and so does combining tensors of two devices.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import train
+from folio.batches import Batches, Split, to_device
+from folio.checkpoint import Progress
+from folio.device import Machine, choose_machine
+from folio.generate import generate
+from folio.run_dir import RunDir
+from folio.sampling import Controls
+from folio.settings import PRESETS, load
+from model import GPT
+
+META = Machine("meta", "float32", False, "")
+PATHS = sorted(PRESETS.rglob("[!_]*.py"))
+TOKENIZER = SimpleNamespace(padded_vocab_size=50_304)
+
+every_preset = pytest.mark.parametrize("device", ["cpu", "cuda"])
+every_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+both_optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+both_models = pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
+
+
+@pytest.fixture
+def plain_adamw(monkeypatch):
+    """Replaces the fused AdamW, which the meta device does not have."""
+    real = torch.optim.AdamW
+
+    def adamw(*args, **options):
+        return real(*args, **options | {"fused": False})
+
+    monkeypatch.setattr(torch.optim, "AdamW", adamw)
+
+
+def preset(path, device):
+    """Returns the settings and the GPTConfig of a preset, with fewer batches and layers."""
+    argv = [str(path), "--dtype=float32", "--eval_iters=2"]
+    settings = load(train.TrainConfig, argv, {"device": lambda _: device}, quiet=True)
+    config = train.model_config(settings, TOKENIZER)
+    return settings, dataclasses.replace(config, n_layer=min(config.n_layer, 2))
+
+
+def step(learner, batches, number):
+    _, norm = learner.gradient(batches.at(number), number)
+    learner.update(norm, 1e-3)
+
+
+def test_reading_a_value_or_combining_devices_raises():
+    x = torch.ones(3, device="meta")
+    for read in (x[0].item, x.tolist, x.nonzero, x.numpy, x.cpu, lambda: bool(x.any())):
+        with pytest.raises((RuntimeError, TypeError), match=r"(?i)meta"):
+            read()
+    with pytest.raises(RuntimeError, match="device"):
+        x + torch.ones(3)
+
+
+@every_preset
+@every_path
+@pytest.mark.usefixtures("plain_adamw")
+def test_training_and_evaluation_of_a_preset_read_no_value(path, device):
+    settings, config = preset(path, device)
+    learner, split = train.Learner(config, settings, META), Split(np.zeros(3000, np.uint16), "meta")
+    batches = Batches(split, settings)
+    for number in range(2):
+        step(learner, batches, number)
+    assert learner.split_loss(split).is_meta
+
+
+@every_preset
+@every_path
+def test_sampling_from_a_preset_reads_no_value(path, device):
+    _, config = preset(path, device)
+    model = GPT.uninitialized(config, "meta").eval()
+    prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
+    controls = Controls(0.8, top_k=200, top_p=0.9, min_p=0.1, repetition_penalty=1.3)
+    for accelerate in (None, lambda step, *_: step):
+        tokens = list(generate(model, prompts, [1, 2], controls, 3, 4, accelerate=accelerate))
+        assert [(ids.is_meta, logprobs.is_meta) for ids, logprobs in tokens] == [(True, True)] * 3
+
+
+@both_models
+@both_optimizers
+@pytest.mark.usefixtures("plain_adamw")
+def test_a_run_reads_values_only_at_log_lines(verse, optimizer, switches):
+    settings = tiny.settings(
+        log_interval=10, eval_interval=99, max_iters=99, optimizer=optimizer, **switches
+    )
+    learner = train.Learner(train.model_config(settings, verse.tokenizer), settings, META)
+    progress = Progress(step=6, evaluated=6)
+    dataset = to_device(verse, "meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        train.train(train.Run(settings, RunDir("out"), dataset, learner, progress))
+    assert progress.step == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@both_models
+@both_optimizers
+def test_a_step_on_a_gpu_does_not_synchronize(verse, optimizer, switches):
+    # Above 3,072 tokens torch uses another kernel for the gradient of an embedding.
+    settings = tiny.settings(dtype="bfloat16", batch_size=512, optimizer=optimizer, **switches)
+    config = train.model_config(settings, verse.tokenizer)
+    learner = train.Learner(config, settings, choose_machine("cuda", "bfloat16", False))
+    learner.init_weights()
+    batches = Batches(to_device(verse, "cuda").train, settings)
+    assert batches.split.resident is not None
+    for number in range(3):
+        step(learner, batches, number)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(learner, batches, 3)
+        step(learner, batches, 4)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            learner.divergence.check()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,135 @@
+import pytest
+import tiny
+import torch
+
+import train
+from folio.device import Machine
+from folio.optim import EMBEDDING_LR_SCALE, Muon, learning_rate_at, make_optimizers, orthogonalize
+from model import GPT, GPTConfig
+
+MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
+SHAPES = ((16, 16), (48, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), (64, 16), (1, 5))
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**(tiny.SHAPE | {"vocab_size": 65} | changes)))
+
+
+def group_names(model, optimizer):
+    """Returns the names of the parameters of each group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+# Learning rate
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"warmup_iters": 10, "lr_decay_iters": 110, "min_lr": 0.1},
+            {0: 1 / 11, 4: 5 / 11, 10: 1.0, 60: 0.55, 109: 0.1002, 110: 0.1, 500: 0.1},
+        ),
+        ({"warmup_iters": 0, "max_iters": 50}, {25: 0.55, 50: 0.1}),
+        ({"warmup_iters": 10, "lr_decay_iters": 10}, {9: 10 / 11, 10: 0.1}),
+        ({"decay_lr": False}, {0: 1.0, 1: 1.0, 100: 1.0}),
+    ],
+    ids=["all set", "default end", "warmup as long as the decay", "constant"],
+)
+def test_learning_rate_has_linear_warmup_and_cosine_decay(changes, expected):
+    settings = tiny.settings(learning_rate=1.0, **changes)
+    for step, lr in expected.items():
+        assert learning_rate_at(step, settings) == pytest.approx(lr, abs=5e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
+    settings = tiny.settings(optimizer=optimizer)
+    learner = train.Learner(tiny_model().config, settings, Machine("cpu", "float32", False, ""))
+    learner.init_weights()
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    for lr, moves in ((0.0, False), (0.25, True)):
+        batch = torch.arange(32).view(4, 8)
+        norm = learner.gradient([(batch, batch)], 0)[1]
+        learner.update(norm, lr)
+        groups = [group for each in learner.optimizers.values() for group in each.param_groups]
+        scales = [1, 1, EMBEDDING_LR_SCALE, 1] if optimizer == "muon" else [1, 1]
+        assert [group["lr"] for group in groups] == [lr * scale for scale in scales]
+        pairs = zip(before, learner.model.parameters(), strict=True)
+        moved = [not torch.equal(*pair) for pair in pairs]
+        assert moved == [moves] * len(moved)
+
+
+# Parameter groups
+
+
+def test_adamw_decays_only_matrices_and_keeps_the_order_of_nanogpt():
+    model = tiny_model()
+    optimizer = make_optimizers(model, tiny.settings(weight_decay=0.3))["adamw"]
+    decayed, rest = optimizer.param_groups
+    assert group_names(model, optimizer)[0] == [
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+        *(f"transformer.h.0.{name}.weight" for name in MATRICES),
+    ]
+    assert all(p.dim() == 1 for p in rest["params"])
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+
+
+@pytest.mark.parametrize("n_layer", [0, 2])
+@pytest.mark.parametrize("changes", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_layer):
+    model = tiny_model(n_layer=n_layer, **changes)
+    optimizers = make_optimizers(model, tiny.settings(optimizer="muon"))
+    names = {key: group_names(model, each) for key, each in optimizers.items()}
+    matrices = [f"transformer.h.{i}.{part}.weight" for i in range(n_layer) for part in MATRICES]
+    assert names.get("muon", [[]]) == [matrices]
+    if n_layer:
+        second = "transformer.context.bigrams.weight" if changes else "transformer.wpe.weight"
+        assert names["adamw"][-1] == ["transformer.wte.weight", second]
+    taken = sum(names["adamw"], matrices)
+    assert sorted(taken) == sorted(name for name, _ in model.named_parameters())
+
+
+# Muon
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-3), (torch.float32, 2e-2)])
+def test_muon_equals_torchs(dtype, tolerance):
+    """The tolerance is large for float32 because torch's Muon computes in bfloat16 only."""
+    torch.manual_seed(0)
+    start = [torch.randn(shape) for shape in SHAPES]
+    ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    muon = Muon(ours, 0.02, weight_decay=0.1, dtype=dtype)
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape)
+            other.grad = mine.grad.clone()
+        muon.step()
+        reference.step()
+    for mine, other, before in zip(ours, theirs, start, strict=True):
+        assert (mine - other).norm() < tolerance * (other - before).norm(), tuple(mine.shape)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (1, 8)])
+def test_orthogonalize_keeps_singular_vectors_and_brings_singular_values_near_1(shape):
+    """Singular values from 0.005 to 1 of the largest, for matrices of very different norms."""
+    torch.manual_seed(0)
+    rows, columns = shape
+    left = torch.linalg.qr(torch.randn(3, rows, rows)).Q
+    right = torch.linalg.qr(torch.randn(3, columns, rows)).Q
+    scales = torch.tensor([1e-3, 1.0, 1e3]).view(3, 1, 1)
+    x = scales * (left * torch.logspace(-2.3, 0, rows)) @ right.mT
+    rotated = left.mT @ orthogonalize(x) @ right
+    values = rotated.diagonal(dim1=1, dim2=2)
+    assert 0.68 < values.min() <= values.max() < 1.21
+    assert (rotated - torch.diag_embed(values)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_muon_computes_in_bfloat16_if_the_model_does_and_else_in_float32(dtype):
+    muon = make_optimizers(tiny_model(), tiny.settings(optimizer="muon", dtype=dtype))["muon"]
+    assert muon.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)

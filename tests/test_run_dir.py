@@ -1,0 +1,178 @@
+"""RunDir: which checkpoint is loaded, what is written to the folder and in which order."""
+
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+import tiny
+
+from folio import checkpoint as checkpoints
+from folio import run_dir
+from folio.checkpoint import Checkpoint, Progress
+from folio.errors import UserError
+from folio.run_dir import RunDir, move_aside
+from model import GPT, GPTConfig
+
+MODEL = GPT(GPTConfig(**tiny.SHAPE, vocab_size=11))
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def checkpoint_at(step=0):
+    progress = Progress(step=step, best_val_loss=9.0)
+    return Checkpoint(MODEL.config, MODEL.state_dict(), progress, {"dataset": "verse"})
+
+
+def write(folder, *names, step=0):
+    Path(folder).mkdir(exist_ok=True)
+    for name in names:
+        checkpoints.save(Path(folder, name), checkpoint_at(step))
+
+
+def refuse(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# Loading
+
+
+@pytest.mark.parametrize(
+    ("existing", "name", "hint"),
+    [
+        ([], "out", "; train a model first: python train.py"),
+        (["out/last.pt"], "out", ", only last.pt: no evaluation has been the best yet"),
+        (["out-verse/ckpt.pt", "b/ckpt.pt"], "out-vers", "; did you mean out-verse?"),
+        (["out-verse/ckpt.pt", "b/ckpt.pt"], "zz", "; available: b, out-verse"),
+    ],
+)
+def test_missing_checkpoint_is_an_error_with_a_hint(existing, name, hint):
+    for path in map(Path, existing):
+        write(path.parent, path.name)
+    with pytest.raises(UserError) as caught:
+        RunDir(name).load_best()
+    assert str(caught.value).startswith(f"there is no checkpoint {name}/ckpt.pt{hint}")
+
+
+def test_newest_is_last_pt_or_else_ckpt_pt():
+    assert RunDir("out").load_newest(required=False) is None
+    write("out", "ckpt.pt", step=1)
+    assert RunDir("out").load_newest().progress.step == 1
+    write("out", "last.pt", step=2)
+    assert RunDir("out").load_newest().progress.step == 2
+
+
+def test_damaged_last_pt_says_how_to_resume_from_ckpt_pt():
+    write("out", "ckpt.pt")
+    Path("out/last.pt").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="is damaged .*; move out/last.pt away to resume from ckpt"):
+        RunDir("out").load_newest()
+
+
+# Saving
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_best_checkpoint_is_a_link_or_a_copy(links, monkeypatch):
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    run = RunDir("out")
+    with run.locked():
+        assert run.save(checkpoint_at(1), best=True) is None
+        assert os.path.samefile(run.best, run.last) == links
+        assert run.best.read_bytes() == run.last.read_bytes()
+        assert run.save(checkpoint_at(2), best=False) is None
+    steps = [checkpoints.load(path).progress.step for path in (run.best, run.last)]
+    assert steps == [1, 2]
+    assert not list(run.folder.glob("*.tmp"))
+
+
+def test_last_pt_is_replaced_after_ckpt_pt(monkeypatch):
+    """A run that is killed in between repeats the evaluation and writes ckpt.pt again."""
+    write("out", "ckpt.pt", "last.pt", step=1)
+    run, real = RunDir("out"), os.replace
+
+    def replace(source, path):
+        if Path(path).name == "last.pt":
+            refuse()
+        real(source, path)
+
+    monkeypatch.setattr(os, "replace", replace)
+    error = run.save(checkpoint_at(2), best=True)
+    assert str(error) == "cannot write out/last.pt: No space left on device"
+    steps = [checkpoints.load(path).progress.step for path in (run.best, run.last)]
+    assert steps == [2, 1]
+
+
+def test_temporary_files_of_a_killed_run_are_removed():
+    write("out", "ckpt.pt", "last.pt", "ckpt.pt.tmp", "last.pt.tmp")
+    run = RunDir("out")
+    run.begin(tiny.settings(init_from="resume"), run.load_newest())
+    assert sorted(os.listdir("out")) == ["ckpt.pt", "last.pt"]
+
+
+# The log
+
+
+class AlmostFullDisk(io.FileIO):
+    """A file of at most 100 bytes."""
+
+    def write(self, data):
+        room = 100 - os.fstat(self.fileno()).st_size
+        return super().write(data[:room]) if room else refuse()
+
+
+def test_events_that_cannot_be_written_are_written_later(monkeypatch):
+    Path("out").mkdir()
+    run, events = RunDir("out"), [{"step": step, "note": "x" * 40} for step in range(5)]
+    opened = lambda path, mode: io.BufferedWriter(AlmostFullDisk(path, mode))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "open", opened, raising=False)
+        errors = [run.append(event) for event in events[:4]]
+        assert errors[0] is None
+        assert str(errors[-1]) == "cannot write out/log.jsonl: No space left on device"
+        assert tiny.log_events() == events[:1]
+    assert run.append(events[4]) is None
+    assert tiny.log_events() == events
+
+
+def test_resuming_truncates_the_log_to_that_of_the_checkpoint():
+    Path("out").mkdir()
+    run, settings = RunDir("out"), tiny.settings(init_from="resume")
+    run.append({"step": 0})
+    run.save(checkpoint_at(1), best=False)
+    run.append({"step": 1})
+    run.log.write_bytes(run.log.read_bytes()[:-3])  # killed while writing
+    run.begin(settings, run.load_newest())
+    assert tiny.log_events() == [{"step": 0}]
+
+
+# An earlier run in the folder
+
+
+def test_earlier_files_are_moved_to_the_first_free_number():
+    for folder in ("out", "out.1", "out.3"):
+        Path(folder).mkdir()
+    for name in ("work", "log", "note"):
+        Path("out", name).touch()
+    assert move_aside("out", ["work", "log", "other"]) == Path("out.2")
+    assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
+    assert move_aside("out", ["work", "log", "other"]) is None
+
+
+@pytest.mark.parametrize("place", [".", "here/.."])
+def test_current_folder_is_moved_aside_beside_itself(folder, monkeypatch, place):
+    (folder / "runs" / "here").mkdir(parents=True)
+    monkeypatch.chdir(folder / "runs")
+    Path("work").touch()
+    assert move_aside(place, ["work"]) == Path("..", "runs.1")
+    assert os.listdir(folder / "runs.1") == ["work"]
+
+
+def test_files_that_cannot_be_moved_are_an_error(monkeypatch):
+    write("out", "last.pt")
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="cannot write to out: No space left on device"):
+        RunDir("out").begin(tiny.settings())
+    assert os.listdir("out") == ["last.pt"]
