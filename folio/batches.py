@@ -1,6 +1,7 @@
 """Deterministic batch sampling and device transfer."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -75,13 +76,25 @@ def to_device(dataset, device):
 
 
 class Batches:
-    """The global batch of each step as micro-batches, a function of the seed and the step."""
+    """The global batch of each step as micro-batches, a function of the seed and the step.
+
+    If a GPU's windows come from a file, those of the next step are read during the current one.
+    """
 
     def __init__(self, split, settings):
         self.split, self.settings = split, settings
+        self._ahead = {}  # {step: future of its micro-batches}
+        reads_ahead = split.resident is None and kind_of(split.device) != "cpu"
+        self._reader = ThreadPoolExecutor(max_workers=1) if reads_ahead else None
 
     def at(self, step):
         """Returns gradient_accumulation_steps pairs of (batch_size, block_size) int64 tensors."""
+        ready = self._ahead.pop(step, None)
+        if self._reader:
+            self._ahead = {step + 1: self._reader.submit(self._read, step + 1)}
+        return ready.result() if ready else self._read(step)
+
+    def _read(self, step):
         settings = self.settings
         count = settings.batch_size * settings.gradient_accumulation_steps
         choices = len(self.split) - settings.block_size

@@ -10,6 +10,11 @@ import torch
 
 from folio.errors import UserError
 
+DTYPE_REASONS = {
+    "bfloat16": "supported by the hardware",
+    "float16": "with loss scaling; no bfloat16",
+    "float32": "no fast bfloat16",
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Dense peak in TFLOP/s of 16-bit and of float32 matrix products (TF32 if the card has it), from
@@ -69,14 +74,21 @@ def choose_machine(device, dtype, compile):
     Allows TF32 for float32 products, where the device has it.
     """
     torch.set_float32_matmul_precision("high")
-    kind, dtype = kind_of(device), resolve_dtype(dtype, device)
+    kind, why_dtype, why_compile = kind_of(device), "as set", "as set"
+    if dtype == "auto":
+        dtype = resolve_dtype(dtype, device)
+        why_dtype = DTYPE_REASONS[dtype]
     if compile == "auto":
         # On two CPU cores, compiling took 10 to 60 s and made steps of small models between a tenth
         # faster and a quarter slower.
-        compile = kind == "cuda"
-    names = {"cpu": f"threads: {torch.get_num_threads()}", "mps": "Apple GPU"}
+        compile, why_compile = kind == "cuda", f"default on {kind}"
+    gpu = "" if resolve_device("auto") != "cpu" else "no GPU found; "
+    names = {"cpu": f"{gpu}threads: {torch.get_num_threads()}", "mps": "Apple GPU"}
     name = torch.cuda.get_device_name(device) if kind == "cuda" else names[kind]
-    summary = f"{device} ({name}), {dtype}, {'compiled' if compile else 'not compiled'}"
+    summary = (
+        f"{device} ({name}), {dtype} ({why_dtype}), "
+        f"{'compiled' if compile else 'not compiled'} ({why_compile})"
+    )
     return Machine(device, dtype, compile, summary)
 
 

@@ -120,9 +120,13 @@ def read_text(name):
     Line ends stay as they are; a byte order mark is dropped.
     """
     source = "standard input" if name == "-" else str(name)
+    if not source:
+        raise UserError("the name of the file to read is empty")
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         text = raw.decode("utf-8").removeprefix("\ufeff")
+        if "\0" in text:
+            raise UserError(f"{source} is not UTF-8 text: it contains null bytes")
     except OSError as error:
         raise os_error("read", source, error) from error
     except UnicodeDecodeError as error:

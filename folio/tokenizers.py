@@ -12,6 +12,8 @@ import numpy as np
 from folio.errors import UserError
 
 LARGEST_VOCABULARY = 2**16
+CODE_POINTS = 0x110000  # in Unicode
+CHUNK = 2**20  # characters that are encoded at once, to limit memory
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -55,7 +57,8 @@ class CharTokenizer(Tokenizer):
             )
         self.characters = characters
         self.vocab_size = self.padded_vocab_size = len(characters)
-        self._ids = {character: i for i, character in enumerate(characters)}
+        self._ids = np.full(CODE_POINTS, -1, np.int32)
+        self._ids[_code_points(characters)] = np.arange(self.vocab_size)
 
     @classmethod
     def from_text(cls, text):
@@ -71,14 +74,17 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text):
         """Returns the ids of `text`, (length,) uint16. Raises UserError for unknown characters."""
-        try:
-            return np.fromiter(map(self._ids.__getitem__, text), np.uint16, len(text))
-        except KeyError as error:
-            unknown = error.args[0]
-            raise UserError(
-                f"character {unknown!r} (U+{ord(unknown):04X}) at position {text.index(unknown)} "
-                f"is not among the {self.vocab_size} characters of the vocabulary"
-            ) from None
+        ids = np.empty(len(text), np.uint16)
+        for start in range(0, len(text), CHUNK):
+            chunk = self._ids[_code_points(text[start : start + CHUNK])]
+            if chunk.min() < 0:
+                at = start + int(np.argmax(chunk < 0))
+                raise UserError(
+                    f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among "
+                    f"the {self.vocab_size} characters of the vocabulary"
+                )
+            ids[start : start + len(chunk)] = chunk
+        return ids
 
     def token_bytes(self, token):
         """Returns the UTF-8 bytes of a token."""
@@ -119,7 +125,11 @@ class GPT2Tokenizer(Tokenizer):
 
     def encode(self, text):
         """Returns the ids of `text`, uint16; END_OF_TEXT in it becomes the end-of-text token."""
-        return self._encoding.encode_to_numpy(text, allowed_special={END_OF_TEXT}).astype(np.uint16)
+        try:
+            ids = self._encoding.encode_to_numpy(text, allowed_special={END_OF_TEXT})
+        except ValueError as error:  # tiktoken fails on a million equal characters in a row
+            raise UserError(f"tiktoken cannot encode the text ({error})") from error
+        return ids.astype(np.uint16)
 
     def token_bytes(self, token):
         """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
@@ -137,6 +147,11 @@ def from_dict(data):
     except (KeyError, TypeError, ValueError) as error:
         known = ", ".join(TOKENIZERS)
         raise UserError(f"the tokenizer is damaged or unknown; known: {known}") from error
+
+
+def _code_points(text):
+    """Returns the code points of `text`, uint32; lone surrogates pass."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
 def fits(tokenizer, vocab_size):

@@ -140,9 +140,11 @@ def test_the_summary_of_a_machine_names_its_parts(machine_with):
     machine_with(cards=1, card="Tesla T4", bf16=False)
     machine = choose_machine("cuda", "auto", False)
     assert (machine.device, machine.dtype, machine.compile) == ("cuda", "float16", False)
-    assert machine.summary == "cuda (Tesla T4), float16, not compiled"
-    assert choose_machine("cpu", "float32", False).summary == (
-        "cpu (threads: 3), float32, not compiled"
+    assert machine.summary == (
+        "cuda (Tesla T4), float16 (with loss scaling; no bfloat16), not compiled (as set)"
+    )
+    assert choose_machine("cpu", "float32", "auto").summary == (
+        "cpu (threads: 3), float32 (as set), not compiled (default on cpu)"
     )
     assert machine.peak == (65e12, "data sheet, Tesla T4")
 

@@ -100,11 +100,11 @@ def url_of(server, path):
 @pytest.mark.parametrize(
     ("path", "reason", "count"),
     [
-        ("stalls", "ReadTimeout", 1),
+        ("stalls", "ConnectionError", 3),
         ("stalls_in_body", "ConnectionError", 1),
         ("cut", "ChunkedEncodingError", 1),
         ("refused", "ConnectionError", 0),
-        ("500", "HTTPError", 1),
+        ("500", "RetryError", 3),
         ("404", "HTTPError", 1),
         ("wrong_bytes", "another file", 1),
     ],
