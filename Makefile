@@ -1,4 +1,4 @@
-# demo and test need Python 3.11 or later and nothing else; the README spells both as plain commands.
+# Needs Python 3.11 or later. README.md lists the same commands without make.
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -6,8 +6,13 @@ BIN = .venv/bin
 
 demo: .venv/run
 	$(BIN)/python prepare.py --dataset=pydocs
-	$(BIN)/python train.py config/shakespeare_char.py --dataset=pydocs --out_dir=out-pydocs
-	$(BIN)/python sample.py --out_dir=out-pydocs --num_samples=3
+	$(BIN)/python train.py config/shakespeare_char_fast.py --dataset=pydocs --out_dir=out-pydocs
+	$(BIN)/python sample.py --out_dir=out-pydocs --num_samples=1 --start="The built-in function "
+	@echo
+	@echo "Next: source .venv/bin/activate, then"
+	@echo "  python sample.py --out_dir=out-pydocs --interactive                      your own prompts"
+	@echo "  python prepare.py && python train.py config/shakespeare_char_fast.py     Shakespeare"
+	@echo "  python prepare.py --input=FILE_OR_FOLDER --dataset=NAME                  your own text"
 
 test: .venv/dev
 	$(BIN)/ruff check .

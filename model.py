@@ -1,7 +1,7 @@
 """GPT-2's decoder-only transformer, with closed-form parameter and FLOP counts.
 
 Pure torch: no files, no settings, no printing. Parameter names, defaults and initialization are
-nanoGPT's, so that checkpoints can be exchanged. GPTConfig switches later techniques on.
+nanoGPT's, so that checkpoints can be exchanged. GPTConfig has switches for later techniques.
 
 Reference: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
 Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H (head size).
@@ -41,7 +41,7 @@ def bigram_rows(vocab_size):
 class GPTConfig:
     """The architecture of a GPT. Raises ValueError for an invalid one.
 
-    OpenAI's GPT-2 weights were trained with `gelu_tanh`, nanoGPT trains with `gelu`. With
+    OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`. With
     `n_layer=0` the model is a bigram model: logits depend on the last token and its position only.
     """
 
@@ -179,7 +179,7 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
-def embedding(rows, size):  # uninitialized: to initialize one on meta imports torch._dynamo
+def embedding(rows, size):  # uninitialized: initializing one on meta imports torch._dynamo
     return nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)
 
 
@@ -235,7 +235,7 @@ class LocalContext(nn.Module):
             self.smear = nn.ParameterDict({"weight": torch.empty(config.smear, config.n_embd)})
 
     def forward(self, x, idx, absent=None):
-        """x: (B, T, C) embeddings of idx, (B, T). absent: (B or none, T) bool, no such token."""
+        """x: (B, T, C) embeddings of idx, (B, T). absent: (T,) or (B, T) bool, no token there."""
         if self.bigrams is not None:
             previous = F.pad(idx, (1, 0))[:, :-1]  # id 0 precedes the first token
             x = x + self.bigrams((previous * self.vocab_size + idx) % self.bigrams.num_embeddings)
@@ -286,10 +286,10 @@ class GPT(nn.Module):
             self.register_buffer("sin", tables[1], persistent=False)
 
     def init_weights(self):
-        """Initializes as GPT-2: norms to identity, biases to 0, the rest to N(0, 0.02).
+        """Initializes like GPT-2: norms to identity, biases to 0, the rest to N(0, 0.02).
 
         Each block adds two projections to the residual stream; their standard deviation is divided
-        by sqrt(2 n_layer) to keep its variance from growing with depth (Radford et al. 2019, 2.3).
+        by sqrt(2 n_layer) so that the variance does not grow with depth (Radford et al. 2019, 2.3).
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
@@ -370,7 +370,7 @@ def flops_per_token(config):
     """Returns the FLOPs of training on one token: the forward pass, and twice that for backward.
 
     2 FLOPs per weight of each matrix product and per attention score and sum (Chowdhery et al.
-    2022, "PaLM", appendix B). The causal mask is not credited. Embeddings take no products.
+    2022, "PaLM", appendix B). The causal mask does not reduce the count. Embeddings count as 0.
     """
     C, L = config.n_embd, config.n_layer
     weights = L * 12 * C * C + config.vocab_size * C

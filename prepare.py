@@ -81,7 +81,7 @@ def main(argv=None):
 def read_input(path, separator):
     """Returns the text of a UTF-8 file, or of all files in a folder, sorted by path.
 
-    Hidden files and what is not a regular file are skipped. A file that is not UTF-8 text is an
+    Hidden files and anything but regular files are skipped. A file that is not UTF-8 text is an
     error.
     """
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
@@ -106,7 +106,7 @@ def known_corpus(name, url=None):
 
 
 def python_docs():
-    """Returns the language reference that is part of Python, for help()."""
+    """Returns the language reference that Python includes for help()."""
     from pydoc_data import topics
 
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
@@ -135,7 +135,7 @@ def download(urls, path):
 
     Raises UserError with the alternatives if none does; `path` is where a user can put the file.
     """
-    import requests  # imported here because it takes longer than --help may
+    import requests  # imported here because it is too slow for --help
     from requests.adapters import HTTPAdapter, Retry
 
     retry = Retry(2, status_forcelist=(429, 500, 502, 503, 504), respect_retry_after_header=False)

@@ -177,7 +177,7 @@ def print_new(completion):
 
 def converse(trained, settings):
     """Reads prompts and continues each; an empty prompt continues the text. Ctrl-C ends a text."""
-    with suppress(ImportError):  # Windows has none
+    with suppress(ImportError):  # not available on Windows
         import readline  # noqa: F401, gives input() a history
     print("empty line: continue; Ctrl-C: end the text; Ctrl-D: exit", file=sys.stderr)
     text, seed, stops = trained.tokenizer.start, settings.seed, stop_texts(settings.stop)

@@ -4,7 +4,7 @@
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-lower-lr
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
 
-This file has, in order: the settings, setup, the training loop, and Learner, which owns the model
+This file has, in order: the settings, setup, the training loop, and Learner, which holds the model
 and the optimizers. Checkpoints and log.jsonl go to out_dir.
 """
 
@@ -27,16 +27,14 @@ class TrainConfig:
     out_dir: str = setting("out", "folder for checkpoints and log", group="Output", scope="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
-    eval_iters: int = setting(
-        200, "batches per split and evaluation, or the whole split", "[1, inf)"
-    )
+    eval_iters: int = setting(200, "batches per split, at most the whole split", "[1, inf)")
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
     checkpoint_interval: int | None = setting(
         None, "steps between saves; None saves at evaluations only", "[1, inf)", scope="display"
     )
     init_from: Literal["scratch", "resume", "auto"] = setting(
-        "scratch", "new model; continue the run in out_dir; continue if there is one", scope="files"
+        "scratch", "resume continues the run in out_dir, auto if there is one", scope="files"
     )
     overwrite: bool = setting(
         False, "delete an earlier run in out_dir instead of moving it to out_dir.1", scope="files"
@@ -61,14 +59,14 @@ class TrainConfig:
     n_embd: int = setting(768, "width of the residual stream", "[1, inf)")
     dropout: float = setting(0.0, "dropout rate; 0.1 to 0.3 for small datasets", "[0, 1)")
     bias: bool = setting(False, "biases in linear layers and layer norms")
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2"] = setting("gelu", "of the MLP")
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2"] = setting("gelu", "activation")
     tie_weights: bool = setting(True, "share the token embedding with the output head")
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
     qk_norm: bool = setting(False, "normalize queries and keys; tolerates higher learning rates")
     bigrams: bool = setting(False, "add an embedding of each token and its predecessor")
     smear: int = setting(0, "preceding embeddings added to each; 2 helps small models", "[0, inf)")
-    window: int = setting(0, "tokens per token that attention covers; 0 is all", "[0, inf)")
+    window: int = setting(0, "tokens that each token attends to; 0 is all", "[0, inf)")
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "muon: Muon for the blocks' matrices, AdamW for the rest", group="Optimizer"
@@ -80,10 +78,10 @@ class TrainConfig:
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
     beta2: float = setting(0.95, "AdamW beta2", "[0, 1)")
     grad_clip: float = setting(1.0, "maximum gradient norm; 0 disables", "[0, inf)")
-    decay_lr: bool = setting(True, "cosine decay of the learning rate")
+    decay_lr: bool = setting(True, "warmup and cosine decay; False: constant rate")
     warmup_iters: int = setting(2000, "steps of linear warmup", "[0, inf)")
     lr_decay_iters: int | None = setting(None, "end of the decay; None is max_iters", "[0, inf)")
-    min_lr: float | None = setting(None, "final value; None is learning_rate / 10", "[0, inf)")
+    min_lr: float | None = setting(None, "final rate; None is learning_rate / 10", "[0, inf)")
 
     device: str = setting(
         "auto", "cpu, cuda, cuda:N, mps or auto", group="Machine", scope="machine"
@@ -165,7 +163,7 @@ class Run:
 
 
 def setup(settings):
-    """Returns the Run that the settings ask for. Writes no files."""
+    """Returns the Run that the settings describe. Writes no files."""
     run_dir = RunDir(settings.out_dir)
     resumed = None
     if settings.init_from != "scratch":
@@ -211,7 +209,7 @@ def model_config(settings, tokenizer, resumed=None):
 
 
 def train(run):
-    """Trains until max_iters, or until patience is exhausted, and saves the state on the way."""
+    """Trains until max_iters, or until patience is exhausted, and saves the state along the way."""
     settings, learner, progress = run.settings, run.learner, run.progress
     batches = Batches(run.dataset.train, settings)
     with process.StopSignal() as stop, run.run_dir.locked(), Tracking(run, stop) as tracking:
@@ -237,8 +235,8 @@ def train(run):
                 learner.divergence.check()
             is_saved = progress.evaluated == progress.step
             if progress.is_due(settings.checkpoint_interval) and not is_saved:
-                with tracking.paused():  # the gradient has shown that the weights are sound
-                    tracking.save_failed(save(run, tracking))
+                with tracking.paused():  # now that the gradient is known to be finite
+                    tracking.report_save_error(save(run, tracking))
             learner.update(grad_norm, lr)
             tracking.stepped(progress.step, loss, grad_norm, lr)
             progress.step += 1
@@ -248,7 +246,7 @@ def train(run):
 
 
 def save(run, tracking, best=False):
-    """Writes last.pt, and ckpt.pt if `best`. Returns the UserError if the disk refuses."""
+    """Writes last.pt, and ckpt.pt if `best`. Returns the UserError if writing fails."""
     run.learner.divergence.check()
     run.progress.elapsed_s = tracking.elapsed_s()
     checkpoint = Checkpoint(
@@ -262,7 +260,7 @@ def save(run, tracking, best=False):
 
 
 def save_evaluated(run, tracking, val_loss):
-    """Saves after an evaluation. Raises UserError if the disk refuses at the start or the end."""
+    """Saves after an evaluation. Raises UserError if writing fails at the start or the end."""
     before = dataclasses.replace(run.progress)
     is_best = run.progress.record(val_loss)
     error = save(run, tracking, best=is_best or run.settings.always_save_checkpoint)
@@ -270,7 +268,7 @@ def save_evaluated(run, tracking, val_loss):
         run.progress.best_step, run.progress.best_val_loss = before.best_step, before.best_val_loss
         if run.progress.step == 0 or run.progress.is_finished(run.settings):
             raise error
-        tracking.save_failed(error)
+        tracking.report_save_error(error)
 
 
 def save_stopped(run, tracking, stop):
@@ -319,7 +317,7 @@ class Learner:
         }
 
     def compile(self, split):
-        """Compiles the model for the shapes of training and evaluation, or warns and does not."""
+        """Compiles the model for training and evaluation; if that fails, warns and continues."""
         starts = np.zeros(self.settings.batch_size, np.int64)
         batch = split.windows(starts, self.settings.block_size)
         self.forward = compile_model(self.model, self.machine, batch)

@@ -15,7 +15,7 @@ bigrams = True  # 0.02
 smear = 2  # 0.02
 
 # Distant characters predict little, so attention covers a window. A long context then takes no
-# more time, and fewer characters are predicted near its start: 0.015 compared with full attention
+# more time, and fewer characters have a short context: 0.015 compared with full attention
 # over contexts of 256 in batches of 8 (mean of six seeds).
 block_size = 1024
 window = 64

@@ -2,8 +2,8 @@
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
 format, muon, scaler, evaluated, best_step, elapsed_s, tokenizer, data and log_bytes. `optimizer` is
-AdamW's state, `muon` Muon's. `model_args` omits what nanoGPT does not know if it has nanoGPT's
-value, so that nanoGPT reads folio's checkpoints of such models.
+AdamW's state, `muon` Muon's. `model_args` omits what nanoGPT lacks if it has the default
+value, so that nanoGPT can read folio's checkpoints of such models.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ RENAMED = {
 
 @dataclass
 class Progress:
-    """How far a training run has come."""
+    """The progress of a training run."""
 
     step: int = 0  # updates made
     evaluated: int = -1  # step of the last evaluation that best_val_loss includes
@@ -57,7 +57,7 @@ class Progress:
         return due and self.evaluated < self.step
 
     def is_finished(self, settings):
-        """Whether max_iters is reached and evaluated, or patience exhausted."""
+        """Whether max_iters is reached and evaluated, or patience is exhausted."""
         since_best = self.evaluated - self.best_step
         if settings.patience and since_best >= settings.patience * settings.eval_interval:
             return True
@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 def save(path, checkpoint):
-    """Writes a checkpoint atomically. Raises UserError if the disk refuses."""
+    """Writes a checkpoint atomically. Raises UserError if writing fails."""
     plain = {
         "format": FORMAT,
         "model": checkpoint.weights,
@@ -146,7 +146,7 @@ def _load_plain(path, mapped):
         if is_out_of_memory(error):
             raise
         reason = "contains more than plain data and tensors; nothing in it was executed"
-        if isinstance(error, zipfile.BadZipFile):  # torch's messages advise to execute the file
+        if isinstance(error, zipfile.BadZipFile):  # torch's messages suggest executing the file
             reason = cause_of(error)
         raise UserError(f"{path} is damaged or not a checkpoint ({reason})") from error
 
@@ -163,7 +163,7 @@ def _check_archive(path):
 
 
 def _from_plain(plain, path):
-    """Returns the Checkpoint in a file of this version, an earlier one or nanoGPT."""
+    """Returns the Checkpoint in a file of this version, an earlier version or nanoGPT."""
     if plain.get("format", FORMAT) > FORMAT:
         raise UserError(f"{path} was written by a later folio (format {plain['format']})")
     args = dict(plain["model_args"])
@@ -216,7 +216,7 @@ def load_weights(model, checkpoint):
 
 
 def restore_optimizers(checkpoint, optimizers):
-    """Loads moments into {name: optimizer}; other hyperparameters than `lr` keep their values.
+    """Loads moments into {name: optimizer}; hyperparameters other than `lr` keep their values.
 
     Raises UserError if the state belongs to other optimizers or parameters.
     """

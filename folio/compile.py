@@ -11,7 +11,7 @@ from folio.errors import cause_of
 from folio.memory import is_out_of_memory
 
 PACKED_BATCH_SIZE = 16  # a hint for oneDNN; as good as any for every batch size of 10 or more
-# Activations that oneDNN computes together with a product: (its name, variant).
+# Activations that oneDNN fuses with a matrix product: (its name, variant).
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
@@ -29,7 +29,7 @@ def compile_or_fall_back(function, trial):
 
 
 def compile_model(model, machine, batch):
-    """Returns a GPT compiled for training and evaluation on batches like (x, y), or the GPT."""
+    """Returns a GPT compiled for training and evaluation on batches like (x, y), or itself."""
 
     def trial(compiled):
         for training in (True, False):
@@ -47,7 +47,7 @@ def compile_model(model, machine, batch):
 
 @contextmanager
 def warned_failure(action):
-    """Reports an exception in one line on stderr and continues, except for a lack of memory."""
+    """Reports an exception in one line on stderr and continues, except an out-of-memory error."""
     try:
         yield
     except Exception as error:  # a missing or broken toolchain can raise anything
@@ -57,7 +57,7 @@ def warned_failure(action):
 
 
 def step_accelerator(machine):
-    """Returns a function that makes a fixed-shape step faster, or None if nothing would.
+    """Returns a function that makes a fixed-shape step faster, or None if there is none.
 
     The result is called as accelerate(step, *arguments), with tensors like those of later calls; it
     returns a faster function of tensors to tensors, or None.

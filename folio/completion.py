@@ -20,7 +20,7 @@ from folio.generate import generate, token_nll
 from folio.memory import keep_freed_memory, memory_bytes
 from folio.sampling import Controls
 
-TOKENS_PER_SYNC = 16  # tokens that are generated between reads, each of which waits for the device
+TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
 MEMORY_SHARE = 1 / 4  # of the device, for a batch; more texts take several batches
 
 
@@ -83,7 +83,7 @@ class Completion:
         self._decode = self.tokenizer.decoder()
 
     def add(self, token, logprob):
-        """Appends a token, unless the continuation has ended."""
+        """Appends a token, unless the continuation has already ended."""
         if self.stopped:
             return
         is_end = token == self.tokenizer.end
@@ -95,7 +95,7 @@ class Completion:
             self.finish("end of text")
 
     def finish(self, reason):
-        """Ends the continuation, unless it has ended."""
+        """Ends the continuation, unless it has already ended."""
         if not self.stopped:
             self._extend(self._decode(None))
             self.stopped = self.stopped or reason
@@ -107,7 +107,7 @@ class Completion:
             self.text = self.text[:at]
 
     def confirmed(self):
-        """Returns prompt and continuation without what may become the start of a stop text."""
+        """Returns prompt and continuation without what may be the start of a stop text."""
         held = [0]  # lengths of such starts
         if not self.stopped:
             starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
@@ -116,7 +116,7 @@ class Completion:
 
 
 def complete(trained, completions, controls, count, context_stride=None, stream=False):
-    """Continues texts in one batch by up to `count` tokens; yields whenever they have grown.
+    """Continues texts in one batch by up to `count` tokens; yields whenever tokens are added.
 
     Args:
         trained: a TrainedModel.
@@ -197,7 +197,7 @@ def sample_text(model, tokenizer, seed, count=200):
 
 
 def read_prompt(start, tokenizer):
-    """Returns the prompt that `start` names. Raises UserError if it is empty or unreadable."""
+    """Returns the prompt that `start` specifies. Raises UserError if it is empty or unreadable."""
     if start is None:
         return tokenizer.start
     if start.startswith("FILE:") or start == "-":

@@ -1,6 +1,6 @@
 """The format of a dataset folder: data/NAME/{train.bin, val.bin, meta.json}.
 
-The bins hold raw little-endian uint16 token ids, as nanoGPT's do. meta.json holds the format
+The .bin files hold little-endian uint16 token ids, as nanoGPT's do. meta.json holds the format
 version, the tokenizer, the vocabulary size, token counts, byte counts and CRC-32 of each split, the
 source of the text, and a CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character
 table, or neither file if they hold GPT-2 tokens.
@@ -69,7 +69,7 @@ def dataset_folder(name):
 def write_dataset(folder, text, tokenizer):
     """Splits a Text, encodes it and writes the folder. Returns the content of meta.json.
 
-    The first 90 % of the characters are the training split. If writing fails, the old files stay.
+    The first 90 % of the characters are the training split. If writing fails, the old files remain.
     """
     cut = int(TRAIN_SHARE * len(text.text))
     meta = {
@@ -91,7 +91,7 @@ def write_dataset(folder, text, tokenizer):
         meta[split] = {"tokens": tokens, "bytes": len(part.encode()), "crc32": zlib.crc32(ids)}
         bins[f"{split}.bin"] = ids
     meta["crc32"] = _meta_checksum(meta)
-    # meta.json is renamed first: bins without it would pass for nanoGPT's GPT-2 tokens.
+    # meta.json is renamed first: without it, the bins would be read as nanoGPT's GPT-2 tokens.
     contents = {"meta.json": json.dumps(meta, indent=1).encode()} | bins
     with locked(folder), replacing(*(folder / name for name in contents)) as files:
         for file, content in zip(files, contents.values(), strict=True):

@@ -1,10 +1,10 @@
-"""The error type for mistakes that a user can correct, and helpers that word such errors."""
+"""The error type for mistakes that a user can correct, and helpers that format such errors."""
 
 import difflib
 
 
 class UserError(Exception):
-    """A user's mistake, or a refusal by the machine: one line on stderr and exit status 2."""
+    """A user's mistake or a system error, reported in one line with exit status 2."""
 
 
 def nearest(name, known, otherwise=""):

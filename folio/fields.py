@@ -26,7 +26,7 @@ def setting(default, explanation, bounds=None, *, group=None, scope: Scope = "ru
 
 
 def parse_value(field, text, label):
-    """Returns the value that a flag's text spells. Raises UserError like `check_value`."""
+    """Returns the value that a flag's text represents. Raises UserError like `check_value`."""
     literal = text.title() if text in ("true", "false") else text
     value = text
     for option in _options(field.type):

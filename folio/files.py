@@ -86,7 +86,7 @@ def locked(folder):
 
     Raises InUseError if another process holds the lock, UserError if the folder cannot be written.
     """
-    from filelock import FileLock, Timeout  # imported here because it takes longer than --help may
+    from filelock import FileLock, Timeout  # imported here because it is too slow for --help
 
     folder = Path(folder)
     try:
@@ -117,7 +117,7 @@ class Text:
 def read_text(name):
     """Returns the Text of a UTF-8 file, or of standard input if `name` is "-".
 
-    Line ends stay as they are; a byte order mark is dropped.
+    Line endings are kept; a byte order mark is dropped.
     """
     source = "standard input" if name == "-" else str(name)
     if not source:

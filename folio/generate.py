@@ -35,7 +35,7 @@ class KVCache:
 
 
 def prefill(model, cache, idx, rows):
-    """Reads the first tokens of some rows, (len(rows), T) int64, into the cache. T <= block_size.
+    """Fills the cache with the first tokens of some rows: (len(rows), T) int64, T <= block_size.
 
     Shorter rows can be padded at the end; no token attends to what follows it.
     """
@@ -51,11 +51,11 @@ def prefill(model, cache, idx, rows):
 
 
 def decode_one(model, cache, tail, position, length=None):
-    """Reads one token per row and returns the logits of the next: (B, vocab_size).
+    """Processes one token per row and returns the logits of the next: (B, vocab_size).
 
     Args:
-        tail: (B, 1 + n) int64, the newest token of each row after the n <= model.receptive_field
-            tokens before it.
+        tail: (B, 1 + n) int64, the newest token of each row, preceded by n <= model.receptive_field
+            earlier tokens.
         position: the position of the newest token; the cache holds all before it. An int if it is
             the same for all rows, else (B,) int64.
         length: for a tensor of positions, the number of cache positions to attend to under a mask.
@@ -132,7 +132,7 @@ def generate(
     """Yields the next token of each text, `count` times: ids (B,) int64, log-probabilities (B,).
 
     The model sees at most the last block_size tokens of each text. When the context of a row is
-    full, its oldest `context_stride` tokens are dropped and the rest is read again; a stride of 1
+    full, its oldest `context_stride` tokens are dropped and the rest is processed again. Stride 1
     equals sampling without a cache. Log-probabilities are the model's, before `controls`.
 
     Args:

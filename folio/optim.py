@@ -8,7 +8,7 @@ from torch import nn
 
 from folio.device import DTYPES
 
-EMBEDDING_LR_SCALE = 5.0  # beside Muon; a batch touches few rows of an embedding. Found by trial.
+EMBEDDING_LR_SCALE = 5.0  # with Muon; a batch touches few rows of an embedding. Found by trial.
 
 
 def make_optimizers(model, settings):
@@ -86,7 +86,7 @@ def as_wide(matrix):
 
 
 def orthogonalize(x):
-    """Brings the singular values of each matrix near 1: (N, a, b), a <= b -> the same shape.
+    """Brings the singular values of each matrix close to 1: (N, a, b), a <= b -> the same shape.
 
     Five Newton-Schulz iterations of Jordan's quintic polynomial. Its coefficients favor speed:
     singular values above 0.002 of the matrix norm end between about 0.7 and 1.2.

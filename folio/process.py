@@ -23,7 +23,7 @@ STARTED = time.monotonic()  # about when the process started: scripts import thi
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the script. `number` is the signal's."""
+    """A signal ended the script. `number` is the signal number."""
 
     def __init__(self, number, message="interrupted"):
         super().__init__(message)
@@ -31,9 +31,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def start(settings_class):
-    """Answers `--help` and reports invalid flags before a script imports torch."""
+    """Handles `--help` and reports invalid flags before a script imports torch."""
     _run(parse_arguments, settings_class, sys.argv[1:])
-    _set_handlers(lambda number, _: os._exit(128 + number))  # an exception prints a traceback
+    _set_handlers(lambda number, _: os._exit(128 + number))  # an exception would print a traceback
     gc.disable()  # until run(): collecting garbage takes a third of the time to import torch
 
 
@@ -93,7 +93,7 @@ def print_error(message):
 
 
 def _set_handlers(handler):
-    """Sets the handler of the signals that ask a script to stop. Returns {number: the former}."""
+    """Sets the handler of the signals that ask a script to stop. Returns {number: previous one}."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
     if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # nohup ignores it
@@ -108,7 +108,7 @@ def _interrupt(number, _):
 class StopSignal:
     """Context manager that records the first stop signal in `number` instead of raising.
 
-    The training loop polls it, `if stop:`, where its state is complete. A second SIGINT raises
+    The training loop checks it (`if stop:`) when its state is complete. A second SIGINT raises
     Interrupted at once.
     """
 

@@ -92,7 +92,7 @@ class RunDir:
         return None
 
     def append(self, event):
-        """Appends an event to log.jsonl. Returns the UserError if the disk refuses, else None.
+        """Appends an event to log.jsonl. Returns the UserError if writing fails, else None.
 
         Events that cannot be written are kept and written by a later call.
         """
@@ -120,8 +120,8 @@ class RunDir:
     def save(self, checkpoint, best):
         """Writes last.pt; or, if `best`, writes ckpt.pt and makes last.pt a link to it.
 
-        Returns the UserError if the disk refuses, else None. The log is written first, so that a
-        resumed run misses no event, and last.pt last: it never claims a best that ckpt.pt lacks.
+        Returns the UserError if writing fails, else None. The log is written first, so that a
+        resumed run misses no event, and last.pt last, so that ckpt.pt always has its best state.
         """
         self.flush(durable=True)
         with suppress(OSError):
@@ -158,12 +158,12 @@ def move_aside(folder, names):
 
 
 def check_resumable(checkpoint, config, settings, dataset):
-    """Raises UserError that names every difference in model, optimizer, tokenizer or data.
+    """Raises a UserError that names every difference in model, optimizer, tokenizer or data.
 
-    Other settings may change: learning rates, intervals, batches, the machine.
+    Other settings may change, such as learning rates, intervals, batch size and machine.
 
     Args:
-        config: GPTConfig that the settings ask for.
+        config: the GPTConfig that the settings describe.
         settings: a TrainConfig.
     """
     before, now = dataclasses.asdict(checkpoint.config), dataclasses.asdict(config)

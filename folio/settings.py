@@ -2,7 +2,7 @@
 
 A script declares a dataclass of `setting(...)` fields and calls `load` with its arguments: Python
 config files and `--key=value` flags, applied left to right. A class attribute OPERANDS names the
-field that takes arguments without dashes in place of config files, ARGUMENTS the usage line.
+field that takes arguments without dashes, instead of config files; ARGUMENTS is the usage line.
 Standard library only, so that `--help` does not wait for torch.
 """
 
@@ -42,7 +42,7 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
 
     Args:
         argv: the arguments. Default: those of the process.
-        resolvers: {name: function} that makes a value concrete, such as "auto" to "cpu". Config
+        resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config
             files read the resolved value; a flag to their right takes precedence.
         choose: allows several values, as a list in a config file or separated by commas in a flag.
             `choose(name, values)` returns the value to use.
@@ -146,7 +146,7 @@ def _run_config_file(fields, values, path, choose):
 
 
 def _help_text(settings_class):
-    arguments = getattr(settings_class, "ARGUMENTS", "[config/NAME.py ...] [--key=value ...]")
+    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--key=value ...]")
     lines = [f"usage: {Path(sys.argv[0]).name} {arguments}", "", settings_class.__doc__]
     for name, field in _fields(settings_class).items():
         if name == getattr(settings_class, "OPERANDS", None):

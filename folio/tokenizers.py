@@ -18,7 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer:
-    """What the tokenizers share. Each has the methods of CharTokenizer and these attributes.
+    """Base class of the tokenizers. Each has the methods of CharTokenizer and these attributes.
 
     kind: its name in TOKENIZERS.
     vocab_size: number of token ids.
@@ -35,7 +35,7 @@ class Tokenizer:
     def decoder(self):
         """Returns an incremental decoder: called with each id, then None, it returns new text.
 
-        It returns a character of several tokens with the last of them.
+        A character that spans several tokens is returned with the last of them.
         """
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         return lambda token: decode(b"", True) if token is None else decode(self.token_bytes(token))
@@ -109,7 +109,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def _encoding(self):
-        import tiktoken  # imported here because characters do not need it
+        import tiktoken  # imported here because CharTokenizer does not need it
 
         try:
             return tiktoken.get_encoding("gpt2")
@@ -150,7 +150,7 @@ def from_dict(data):
 
 
 def _code_points(text):
-    """Returns the code points of `text`, uint32; lone surrogates pass."""
+    """Returns the code points of `text`, uint32; lone surrogates are allowed."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 

@@ -81,9 +81,11 @@ class Tracking:
         self.say(evaluation_line(step, losses))
 
     def stepped(self, step, loss, grad_norm, lr):
-        """Counts a step; reports it, and thereby waits for the device, at log_interval."""
+        """Counts a step. Every log_interval steps, waits for the device and reports."""
         self._print(self.bar.update)
         self.steps += 1
+        if step == self.first_step:
+            self.started_at = self.counted_at  # after the first evaluation
         if step % self.settings.log_interval:
             return
         self._count_time()
@@ -109,7 +111,7 @@ class Tracking:
     def _log(self, split, step, **values):
         event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
         error = self.run_dir.append(event)
-        self.save_failed(None if self.log_failed else error)
+        self.report_save_error(None if self.log_failed else error)
         self.log_failed = bool(error)
         if split in ("train", "val"):
             self.trackers.log(event)
@@ -122,7 +124,7 @@ class Tracking:
 
     @contextmanager
     def paused(self):
-        """A context whose time does not count as training."""
+        """A context whose time does not count as training time."""
         self._count_time()
         yield
         self.counted_at = time.perf_counter()
@@ -143,13 +145,13 @@ class Tracking:
         self.bar.clear()
         print_error(message)
 
-    def save_failed(self, error):
-        """Reports a UserError that training survives; None is no error."""
+    def report_save_error(self, error):
+        """Reports a UserError that does not stop training; None is ignored."""
         if error:
             self.warn(f"{error}; training continues, and the next save tries again")
 
     def _print(self, function, *args, **kwargs):
-        """Calls a function that prints. If output fails, the line is lost, but not the run."""
+        """Calls a function that prints. If output fails, only the line is lost."""
         try:
             function(*args, **kwargs)
         except OSError as error:

@@ -359,7 +359,7 @@ SAMPLING = {
         f"{BEST}: {TABLE} is damaged (it refers to ",
     ),
     "an invalid byte": (None, "(U+DCFF) at position 0", "--start=\udcff"),
-    "a prompt file without a name": (None, "the name of the file to read is empty", "--start=FILE:"),
+    "a prompt file without a name": (None, "the file to read is empty", "--start=FILE:"),
 }  # fmt: skip
 SAMPLING = {
     name: (damage, [*SAMPLE, *flags], message)

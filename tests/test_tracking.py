@@ -95,19 +95,21 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
     with StopSignal() as stop, tracking.Tracking(run, stop) as tracker:
+        with tracker.paused():
+            clock.now += 1000  # the first evaluation
         for step in range(3):
             clock.now += 4
+            tracker.stepped(step, 2.5, float("inf"), lr=0.1)
             with tracker.paused():
                 clock.now += 10
-            tracker.stepped(step, 2.5, float("inf"), lr=0.1)
     first, second = tiny.log_events()
     assert (first["step"], second["step"]) == (0, 2)
     assert first["tokens_per_s"] == second["tokens_per_s"] == 8  # 32 per step of 4 s
     flops = flops_per_token(run.learner.model.config)
     assert second["mfu"] == pytest.approx(flops * 8 / peak)
     assert (second["tokens"], second["grad_norm"]) == (96, None)
-    # 17 steps of 14 s, of which 4 s are training
-    assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:58 left")
+    # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far
+    assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A picture of a trained model's attention weights on a prompt, and its most likely next tokens."""
+"""Plots of a trained model's attention weights on a prompt and of its most likely next tokens."""
 
 import math
 
@@ -59,7 +59,7 @@ def draw(folder, start=None):
 
 
 def label_of(tokenizer, token):
-    """Returns a token as a label that shows spaces and line ends."""
+    """Returns a token as a label that shows spaces and line breaks."""
     return repr(tokenizer.decode([token]))[1:-1].replace(" ", "␣")
 
 

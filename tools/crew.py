@@ -1,4 +1,4 @@
-"""Runs of train.py in processes of their own, several at once."""
+"""Runs of train.py in separate processes, several at once."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ class Crew:
         self.pool.shutdown(cancel_futures=True)
 
     def wait_until_unused(self, folder):
-        """Waits for a process that still trains there because an earlier sweep was killed."""
+        """Waits for a process of an earlier, killed sweep that is still training there."""
         while not self.stopping.is_set():
             with suppress(InUseError), locked(folder):
                 return
@@ -64,7 +64,7 @@ class Crew:
     def _run(self, command, variables, output):
         """Runs a command, and copies what it prints to the file `output`."""
         last = ""
-        # A pipe: if the sweep is killed, a run fails to print, saves its state and exits.
+        # With a pipe, if the sweep is killed, a run fails to print, saves its state and exits.
         with Popen(command, env=variables, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT) as child:
             self.children.add(child)
             if self.stopping.is_set():  # stop() may not have seen this child

@@ -1,6 +1,6 @@
 """Combinations of settings that have several values: which ones a sweep trains.
 
-A flag separates the values by commas, --learning_rate=1e-3,3e-4. A config file has a list.
+A flag has values separated by commas, --learning_rate=1e-3,3e-4; a config file has a list.
 """
 
 import itertools
@@ -58,7 +58,7 @@ class Grid:
 
 
 def draw(sizes, count=None):
-    """Returns the indices of all combinations, or of `count`. More include those of fewer."""
+    """Returns the indices of all combinations, or of `count`. A larger `count` only adds some."""
     if count is None or count >= math.prod(sizes):
         return list(itertools.product(*map(range, sizes)))
     generator, drawn = random.Random(SEED), set()

@@ -24,7 +24,7 @@ SEPARATOR = "---------------"  # printed after each text
 def measure(command, folder):
     """Runs a command in a folder, and returns {name: [(seconds, value), ...]}.
 
-    Seconds are those from the start of the process to the line with the value. Raises UserError if
+    Seconds count from the start of the process to the line with the value. Raises UserError if
     the command cannot be started or fails. An exception, such as Interrupted, ends the command too.
     """
     start, lines = time.perf_counter(), []
@@ -60,7 +60,7 @@ def measure(command, folder):
 
 
 def read(lines, command):
-    """Returns the values in lines of output, [(seconds, line), ...], as `measure`."""
+    """Returns the values in lines of output, [(seconds, line), ...], like `measure`."""
     values = defaultdict(list)
     for seconds, line in lines:
         for pattern in PATTERNS:

@@ -1,10 +1,10 @@
-"""Compare runs by a table and a picture of their loss curves, or draw a model's attention.
+"""Compare runs in a table and a plot of their loss curves, or plot a model's attention.
 
     python -m tools.plot out-a out-b
     python -m tools.plot out-sweep --x=seconds --out=losses.png
     python -m tools.plot --attention --out_dir=out-a --start="To be, or not"
 
-Pictures are PNG files and need matplotlib.
+Plots are PNG files and need matplotlib.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Profile of a step of training or sampling, and a lower bound of its time.
+"""Profile of a step of training or sampling, and a lower bound on its time.
 
 The bounds are those of the roofline model (Williams et al. 2009): matrix products at peak speed
 for training, reading the weights at the bandwidth of a large sum for sampling.
@@ -69,7 +69,7 @@ def profile_sampling(arguments):
 
 
 def profile(machine, work, steps):
-    """Profiles work(), which makes `steps` steps, and returns the seconds of a step."""
+    """Profiles work(), which runs `steps` steps, and returns the seconds per step."""
     work()  # the first call may compile
     seconds = timed(machine, work) / steps
     with torch.profiler.profile() as profiler:

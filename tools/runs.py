@@ -65,7 +65,7 @@ def inside(folder):
 
 
 def read_all(folders):
-    """Returns the runs in `folders`. A folder of runs, such as a sweep's, stands for its runs."""
+    """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
     paths = []
     for folder in folders:
         is_run = os.path.exists(RunDir(folder).log)  # Path.exists raises if the name is too long

@@ -5,7 +5,7 @@
 
 In a config file, several values are a list: learning_rate = [1e-3, 3e-4]. The same command
 continues a sweep that was stopped: finished runs are kept, stopped and failed runs are resumed.
-`python -m tools.plot out-sweep` compares the runs, also while the sweep is running.
+`python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
 import os
@@ -76,7 +76,7 @@ def main(argv=None):
 
 
 def check_names(names):
-    """Raises UserError unless settings of train.py, at least one, have several values."""
+    """Raises UserError unless one or more settings, all of train.py, have several values."""
     for name in names:
         if name not in RUN_SETTINGS:
             raise UserError(f"{name} has several values, but cannot differ between runs")
@@ -103,7 +103,7 @@ def check_earlier_runs(planned):
 
 
 def is_finished(folder, settings):
-    """Whether the run in a folder has come to its end."""
+    """Whether the run in a folder is finished."""
     with suppress(UserError, FileNotFoundError):
         progress = load(RunDir(folder).last, optimizers=False).progress
         return progress.is_finished(settings) and RunDir(folder).best.exists()
@@ -142,7 +142,7 @@ def failures(results):
 
 
 def describe(folder, result):
-    """Returns the result of a run as text, its best loss if it has finished."""
+    """Returns the result of a run as text: its best loss if it has finished."""
     if result == FINISHED:
         best = runs.read(folder).best
         return f"best val loss {best['loss']:.4f} at step {best['step']:,}"

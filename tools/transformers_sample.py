@@ -2,7 +2,7 @@
 
     python -m tools.bench --script=sample --vs="python -m tools.transformers_sample" -- --seed=1
 
-Flags have the meaning of sample.py's. When the context is full, its older half is dropped, as in
+Flags mean the same as in sample.py. When the context is full, its older half is dropped, as in
 sample.py; transformers has no rule for that.
 """
 
@@ -70,7 +70,7 @@ def make_gpt2(checkpoint):
         name: weight.T if name.endswith(TRANSPOSED) else weight
         for name, weight in checkpoint.weights.items()
     }
-    model.load_state_dict(weights, strict=False)  # biases, if it has none, stay 0
+    model.load_state_dict(weights, strict=False)  # biases stay 0 if it has none
     return model.eval()
 
 

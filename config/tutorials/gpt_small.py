@@ -1,4 +1,4 @@
-# A GPT with 0.31 million parameters, as tutorials train after the bigram model, for any CPU.
+# A GPT with 0.31 million parameters, which tutorials train after the bigram model, on any CPU.
 # Prepare the data first: python prepare.py
 
 out_dir = "out-gpt-small"
