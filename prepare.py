@@ -18,7 +18,7 @@ from typing import Literal
 
 from folio import process
 from folio.dataset import DATA, dataset_folder, write_dataset
-from folio.errors import UserError, nearest
+from folio.errors import UserError, nearest, os_error
 from folio.fields import setting
 from folio.files import Text, locked, read_text, replacing
 from folio.settings import load
@@ -47,9 +47,11 @@ class PrepareConfig:
     tokenizer: Literal["char", "gpt2"] | None = setting(
         None, "characters (default), or GPT-2's byte-pair encoding (default for shakespeare)"
     )
-    url: str | None = setting(None, "another address to download tiny Shakespeare from")
+    url: str | None = setting(None, "another URL for tiny Shakespeare")
 
     def __post_init__(self):
+        if "" in (self.input, self.url):
+            raise UserError("--input or --url is empty")
         if self.input and self.dataset is None:
             name = Path(self.input).resolve().stem
             raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
@@ -81,16 +83,18 @@ def main(argv=None):
 def read_input(path, separator):
     """Returns the text of a UTF-8 file, or of all files in a folder, sorted by path.
 
-    Hidden files and anything but regular files are skipped. A file that is not UTF-8 text is an
-    error.
+    Hidden files are skipped. Any other file that is not UTF-8 text is an error.
     """
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         return read_text(path)
-    files = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
-    ]
+
+    def fail(error):
+        raise os_error("read", error.filename, error) from error
+
+    found = sorted(Path(at, n) for at, _, names in os.walk(path, onerror=fail) for n in names)
+    files = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+    if odd := [f for f in files if not os.path.isfile(f)]:
+        raise UserError(f"{odd[0]} is not a regular file; remove it from {path}")
     text = separator.join(read_text(file).text for file in files)
     return Text(text, f"{path} ({len(files)} files)", hashlib.sha256(text.encode()).hexdigest())
 

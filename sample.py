@@ -41,14 +41,20 @@ class SampleConfig:
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
     max_new_tokens: int = setting(500, "length of each text in tokens", "[1, inf)")
-    stop: str | None = setting(None, "end a text where this text occurs; several as a JSON list")
+    stop: str | None = setting(None, "end a text at this string, or at any string of a JSON list")
     seed: int = setting(1337, "seed of the first text; the next has seed + 1", "[0, inf)")
     score: str | None = setting(None, "print the loss of this file, or - for standard input")
 
-    temperature: float = setting(0.8, "0 is greedy", "[0, inf)", group="Sampling")
+    temperature: float = setting(
+        0.8, "sampling temperature; 0 is greedy", "[0, inf)", group="Sampling"
+    )
     top_k: int | None = setting(200, "sample from the k most likely tokens; or None", "[1, inf)")
-    top_p: float = setting(1.0, "sample from the most likely with total probability p", "(0, 1]")
-    min_p: float = setting(0.0, "least probability as a fraction of the highest", "[0, 1]")
+    top_p: float = setting(
+        1.0, "sample from the most likely tokens with total probability p", "(0, 1]"
+    )
+    min_p: float = setting(
+        0.0, "drop tokens below this fraction of the highest probability", "[0, 1]"
+    )
     repetition_penalty: float = setting(1.0, "above 1 avoids repeated tokens", "[0.01, 100]")
     context_stride: int | None = setting(
         None, "tokens that a full context drops; None is half of it, 1 is nanoGPT's", "[1, inf)"
@@ -60,7 +66,9 @@ class SampleConfig:
     logprobs: bool = setting(False, "print one line per token with its log-probability")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "of the weights")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "data type of the weights"
+    )
     compile: bool = setting(False, "use torch.compile; pays off for many long texts only")
 
     def __post_init__(self):

@@ -54,12 +54,14 @@ class TrainConfig:
     batch_size: int = setting(12, "sequences per micro-batch", "[1, inf)")
     block_size: int = setting(1024, "context length in tokens", "[1, inf)")
 
-    n_layer: int = setting(12, "blocks; 0 is a bigram model", "[0, inf)", group="Model")
+    n_layer: int = setting(
+        12, "transformer blocks; 0 gives a bigram model", "[0, inf)", group="Model"
+    )
     n_head: int = setting(12, "attention heads; must divide n_embd", "[1, inf)")
     n_embd: int = setting(768, "width of the residual stream", "[1, inf)")
     dropout: float = setting(0.0, "dropout rate; 0.1 to 0.3 for small datasets", "[0, 1)")
     bias: bool = setting(False, "biases in linear layers and layer norms")
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2"] = setting("gelu", "activation")
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2"] = setting("gelu", "MLP activation")
     tie_weights: bool = setting(True, "share the token embedding with the output head")
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
@@ -80,7 +82,7 @@ class TrainConfig:
     grad_clip: float = setting(1.0, "maximum gradient norm; 0 disables", "[0, inf)")
     decay_lr: bool = setting(True, "warmup and cosine decay; False: constant rate")
     warmup_iters: int = setting(2000, "steps of linear warmup", "[0, inf)")
-    lr_decay_iters: int | None = setting(None, "end of the decay; None is max_iters", "[0, inf)")
+    lr_decay_iters: int | None = setting(None, "last step of decay; None is max_iters", "[0, inf)")
     min_lr: float | None = setting(None, "final rate; None is learning_rate / 10", "[0, inf)")
 
     device: str = setting(
@@ -90,7 +92,7 @@ class TrainConfig:
         "auto", "data type of matrix products; weights stay float32"
     )
     compile: Literal["auto"] | bool = setting("auto", "use torch.compile", scope="machine")
-    backend: str = setting("nccl", "nanoGPT's, unused", scope="machine")
+    backend: str = setting("nccl", "unused; accepted for nanoGPT's config files", scope="machine")
 
     def __post_init__(self):
         if not self.out_dir:
@@ -240,7 +242,7 @@ def train(run):
             learner.update(grad_norm, lr)
             tracking.stepped(progress.step, loss, grad_norm, lr)
             progress.step += 1
-        if stop:
+        if stop and not progress.is_finished(settings):
             save_stopped(run, tracking, stop)
     print_end(run)
 
@@ -342,10 +344,12 @@ class Learner:
         if self.settings.grad_clip:
             parameters = self.model.parameters()
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, norm)
+        overflows = self.scaler.is_enabled() and not norm.isfinite()  # skips all optimizers
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
-            self.scaler.step(optimizer)
+            if not overflows:
+                self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
 

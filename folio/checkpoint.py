@@ -225,7 +225,7 @@ def restore_optimizers(checkpoint, optimizers):
         raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
     try:
         if saved.keys() != optimizers.keys():
-            raise ValueError(f"it is that of {' and '.join(saved)}")
+            raise ValueError(f"it belongs to {' and '.join(saved)}")
         for name, optimizer in optimizers.items():
             state, groups = saved[name]["state"], saved[name]["param_groups"]
             _check_moments(optimizer, state)

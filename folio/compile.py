@@ -29,7 +29,7 @@ def compile_or_fall_back(function, trial):
 
 
 def compile_model(model, machine, batch):
-    """Returns a GPT compiled for training and evaluation on batches like (x, y), or itself."""
+    """Returns `model` compiled for training and evaluation on batches like (x, y), or as is."""
 
     def trial(compiled):
         for training in (True, False):

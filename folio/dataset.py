@@ -91,7 +91,7 @@ def write_dataset(folder, text, tokenizer):
         meta[split] = {"tokens": tokens, "bytes": len(part.encode()), "crc32": zlib.crc32(ids)}
         bins[f"{split}.bin"] = ids
     meta["crc32"] = _meta_checksum(meta)
-    # meta.json is renamed first: without it, the bins would be read as nanoGPT's GPT-2 tokens.
+    # meta.json is renamed first: without it, the others would be read as nanoGPT's.
     contents = {"meta.json": json.dumps(meta, indent=1).encode()} | bins
     with locked(folder), replacing(*(folder / name for name in contents)) as files:
         for file, content in zip(files, contents.values(), strict=True):

@@ -123,7 +123,9 @@ def resolve_dtype(name, device):
         return name
     kind = kind_of(device)
     if kind == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        with torch.cuda.device(device):  # is_bf16_supported() asks the current device
+            has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if has_bfloat16 else "float16"
     capabilities = torch.cpu.get_capabilities() if kind == "cpu" else {}
     has_bfloat16 = any(capabilities.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
     return "bfloat16" if has_bfloat16 else "float32"

@@ -7,7 +7,8 @@ from folio.optim import learning_rate_at
 
 
 class DivergenceMonitor:
-    """Records the first step whose loss or gradient norm is not finite, without synchronization.
+    """Records the first step whose loss or gradient norm is not finite, without waiting for the
+    device, except for the loss scale in float16.
 
     The record stays on the device until `check()`.
     """

@@ -47,15 +47,24 @@ def check_value(field, value, label):
     becomes_float = kind is int and float in options
     is_literal = (kind, value) in [(type(option), option) for option in options]
     if not (kind in options or becomes_float or is_literal):
-        raise UserError(f"{label} must be {type_name(field)}, not {reprlib.repr(value)}")
+        raise UserError(f"{label} must be {type_name(field)}, not {_shortened(value)}")
+    if kind is str and "\0" in value:
+        raise UserError(f"{label} must not contain null bytes")
     if kind is int and not -(2**63) <= value < 2**63:
-        raise UserError(f"{label} must be a 64-bit integer, not {reprlib.repr(value)}")
+        raise UserError(f"{label} must be a 64-bit integer, not {_shortened(value)}")
     if becomes_float:
         value = float(value)
     bounds = field.metadata["bounds"]
     if bounds and value is not None and not _inside(value, bounds):
         raise UserError(f"{label} must be in {bounds}, not {value}")
     return value
+
+
+def _shortened(value):
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python prints no integer of thousands of digits
+        return f"a very long {type(value).__name__}"
 
 
 def _inside(value, bounds):

@@ -50,6 +50,8 @@ def _run(function, *args):
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    with suppress(AttributeError):  # a notebook's stdin cannot be reconfigured
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     _set_handlers(_interrupt)
     try:
         status = _status_of(function, *args)
@@ -57,7 +59,7 @@ def _run(function, *args):
     except OSError as error:
         if error.errno == errno.ENOSPC:
             print_error("no space left on the device that the output goes to")
-        elif error.errno != errno.EPIPE:  # EPIPE: the reader of the output exited, as `| head` does
+        elif error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
             raise
         for handle in (1, 2):  # otherwise Python reports the same error again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
@@ -68,6 +70,11 @@ def _run(function, *args):
 
 def _status_of(function, *args):
     """Returns the exit status, or None if `function` returns."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print_error("the current folder no longer exists: change to another one")
+        return 2
     try:
         function(*args)
     except SystemExit as error:

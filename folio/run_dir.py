@@ -23,6 +23,7 @@ class RunDir:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
+        self._seen = None  # identity of the checkpoint that load_newest() found
         self._pending = b""  # lines that could not be written yet
 
     @staticmethod
@@ -41,8 +42,8 @@ class RunDir:
 
     def load_newest(self, required=True):
         """Returns the newest checkpoint, or None if there is none and it is not required."""
-        path = self.last if os.path.exists(self.last) else self.best
-        if not required and not os.path.exists(path):
+        path, self._seen = self._newest(), self._identity()
+        if not required and self._seen is None:
             return None
         try:
             return self._load(path)
@@ -50,6 +51,16 @@ class RunDir:
             if path == self.last and self.best.exists():
                 raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
             raise
+
+    def _newest(self):
+        return self.last if os.path.exists(self.last) else self.best
+
+    def _identity(self):
+        """Returns values that change when a newer checkpoint is saved; None if there is none."""
+        with suppress(OSError):
+            status = os.stat(self._newest())
+            return status.st_ino, status.st_mtime_ns, status.st_size
+        return None
 
     def _load(self, path, optimizers=True):
         try:
@@ -74,8 +85,11 @@ class RunDir:
     def begin(self, settings, resumed=None):
         """Prepares the folder for a run that starts or resumes.
 
-        Returns the folder to which an earlier run was moved, or None.
+        Returns the folder to which an earlier run was moved, or None. Raises UserError if another
+        process has saved since load_newest().
         """
+        if settings.init_from != "scratch" and self._identity() != self._seen:
+            raise UserError(f"another process has just written to {self.folder}: start again")
         try:
             for path in (self.best, self.last):
                 temporary_path(path).unlink(missing_ok=True)  # left by a process that was killed
@@ -147,10 +161,18 @@ def move_aside(folder, names):
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1
-    aside = Path(f"{place}.{number}")
+    aside, moved = Path(f"{place}.{number}"), []
     aside.mkdir()
-    for name in found:
-        (place / name).rename(aside / name)
+    try:
+        for name in found:
+            (place / name).rename(aside / name)
+            moved.append(name)
+    except BaseException:  # also a second Ctrl-C must not split a run
+        with suppress(OSError):
+            for name in moved:
+                (aside / name).rename(place / name)
+            aside.rmdir()
+        raise
     return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
 
 

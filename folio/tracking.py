@@ -32,7 +32,6 @@ class Tracking:
         self.seconds, self.steps = 0.0, 0  # of training since the last report
         self.settings, self.run_dir = run.settings, run.run_dir
         self.machine = run.learner.machine
-        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         self.on_terminal = is_terminal(sys.stdout) and is_terminal(sys.stderr)
         self.bar = tqdm(
@@ -42,6 +41,7 @@ class Tracking:
             leave=False,
             disable=not self.on_terminal,
         )
+        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
         self.started_at = self.counted_at = time.perf_counter()
 
     def __enter__(self):
@@ -148,7 +148,7 @@ class Tracking:
     def report_save_error(self, error):
         """Reports a UserError that does not stop training; None is ignored."""
         if error:
-            self.warn(f"{error}; training continues, and the next save tries again")
+            self.warn(f"{error}; training continues, and the next save will try again")
 
     def _print(self, function, *args, **kwargs):
         """Calls a function that prints. If output fails, only the line is lost."""

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import pytest
 import tiny
 import torch
@@ -23,28 +25,12 @@ def plus_one(x):
     return x + 1
 
 
-def use_compiler_that_raises(monkeypatch, error):
-    """Makes torch.compile fail on first use, as it does without a C++ compiler."""
-
-    def compiled(*_):
-        raise error
-
-    monkeypatch.setattr(torch, "compile", lambda function: compiled)
-
-
 # torch.compile
-
-
-def test_a_failing_compiler_is_reported_in_one_line(monkeypatch, capsys):
-    use_compiler_that_raises(monkeypatch, RuntimeError("\n  no C++ compiler\nSet TORCH_LOGS\n"))
-    assert compile_or_fall_back(plus_one, lambda compiled: compiled(1)) is plus_one
-    message = "compiling failed, continuing without it (no C++ compiler)\n"
-    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()])
 def test_other_errors_of_a_trial_are_raised(error, monkeypatch):
-    use_compiler_that_raises(monkeypatch, error)
+    monkeypatch.setattr(torch, "compile", lambda function: Mock(side_effect=error))
     with pytest.raises(type(error)):
         compile_or_fall_back(plus_one, lambda compiled: compiled(1))
 

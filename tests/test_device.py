@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ def machine_with(monkeypatch):
         # torch counts emulated bfloat16 as supported by default
         supported = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 

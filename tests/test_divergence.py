@@ -11,6 +11,8 @@ import tiny
 import torch
 
 import train
+from folio.batches import Batches, to_device
+from folio.device import choose_machine
 from folio.errors import UserError
 from train import Learner
 
@@ -117,3 +119,18 @@ def test_infinite_float16_gradient_at_scale_1_ends_the_run(verse, monkeypatch):
     hook_head(monkeypatch, lambda head: head.weight.register_hook(lambda grad: grad * math.inf))
     with pytest.raises(UserError, match="training diverged at step 0"):
         train.main(tiny.flags(dtype="float16"))
+
+
+def test_float16_overflow_of_one_optimizer_skips_all(verse):
+    settings = tiny.settings(dtype="float16", optimizer="muon")
+    learner = Learner(
+        train.model_config(settings, verse.tokenizer),
+        settings,
+        choose_machine("cpu", "float16", False),
+    )
+    learner.init_weights()
+    before = {name: weight.clone() for name, weight in learner.model.state_dict().items()}
+    batches = Batches(to_device(verse, "cpu").train, settings)
+    learner.gradient(batches.at(0), 0)
+    learner.update(torch.tensor(math.nan), 0.1)
+    assert tiny.same(learner.model.state_dict(), before)

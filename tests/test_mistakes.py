@@ -30,13 +30,13 @@ RESUME = ["train.py", *tiny.flags(out_dir="run", init_from="resume", max_iters=9
 SAMPLE = ["sample.py", "--out_dir=run", "--device=cpu", "--dtype=float32", "--max_new_tokens=5"]
 PREPARE = ["prepare.py", "--dataset=new"]
 TEXT = [*PREPARE, "--input=text.txt"]
-BIN, VAL = "data/verse/train.bin", "data/verse/val.bin"
+BIN = "data/verse/train.bin"
 META, TABLE = "data/verse/meta.json", "data/verse/meta.pkl"
 BEST, LAST = "run/ckpt.pt", "run/last.pt"
 HUGE = f"1{'0' * 400}"  # beyond the largest float
 LONG = "a" * 300  # too long for a file name
 
-HAS_CUDA, HAS_MPS = torch.cuda.is_available(), torch.backends.mps.is_available()
+HAS_CUDA = torch.cuda.is_available()
 
 
 class Mistake(NamedTuple):
@@ -108,10 +108,6 @@ def put_zip(path, *names):
             archive.writestr(name, b"3\n")
 
 
-def fill(content, value):
-    content["model"]["transformer.wte.weight"][0, 0] = value
-
-
 def rename_weight(content):
     weights = content["model"]
     weights["transformer.h.0.other.weight"] = weights.pop("transformer.h.0.ln_1.weight")
@@ -128,17 +124,12 @@ class Hostile:
 
 SETTINGS = {
     "unknown": (None, ["train.py", "--colour=red"], "unknown setting --colour"),
-    "misspelled": (
-        None, ["train.py", "--learning_rat=1"], "--learning_rat; did you mean learning_rate?",
-    ),
     "dash for underscore": (None, ["train.py", "--max-iters=3"], "did you mean max_iters?"),
     "of another script": (None, ["prepare.py", "--out_dir=x"], "unknown setting --out_dir"),
     "two dashes alone": (None, ["train.py", "--"], "unknown setting --; --help lists"),
     "init_from of nanoGPT": (
         None, ["train.py", "--init_from=gpt2"], "--init_from must be scratch, resume or auto, not",
     ),
-    "no value": (None, ["train.py", "--max_iters"], "--max_iters needs a value"),
-    "out of bounds": (None, ["train.py", "--dropout=1.5"], "must be in [0, 1), not 1.5"),
     "large seed in sample.py": (
         None, [*SAMPLE, "--seed=9223372036854775808"], "--seed must be a 64-bit integer",
     ),
@@ -159,9 +150,6 @@ CONFIG_FILES = {
     "endless recursion": (
         lambda: put("mine.py", "def _f(): _f()\n_f()"), "mine.py line 1: RecursionError: ",
     ),
-    "unknown device": (
-        lambda: put("mine.py", "device = 'gpu'"), "train.py: device must be auto, cpu, cuda,",
-    ),
     "preset of train.py": (None, "unknown setting", ["sample.py", "config/shakespeare_char.py"]),
 }  # fmt: skip
 CONFIG_FILES = {
@@ -173,25 +161,12 @@ CONFIG_FILES = {
 
 DATASETS = {
     "missing": (None, "data/vers/train.bin is missing; prepare it with", "--dataset=vers"),
-    "a path": (None, "the name of a dataset must be a plain folder name", "--dataset=data/verse"),
     "a file": (lambda: put("data/file"), "data/file/train.bin is missing", "--dataset=file"),
     "a long name": (None, "train.bin is missing", f"--dataset={LONG}"),
     "train.bin a folder": (lambda: put_folder(BIN), BIN),
-    "val.bin a folder": (lambda: put_folder(VAL), VAL),
-    "train.bin cut": (lambda: cut(BIN), f"{BIN} is damaged (it does not match meta.json)"),
     "train.bin with a bit flipped": (lambda: flip(BIN, 1000), f"{BIN} is damaged (it does not"),
-    "val.bin with a bit flipped": (lambda: flip(VAL), f"{VAL} is damaged (it does not match"),
     "too short": (None, "fewer than the 513 of block_size", "--block_size=512"),
     "meta.json cut": (lambda: cut(META), f"{META} is damaged"),
-    "meta.json with a bit flipped": (lambda: flip(META, 100), f"{META} is damaged"),
-    "meta.json a folder": (lambda: put_folder(META), f"{META} is damaged"),
-    "meta.json with a long number": (
-        lambda: put(META, f'{{"format": {"9" * 5000}}}'), f"{META} is damaged",
-    ),
-    "meta.json of a later folio": (
-        lambda: put(META, '{"format": 2}'), f"{META}: it was written by a later folio (format 2)",
-    ),
-    "meta.pkl a folder": (lambda: (remove(META), put_folder(TABLE)), f"{TABLE} is damaged"),
     "meta.pkl hostile": (
         lambda: put_table({"itos": Hostile(), "vocab_size": 3}),
         f"{TABLE} is damaged (it refers to ",
@@ -218,12 +193,9 @@ DATASETS = {
 # Checkpoints, for resuming and for sampling
 
 CHECKPOINTS = {
-    "empty": (put, " is damaged or not a checkpoint"),
     "cut": (cut, " is damaged or not a checkpoint"),
     "with a bit flipped": (flip_weight, "the checksum of "),
-    "a text": (lambda path: put(path, tiny.VERSE), " is damaged or not a checkpoint"),
     "hostile": (lambda path: torch.save({"model": Hostile()}, path), " is damaged or not a"),
-    "a plain pickle": (lambda path: put(path, pickle.dumps({"model": 3})), " is damaged or not a"),
     "a folder": (put_folder, "cannot read "),
     "another archive": (lambda path: put_zip(path, "letter.txt"), " is damaged or not a"),
     "only weights": (
@@ -233,7 +205,6 @@ CHECKPOINTS = {
 CONTENTS = {
     "a later format": (lambda c: c.update(format=99), "was written by a later folio (format 99)"),
     "no weights": (lambda c: c["model"].clear(), "the weights do not fit the model"),
-    "a weight of nan": (lambda c: fill(c, float("nan")), "has weights that are not finite"),
     "another weight name": (rename_weight, "the weights do not fit the model"),
     "another width": (lambda c: c["model_args"].update(n_embd=32), "32"),
 }
@@ -284,12 +255,12 @@ RESUMING = {
 }
 
 RUNS = {
+    "an empty out_dir": (None, "out_dir is empty", "--out_dir="),
     "a file as out_dir": (None, "cannot write to verse.txt: ", "--out_dir=verse.txt"),
     "out_dir below a file": (None, "cannot write to verse.txt/out: ", "--out_dir=verse.txt/out"),
     "a long out_dir": (None, "name too long", f"--out_dir={LONG}"),
     "a folder as lock": (lambda: put_folder("run/.lock"), "cannot write to run: ", "--out_dir=run"),
     "unknown device": (None, "train.py: device must be auto, cpu, cuda,", "--device=gpu"),
-    "no device number": (None, "not 'cuda:'", "--device=cuda:"),
     "a billion blocks": (None, "GiB of memory, and cpu has", "--n_layer=1000000000"),
     "a huge batch": (None, "GiB of memory, and cpu has", "--batch_size=1000000000000000"),
 }
@@ -297,9 +268,7 @@ RUNS = {
     name: (damage, [*TRAIN, *flags], message) for name, (damage, message, *flags) in RUNS.items()
 } | {
     "no CUDA": Mistake(None, [*TRAIN, "--device=cuda"], "no CUDA GPU", skip=HAS_CUDA),
-    "no second GPU": Mistake(None, [*TRAIN, "--device=cuda:9"], "cuda:9", skip=HAS_CUDA),
     "no CUDA in sample.py": Mistake(None, [*SAMPLE, "--device=cuda"], "no CUDA", skip=HAS_CUDA),
-    "no MPS": Mistake(None, [*TRAIN, "--device=mps"], "no MPS GPU", skip=HAS_MPS),
 }
 
 # Preparing

@@ -201,7 +201,6 @@ def test_folder_is_read_in_order_of_paths_without_hidden_files(gpt2_of_bytes):
     write("own/c/a.txt", "[third]")
     write("own/a.md", "[first]")
     write("own/.hidden", "no")
-    Path("own/link").symlink_to("missing")
     write("own/.git/no.txt", b"\xff")
     parts = ["[first]", "[second]", "[third]", "[fourth]"]
     main(["--input=own", "--dataset=own"])
@@ -210,6 +209,8 @@ def test_folder_is_read_in_order_of_paths_without_hidden_files(gpt2_of_bytes):
     assert text_of("tokens") == END_OF_TEXT.join(parts)
     data = load_dataset("tokens")
     assert [*data.train, *data.val].count(data.tokenizer.end) == 3
+    Path("own/link").symlink_to("missing")
+    assert error_of("--input=own", "--dataset=own").startswith("own/link is not a regular file")
 
 
 @pytest.mark.parametrize(

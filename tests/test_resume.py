@@ -195,14 +195,6 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
     assert contents() == before
 
 
-@pytest.mark.parametrize("name", ["verse", "other"])
-def test_other_data_with_the_same_vocabulary_are_refused(verse, name):
-    train.main(tiny.flags(max_iters=3))
-    tiny.prepare_verse(name, tiny.VERSE[::-1] * 20)
-    with pytest.raises(UserError, match=f"the data differ: verse in the checkpoint, now {name}"):
-        train.main(tiny.flags(init_from="resume", dataset=name))
-
-
 def test_dataset_may_be_renamed(verse):
     train.main(tiny.flags(max_iters=3))
     tiny.prepare_verse("sonnet")

@@ -176,3 +176,26 @@ def test_files_that_cannot_be_moved_are_an_error(monkeypatch):
     with pytest.raises(UserError, match="cannot write to out: No space left on device"):
         RunDir("out").begin(tiny.settings())
     assert os.listdir("out") == ["last.pt"]
+
+
+@pytest.mark.parametrize("init_from", ["resume", "auto"])
+def test_save_of_another_process_since_loading_is_noticed(init_from):
+    write("out", "last.pt")
+    resuming = RunDir("out")
+    resumed = resuming.load_newest()
+    write("out", "last.pt", step=1)
+    with pytest.raises(UserError, match="another process has just written to out: start again"):
+        resuming.begin(tiny.settings(init_from=init_from), resumed)
+    assert checkpoints.load("out/last.pt").progress.step == 1
+
+
+def test_files_that_cannot_all_be_moved_stay(monkeypatch):
+    write("out", "ckpt.pt", "last.pt")
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to: refuse() if path.name == "last.pt" else rename(path, to)
+    )
+    with pytest.raises(UserError, match="cannot write to out: No space left"):
+        RunDir("out").begin(tiny.settings())
+    assert sorted(path.name for path in Path("out").iterdir()) == ["ckpt.pt", "last.pt"]
+    assert not Path("out.1").exists()

@@ -247,7 +247,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--start=FILE:missing.txt", "cannot read missing.txt"),
         ("--start=-", "standard input is not UTF-8 text: byte 2 is 0xff"),
         ("--prompts=empty.txt", "empty.txt contains no prompt"),
-        ("--prompts=", "cannot read : Is a directory"),
+        ("--prompts=", "the name of the file to read is empty"),
         ("--score=short.txt", "short.txt has 1 tokens; a score needs at least 2"),
         ("--out_dir=nowhere", r"no checkpoint nowhere/ckpt.pt; available: out"),
         ('--stop=["a",1]', r"--stop=.*: must be a text, or a JSON list of nonempty texts"),

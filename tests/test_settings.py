@@ -84,6 +84,12 @@ def test_a_flag_without_a_value_is_an_error():
 # Config files
 
 
+@pytest.mark.parametrize("value", ["10**5000", "'a\\0b'"])
+def test_values_that_python_cannot_print_or_open_are_errors(value):
+    name = "steps" if value[0] == "1" else "name"
+    assert f"a.py: {name} must" in error_of(config_file(f"{name} = {value}"))
+
+
 def test_a_config_file_reads_the_values_so_far():
     file = config_file("warmup = steps // 10")
     assert load(Settings, ["--steps=50", file]).warmup == 5

@@ -237,23 +237,6 @@ def test_resuming_uses_the_hyperparameters_of_the_settings(verse):
     assert tiny.saved("last.pt")["model_args"]["dropout"] == 0.2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block_size": 1024}, r"val.bin of verse has \d+ tokens.*smaller --block_size"),
-        ({"n_embd": 15}, "n_embd=15 is not divisible by n_head=2"),
-        ({"out_dir": "verse.txt"}, "cannot write to verse.txt: File exists"),
-        ({"out_dir": ""}, "out_dir is empty"),
-        ({"min_lr": 0.1}, "min_lr=0.1 is greater than learning_rate=0.01"),
-        ({"init_from": "resume"}, "there is no checkpoint out/ckpt.pt"),
-    ],
-)
-def test_invalid_settings_are_refused_before_training(verse, folder, changes, message):
-    with pytest.raises(UserError, match=message):
-        train.main(tiny.flags(**changes))
-    assert not (folder / "out").exists()
-
-
 def test_distributed_training_is_refused(verse, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="trains in one process"):
@@ -283,9 +266,8 @@ def test_nanogpts_config_and_dataset_can_be_used(nanogpt_files):
     assert tiny.log_events()[0]["settings"]["n_embd"] == 16
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_nanogpts_checkpoint_is_resumed_with_its_moments(nanogpt_files, prefix):
-    model = tiny.write_nanogpt_checkpoint(nanogpt_files, prefix=prefix)
+def test_nanogpts_checkpoint_is_resumed_with_its_moments(nanogpt_files):
+    model = tiny.write_nanogpt_checkpoint(nanogpt_files, prefix="_orig_mod.")
     train.main(["nano.py", "--init_from=resume"])
     last = tiny.saved("last.pt")
     assert last["iter_num"] == 6
@@ -305,7 +287,7 @@ def test_resuming_keeps_a_vocabulary_size_that_is_not_padded():
 
 def test_run_continues_uncompiled_if_the_compiler_fails(verse, monkeypatch, capsys):
     train.main(tiny.flags(out_dir="plain"))
-    error = RuntimeError("no compiler here\nand more")
+    error = RuntimeError("\n  no compiler here\nand more")
     monkeypatch.setattr(torch, "compile", Mock(side_effect=error))
     train.main(tiny.flags(compile=True))
     message = "compiling failed, continuing without it (no compiler here)\n"

@@ -60,8 +60,8 @@ class BenchConfig:
     target: float | None = setting(None, "validation loss; the time to reach it is measured")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
     vs_dir: str = setting(".", "folder in which that command runs")
-    profile: bool = setting(False, "print where the time of a step goes, instead")
-    count: bool = setting(False, "print the parameters and FLOPs of train.py's model, instead")
+    profile: bool = setting(False, "print the time of each operation in a step instead")
+    count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
 
 
 def main(argv=None):

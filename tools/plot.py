@@ -58,7 +58,7 @@ def main(argv=None):
         runs = runs_of.best_first(runs_of.read_all(settings.runs))
         print("\n".join(runs_of.table(runs)), flush=True)
     if not find_spec("matplotlib"):
-        raise UserError("pictures need matplotlib: pip install matplotlib")
+        raise UserError("plots need matplotlib: pip install matplotlib")
     if settings.attention:
         folder = settings.runs[0] if settings.runs else settings.out_dir
         path, figure = "attention.png", attention.draw(folder, settings.start)
