@@ -125,11 +125,6 @@ def test_mistakes_are_reported_before_the_first_run(scripts, capfd, flags, messa
     assert {each.name for each in Path().iterdir()} == {"other.py", "train.py"}
 
 
-def test_where_needs_no_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert bench.where().endswith("commit unknown")
-
-
 @pytest.mark.slow
 def test_measuring_train_py_reports_every_figure(verse, capsys):
     bench.main(["--runs=1", "--target=9", "--", *tiny.flags(max_iters=30, eval_interval=30)])

@@ -1,5 +1,3 @@
-from unittest.mock import Mock
-
 import pytest
 import tiny
 import torch
@@ -11,7 +9,6 @@ from folio.batches import Batches
 from folio.compile import (
     capture_cuda_graph,
     compile_model,
-    compile_or_fall_back,
     optimize_for_inference,
     step_accelerator,
 )
@@ -26,13 +23,6 @@ def plus_one(x):
 
 
 # torch.compile
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()])
-def test_other_errors_of_a_trial_are_raised(error, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: Mock(side_effect=error))
-    with pytest.raises(type(error)):
-        compile_or_fall_back(plus_one, lambda compiled: compiled(1))
 
 
 def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(monkeypatch, capsys):

@@ -130,12 +130,6 @@ def test_mistakes_are_reported_before_training(argv, message, folder):
     assert not (folder / "out-sweep").exists()
 
 
-def test_help_lists_settings(capsys):
-    with pytest.raises(SystemExit):
-        sweep.main(["--help"])
-    assert "--jobs=1" in capsys.readouterr().out
-
-
 # Earlier results
 
 
