@@ -41,8 +41,8 @@ def bigram_rows(vocab_size):
 class GPTConfig:
     """The architecture of a GPT. Raises ValueError for an invalid one.
 
-    OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`. With
-    `n_layer=0` the model is a bigram model: logits depend on the last token and its position only.
+    OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`. With `n_layer=0` and
+    no `smear` or `bigrams`, logits depend only on the last token and its position.
     """
 
     block_size: int = 1024  # context length in tokens
@@ -58,7 +58,7 @@ class GPTConfig:
     norm: str = "layernorm"  # or rmsnorm
     qk_norm: bool = False  # normalize the queries and keys of each head
     smear: int = 0  # preceding embeddings that are added to each embedding
-    bigrams: bool = False  # add an embedding of each token and its predecessor
+    bigrams: bool = False  # add an embedding of each pair of adjacent tokens
     window: int = 0  # tokens each token attends to, itself included; 0 means all
 
     def __post_init__(self):
@@ -66,8 +66,8 @@ class GPTConfig:
         for name, low in (least | dict.fromkeys(("n_layer", "smear", "window"), 0)).items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
-        if self.smear >= self.block_size:
-            raise ValueError(f"smear={self.smear} must be less than block_size={self.block_size}")
+        if self.smear + self.bigrams >= self.block_size:
+            raise ValueError(f"smear={self.smear} is too large for block_size={self.block_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         size = self.n_embd // self.n_head
@@ -100,11 +100,11 @@ def windowed_attention(q, k, v, window, dropout):
     padded = (F.pad(each, (0, 0, 0, chunks * window - T)) for each in (q, k, v))
     q, k, v = (each.reshape(B * H, chunks, window, D) for each in padded)
     k, v = (torch.cat((F.pad(each, (0, 0, 0, 0, 1, -1)), each), dim=2) for each in (k, v))
-    columns = torch.arange(2 * window, device=q.device)
+    columns = torch.arange(2 * window, device=q.device)  # of the previous chunk and this one
     distance = columns[window:, None] - columns
-    hidden = ((distance < 0) | (distance >= window)).repeat(chunks, 1, 1)
-    hidden[0, :, :window] = True  # the first chunk has no predecessor
-    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, -math.inf)
+    masked = ((distance < 0) | (distance >= window)).repeat(chunks, 1, 1)
+    masked[0, :, :window] = True  # the first chunk has no predecessor
+    mask = torch.zeros(masked.shape, dtype=q.dtype, device=q.device).masked_fill(masked, -math.inf)
     if prefers_explicit_attention(q, 2 * window):
         y = explicit_attention(q, k, v, mask.repeat(B * H, 1, 1), dropout)
     else:
@@ -179,7 +179,7 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 
-def embedding(rows, size):  # uninitialized: initializing one on meta imports torch._dynamo
+def embedding(rows, size):  # uninitialized; nn.Embedding(…) on meta would import torch._dynamo
     return nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)
 
 
@@ -220,7 +220,7 @@ class Block(nn.Module):
 class LocalContext(nn.Module):
     """Adds information about the preceding tokens to each embedding.
 
-    `bigrams` adds an embedding of each token and its predecessor. `smear` is a causal depthwise
+    `bigrams` adds an embedding of each pair of adjacent tokens. `smear` is a causal depthwise
     convolution (So et al. 2021, "Primer", apply it to queries, keys and values).
     """
 
@@ -273,7 +273,7 @@ class GPT(nn.Module):
         with torch.device("meta"):
             model = cls(config)
         weights = {k: torch.empty(w.shape, device=device) for k, w in model.state_dict().items()}
-        model.load_state_dict(weights, assign=True)  # to_empty() would import sympy: 0.4 s
+        model.load_state_dict(weights, assign=True)  # to_empty() imports sympy: 0.4 s
         model._tie_and_fill_tables()
         return model
 
@@ -369,12 +369,12 @@ def num_params(config):
 def flops_per_token(config):
     """Returns the FLOPs of training on one token: the forward pass, and twice that for backward.
 
-    2 FLOPs per weight of each matrix product and per attention score and sum (Chowdhery et al.
-    2022, "PaLM", appendix B). The causal mask does not reduce the count. Embeddings count as 0.
+    2 FLOPs per multiplication with a weight, in attention scores and in sums of values (Chowdhery
+    et al. 2022, "PaLM", appendix B), masked or not. Embeddings count as 0.
     """
     C, L = config.n_embd, config.n_layer
     weights = L * 12 * C * C + config.vocab_size * C
     T, window = config.block_size, config.window
-    scores = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # per head, as computed
-    attention = L * 2 * C * scores / T
+    pairs = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # query and key
+    attention = L * 2 * C * pairs / T
     return 3 * 2 * (weights + attention)

@@ -5,7 +5,7 @@
     python prepare.py --dataset=pydocs                       Python's documentation, no network
     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME  your own text
 
-The first 90 % of the characters are the training split, the rest is the validation split.
+The first 90% of the characters are the training split, the rest is the validation split.
 folio/dataset.py defines the format.
 """
 
@@ -47,11 +47,11 @@ class PrepareConfig:
     tokenizer: Literal["char", "gpt2"] | None = setting(
         None, "characters (default), or GPT-2's byte-pair encoding (default for shakespeare)"
     )
-    url: str | None = setting(None, "another URL for tiny Shakespeare")
+    url: str | None = setting(None, "alternative download URL for tiny Shakespeare")
 
     def __post_init__(self):
         if "" in (self.input, self.url):
-            raise UserError("--input or --url is empty")
+            raise UserError("--input and --url must not be empty")
         if self.input and self.dataset is None:
             name = Path(self.input).resolve().stem
             raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
@@ -73,7 +73,7 @@ def main(argv=None):
     print(
         f"{folder}: {len(text.text):,} characters of {text.source}, "
         f"vocabulary {meta['vocab_size']:,} ({kind}), "
-        f"{meta['train']['tokens']:,} train and {meta['val']['tokens']:,} validation tokens"
+        f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
 
 
@@ -102,7 +102,7 @@ def read_input(path, separator):
 def known_corpus(name, url=None):
     """Returns the text of a dataset that folio provides."""
     if name not in KNOWN:
-        hint = nearest(name, KNOWN, f"; datasets without it: {', '.join(KNOWN)}")
+        hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
         raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
     if name == "pydocs":
         return python_docs()
@@ -155,7 +155,7 @@ def download(urls, path):
             continue
         if hashlib.sha256(response.content).hexdigest() == SHAKESPEARE_SHA256:
             return response.content
-        reasons.append(f"{url}: another file")
+        reasons.append(f"{url}: unexpected content")
     raise UserError(
         f"tiny Shakespeare could not be downloaded ({'; '.join(reasons)}). Put the file at {path}, "
         "or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"

@@ -40,27 +40,27 @@ class SampleConfig:
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
-    max_new_tokens: int = setting(500, "length of each text in tokens", "[1, inf)")
+    max_new_tokens: int = setting(500, "maximum number of tokens added to each prompt", "[1, inf)")
     stop: str | None = setting(None, "end a text at this string, or at any string of a JSON list")
-    seed: int = setting(1337, "seed of the first text; the next has seed + 1", "[0, inf)")
-    score: str | None = setting(None, "print the loss of this file, or - for standard input")
+    seed: int = setting(1337, "seed of each prompt's first text, then seed + 1", "[0, inf)")
+    score: str | None = setting(None, "text file to score, or - for standard input")
 
     temperature: float = setting(
         0.8, "sampling temperature; 0 is greedy", "[0, inf)", group="Sampling"
     )
-    top_k: int | None = setting(200, "sample from the k most likely tokens; or None", "[1, inf)")
+    top_k: int | None = setting(200, "sample from the k most likely tokens; None: all", "[1, inf)")
     top_p: float = setting(
-        1.0, "sample from the most likely tokens with total probability p", "(0, 1]"
+        1.0, "sample from the most likely tokens whose probabilities sum to p", "(0, 1]"
     )
     min_p: float = setting(
-        0.0, "drop tokens below this fraction of the highest probability", "[0, 1]"
+        0.0, "drop tokens with less than this fraction of the highest probability", "[0, 1]"
     )
-    repetition_penalty: float = setting(1.0, "above 1 avoids repeated tokens", "[0.01, 100]")
+    repetition_penalty: float = setting(1.0, "above 1 makes repetition less likely", "[0.01, 100]")
     context_stride: int | None = setting(
-        None, "tokens that a full context drops; None is half of it, 1 is nanoGPT's", "[1, inf)"
+        None, "tokens to drop when the context is full; None: half of block_size", "[1, inf)"
     )
 
-    stream: bool = setting(False, "print each token when it is drawn", group="Output")
+    stream: bool = setting(False, "print each token as it is generated", group="Output")
     interactive: bool = setting(False, "read prompts from the terminal until Ctrl-D")
     json: bool = setting(False, "print one JSON object per text")
     logprobs: bool = setting(False, "print one line per token with its log-probability")
@@ -69,7 +69,7 @@ class SampleConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of the weights"
     )
-    compile: bool = setting(False, "use torch.compile; pays off for many long texts only")
+    compile: bool = setting(False, "use torch.compile; slower on a CPU")
 
     def __post_init__(self):
         for names in EXCLUSIVE:
@@ -101,7 +101,7 @@ SEPARATOR = "---------------"
 
 def main(argv=None):
     settings = load(SampleConfig, argv, {"device": resolve_device})
-    with explained_out_of_memory(settings.device, "use --device=cpu or a shorter --start"):
+    with explained_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
         run_dir = RunDir(settings.out_dir)
         trained = load_trained(run_dir, settings.device, settings.dtype, settings.compile)
         path, progress = trained.checkpoint.path, trained.checkpoint.progress
@@ -117,7 +117,7 @@ def main(argv=None):
 
 
 def completions_of(settings, tokenizer):
-    """Yields num_samples empty completions per prompt, each with its own seed."""
+    """Returns an iterator of num_samples empty completions per prompt, with consecutive seeds."""
     if settings.prompts is not None:
         lines = read_text(settings.prompts).text.split("\n")
         prompts = [prompt for line in lines if (prompt := line.rstrip("\r"))]
@@ -161,7 +161,7 @@ def print_samples(trained, settings):
 
 
 def print_completion(completion, settings):
-    """Prints a finished completion, or the rest of it, in the requested format."""
+    """Prints a finished completion; with --stream, the part that is not printed yet."""
     if settings.json:
         names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
         data = {name: getattr(completion, name) for name in names}

@@ -27,14 +27,16 @@ class TrainConfig:
     out_dir: str = setting("out", "folder for checkpoints and log", group="Output", scope="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
-    eval_iters: int = setting(200, "batches per split, at most the whole split", "[1, inf)")
+    eval_iters: int = setting(200, "evaluation batches per split, up to all of it", "[1, inf)")
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
     checkpoint_interval: int | None = setting(
-        None, "steps between saves; None saves at evaluations only", "[1, inf)", scope="display"
+        None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
     init_from: Literal["scratch", "resume", "auto"] = setting(
-        "scratch", "resume continues the run in out_dir, auto if there is one", scope="files"
+        "scratch",
+        "resume: continue the run in out_dir; auto: if there is one",
+        scope="files",
     )
     overwrite: bool = setting(
         False, "delete an earlier run in out_dir instead of moving it to out_dir.1", scope="files"
@@ -42,7 +44,11 @@ class TrainConfig:
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
 
     sample_interval: int | None = setting(
-        None, "steps between samples", "[1, inf)", group="Monitoring", scope="display"
+        None,
+        "steps between samples; None: none",
+        "[1, inf)",
+        group="Monitoring",
+        scope="display",
     )
     wandb_log: bool = setting(False, "log to Weights & Biases", scope="display")
     wandb_project: str = setting("owt", "project name", scope="display")
@@ -54,9 +60,7 @@ class TrainConfig:
     batch_size: int = setting(12, "sequences per micro-batch", "[1, inf)")
     block_size: int = setting(1024, "context length in tokens", "[1, inf)")
 
-    n_layer: int = setting(
-        12, "transformer blocks; 0 gives a bigram model", "[0, inf)", group="Model"
-    )
+    n_layer: int = setting(12, "transformer blocks; 0: a bigram model", "[0, inf)", group="Model")
     n_head: int = setting(12, "attention heads; must divide n_embd", "[1, inf)")
     n_embd: int = setting(768, "width of the residual stream", "[1, inf)")
     dropout: float = setting(0.0, "dropout rate; 0.1 to 0.3 for small datasets", "[0, 1)")
@@ -65,10 +69,10 @@ class TrainConfig:
     tie_weights: bool = setting(True, "share the token embedding with the output head")
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
-    qk_norm: bool = setting(False, "normalize queries and keys; tolerates higher learning rates")
-    bigrams: bool = setting(False, "add an embedding of each token and its predecessor")
-    smear: int = setting(0, "preceding embeddings added to each; 2 helps small models", "[0, inf)")
-    window: int = setting(0, "tokens that each token attends to; 0 is all", "[0, inf)")
+    qk_norm: bool = setting(False, "normalize queries and keys; allows higher learning rates")
+    bigrams: bool = setting(False, "add an embedding of each pair of adjacent tokens")
+    smear: int = setting(0, "preceding embeddings added to each embedding", "[0, inf)")
+    window: int = setting(0, "tokens that each token attends to; 0: all", "[0, inf)")
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "muon: Muon for the blocks' matrices, AdamW for the rest", group="Optimizer"
@@ -79,14 +83,14 @@ class TrainConfig:
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
     beta2: float = setting(0.95, "AdamW beta2", "[0, 1)")
-    grad_clip: float = setting(1.0, "maximum gradient norm; 0 disables", "[0, inf)")
+    grad_clip: float = setting(1.0, "maximum gradient norm; 0: no clipping", "[0, inf)")
     decay_lr: bool = setting(True, "warmup and cosine decay; False: constant rate")
     warmup_iters: int = setting(2000, "steps of linear warmup", "[0, inf)")
-    lr_decay_iters: int | None = setting(None, "last step of decay; None is max_iters", "[0, inf)")
-    min_lr: float | None = setting(None, "final rate; None is learning_rate / 10", "[0, inf)")
+    lr_decay_iters: int | None = setting(None, "last step of decay; None: max_iters", "[0, inf)")
+    min_lr: float | None = setting(None, "final rate; None: learning_rate / 10", "[0, inf)")
 
     device: str = setting(
-        "auto", "cpu, cuda, cuda:N, mps or auto", group="Machine", scope="machine"
+        "auto", "auto, cpu, cuda, cuda:N or mps", group="Machine", scope="machine"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of matrix products; weights stay float32"
@@ -96,7 +100,7 @@ class TrainConfig:
 
     def __post_init__(self):
         if not self.out_dir:
-            raise UserError("out_dir is empty: it must name a folder")
+            raise UserError("out_dir must not be empty")
         if self.decay_lr and (self.min_lr or 0) > self.learning_rate:
             raise UserError(
                 f"min_lr={self.min_lr} is greater than learning_rate={self.learning_rate}: lower "
@@ -126,7 +130,6 @@ from folio.divergence import DivergenceMonitor
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers
 from folio.run_dir import RunDir, check_resumable
-from folio.trackers import check_packages
 from folio.tracking import Tracking, evaluation_line, print_end, print_start
 from model import GPT, GPTConfig
 
@@ -135,16 +138,14 @@ def main(argv=None):
     settings = load(TrainConfig, argv, {"device": resolve_device})
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("folio trains in one process: start it with python, not torchrun")
-    check_packages(settings)
     with explained_out_of_memory(settings.device, memory_advice(settings)):
         run = setup(settings)
         if settings.eval_only:
             losses = run.learner.evaluate(run.dataset, run.progress.step)
             print(evaluation_line(run.progress.step, losses))
         elif run.progress.is_finished(settings):
-            step = run.progress.step
-            name = "max_iters" if step >= settings.max_iters else "patience"
-            print(f"the run is finished at step {step}; to continue, increase --{name}")
+            name = "max_iters" if run.progress.step >= settings.max_iters else "patience"
+            print(f"finished at step {run.progress.step}; to continue, increase --{name}")
         else:
             train(run)
 
@@ -154,7 +155,7 @@ def main(argv=None):
 
 @dataclass
 class Run:
-    """A training run. `settings` have no `auto` left; `dataset` is on the device."""
+    """A training run. `settings` are resolved for the machine; `dataset` has a Split per split."""
 
     settings: TrainConfig
     run_dir: RunDir
@@ -220,25 +221,26 @@ def train(run):
             lr = learning_rate_at(progress.step, settings)
             if progress.needs_evaluation(settings):
                 with tracking.paused():
-                    losses = learner.evaluate(run.dataset, progress.step, stop)
-                    if stop:
-                        break
-                    tracking.evaluated(progress.step, losses, lr)
-                    save_evaluated(run, tracking, losses["val"])
+                    if losses := learner.evaluate(run.dataset, progress.step, stop):
+                        tracking.evaluated(progress.step, losses, lr)
+                        save_evaluated(run, tracking, losses["loss"])
+            if stop:
+                break
             done = progress.is_finished(settings)
-            if progress.is_due(settings.sample_interval) or (done and settings.sample_interval):
+            if settings.sample_interval and (done or progress.is_due(settings.sample_interval)):
                 with tracking.paused():
                     text = sample_text(learner.model, run.dataset.tokenizer, settings.seed)
                     tracking.say(f"sample at step {progress.step}:\n{text}\n")
-            if done or stop:
+            if done:
                 break
             loss, grad_norm = learner.gradient(batches.at(progress.step), progress.step)
             if progress.is_due(settings.log_interval):
                 learner.divergence.check()
             is_saved = progress.evaluated == progress.step
             if progress.is_due(settings.checkpoint_interval) and not is_saved:
-                with tracking.paused():  # now that the gradient is known to be finite
-                    tracking.report_save_error(save(run, tracking))
+                with tracking.paused():  # after the gradient, which save() checks
+                    if error := save(run, tracking):
+                        tracking.report_save_error(error)
             learner.update(grad_norm, lr)
             tracking.stepped(progress.step, loss, grad_norm, lr)
             progress.step += 1
@@ -265,18 +267,17 @@ def save_evaluated(run, tracking, val_loss):
     """Saves after an evaluation. Raises UserError if writing fails at the start or the end."""
     before = dataclasses.replace(run.progress)
     is_best = run.progress.record(val_loss)
-    error = save(run, tracking, best=is_best or run.settings.always_save_checkpoint)
-    if error:
-        run.progress.best_step, run.progress.best_val_loss = before.best_step, before.best_val_loss
+    if error := save(run, tracking, best=is_best or run.settings.always_save_checkpoint):
         if run.progress.step == 0 or run.progress.is_finished(run.settings):
             raise error
+        vars(run.progress).update(vars(before))  # the best loss stays that of ckpt.pt
         tracking.report_save_error(error)
 
 
 def save_stopped(run, tracking, stop):
     """Saves the state after a stop signal, and exits."""
     if error := save(run, tracking):
-        raise UserError(f"stopped, but {error}: progress since the last save is lost")
+        raise UserError(f"stopped without saving ({error}): progress since the last save is lost")
     message = (
         f"stopped at step {run.progress.step}, saved in {run.run_dir.last}; to continue, run the "
         "same command with --init_from=resume"
@@ -293,9 +294,9 @@ class Learner:
         self.model = GPT.uninitialized(config, machine.device)
         self.forward = self.model  # replaced by compile()
         self.optimizers = make_optimizers(self.model, settings)
-        needs_scaling = machine.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=needs_scaling)
-        self.divergence = DivergenceMonitor(settings, machine.device)
+        enabled = machine.dtype == "float16"
+        self.scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=enabled)
+        self.divergence = DivergenceMonitor(settings)
 
     def init_weights(self):
         """Draws the weights on the CPU, so that a seed gives the same model on every device."""
@@ -304,7 +305,7 @@ class Learner:
         self.model.to(self.machine.device)
 
     def load_state_dict(self, checkpoint):
-        """Loads weights, moments and loss scale; hyperparameters stay those of the settings."""
+        """Loads weights, moments and loss scale; the next update sets the hyperparameters."""
         checkpoints.load_weights(self.model, checkpoint)
         checkpoints.restore_optimizers(checkpoint, self.optimizers)
         if checkpoint.scaler:
@@ -344,7 +345,7 @@ class Learner:
         if self.settings.grad_clip:
             parameters = self.model.parameters()
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, norm)
-        overflows = self.scaler.is_enabled() and not norm.isfinite()  # skips all optimizers
+        overflows = self.scaler.is_enabled() and not norm.isfinite()  # then no optimizer steps
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
@@ -354,10 +355,10 @@ class Learner:
         self.scaler.update()
 
     def evaluate(self, dataset, step, stop=None):
-        """Returns the losses of both splits, or None if a stop is requested meanwhile.
+        """Returns the losses of both splits, or None if a stop is requested during the evaluation.
 
-        "train" and "val" in nats per token; "perplexity" and "bits_per_byte" of val. Raises
-        UserError if a loss is not finite.
+        Keys: "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
+        "bits_per_byte". Raises UserError if a loss is not finite.
         """
         train, val = (float(self.split_loss(each, stop)) for each in (dataset.train, dataset.val))
         if stop:
@@ -365,7 +366,7 @@ class Learner:
         if not math.isfinite(train + val):
             self.divergence.check()  # an earlier step may be the cause
             raise self.divergence.error(step, f"train loss {train:.3g}, val loss {val:.3g}")
-        losses = {"train": train, "val": val, "perplexity": math.exp(min(val, 700))}
+        losses = {"train_loss": train, "loss": val, "perplexity": math.exp(min(val, 700))}
         if dataset.val_bytes_per_token:
             losses["bits_per_byte"] = val / math.log(2) / dataset.val_bytes_per_token
         return losses

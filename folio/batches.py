@@ -13,10 +13,10 @@ GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part, times 2^64
 DATA_SHARE = 1 / 8  # of a GPU's memory; weights, optimizer state and activations need the rest
 
 
-def batch_starts(seed, step, count, choices):
-    """Returns the start positions of a step's windows: (count,) int64 in range(choices).
+def batch_starts(seed, step, count, num_starts):
+    """Returns the start positions of a step's windows: (count,) int64 in range(num_starts).
 
-    Start n of a run is (phase + n * golden ratio) mod 1, scaled to the text: a Kronecker sequence,
+    Start n of a run is (phase + n * golden ratio) mod 1, times num_starts: a Kronecker sequence,
     whose values are nearly evenly spaced at every length (Niederreiter 1992, "Random Number
     Generation and Quasi-Monte Carlo Methods"). The seed sets the phase. The result depends on the
     arguments alone, so nothing has to be saved to resume.
@@ -25,7 +25,7 @@ def batch_starts(seed, step, count, choices):
     indices = np.arange(first, first + count, dtype=np.uint64)
     phase = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     fractions = (indices * GOLDEN_RATIO + phase) / 2.0**64  # the integers wrap modulo 2^64
-    return np.minimum((fractions * choices).astype(np.int64), choices - 1)
+    return np.minimum((fractions * num_starts).astype(np.int64), num_starts - 1)
 
 
 def dropout_seed(seed, step):
@@ -76,7 +76,7 @@ def to_device(dataset, device):
 
 
 class Batches:
-    """The global batch of each step as micro-batches, a function of the seed and the step.
+    """The micro-batches of each step, a function of the seed and the step.
 
     If a GPU's windows come from a file, those of the next step are read during the current one.
     """
@@ -97,7 +97,7 @@ class Batches:
     def _read(self, step):
         settings = self.settings
         count = settings.batch_size * settings.gradient_accumulation_steps
-        choices = len(self.split) - settings.block_size
-        starts = batch_starts(settings.seed, step, count, choices)
+        num_starts = len(self.split) - settings.block_size
+        starts = batch_starts(settings.seed, step, count, num_starts)
         micro_batches = np.split(starts, settings.gradient_accumulation_steps)
         return [self.split.windows(each, settings.block_size) for each in micro_batches]

@@ -2,8 +2,8 @@
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
 format, muon, scaler, evaluated, best_step, elapsed_s, tokenizer, data and log_bytes. `optimizer` is
-AdamW's state, `muon` Muon's. `model_args` omits what nanoGPT lacks if it has the default
-value, so that nanoGPT can read folio's checkpoints of such models.
+AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they have their
+default values, so that nanoGPT can read folio's checkpoints of such models.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ OPTIONAL = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's file
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
 MASK = ".attn.bias"  # the causal mask, which nanoGPT stored before PyTorch 2
-RENAMED = {
+RENAMED = {  # names in earlier versions of folio: names now
     "transformer.bigrams.weight": "transformer.context.bigrams.weight",
     "transformer.smear.weight": "transformer.context.smear.weight",
 }
@@ -36,7 +36,7 @@ class Progress:
     """The progress of a training run."""
 
     step: int = 0  # updates made
-    evaluated: int = -1  # step of the last evaluation that best_val_loss includes
+    evaluated: int = -1  # step of the last recorded evaluation
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
     elapsed_s: float = 0.0  # wall time of all processes of the run
@@ -155,7 +155,7 @@ def _check_archive(path):
     """Raises BadZipFile if the file is damaged: torch.load verifies no checksums."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
-            is_folder = entry.external_attr & 0x10  # torch would read nothing
+            is_folder = entry.external_attr & 0x10  # torch would read such an entry as empty
             if is_folder or entry.compress_type != zipfile.ZIP_STORED:
                 raise zipfile.BadZipFile("the archive's directory is damaged")
         if (wrong := archive.testzip()) is not None:
@@ -165,7 +165,7 @@ def _check_archive(path):
 def _from_plain(plain, path):
     """Returns the Checkpoint in a file of this version, an earlier version or nanoGPT."""
     if plain.get("format", FORMAT) > FORMAT:
-        raise UserError(f"{path} was written by a later folio (format {plain['format']})")
+        raise UserError(f"{path} is from a later version of folio (format {plain['format']})")
     args = dict(plain["model_args"])
     args.pop("zero_init", None)  # of earlier versions; without effect on a trained model
     step = int(plain["iter_num"])
@@ -210,9 +210,7 @@ def load_weights(model, checkpoint):
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}") from error
     if not all(weight.isfinite().all() for weight in model.state_dict().values()):
-        raise UserError(
-            f"{checkpoint.path} has weights that are not finite, from a run that diverged"
-        )
+        raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")
 
 
 def restore_optimizers(checkpoint, optimizers):
@@ -231,7 +229,7 @@ def restore_optimizers(checkpoint, optimizers):
             _check_moments(optimizer, state)
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
             for group, before in zip(optimizer.param_groups, groups, strict=True):
-                group["lr"] = before["lr"]  # so that a save before the next step has the same
+                group["lr"] = before["lr"]  # a save before the next step stores it again
     except Exception as error:  # the content may be anything
         raise UserError(
             f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
@@ -246,4 +244,4 @@ def _check_moments(optimizer, state):
     for index, moments in state.items():
         for key, moment in moments.items():
             if key != "step" and moment.shape != parameters[index].shape:
-                raise ValueError(f"{key} of parameter {index} has another shape")
+                raise ValueError(f"{key} of parameter {index} has a different shape")

@@ -10,7 +10,7 @@ from folio.device import kind_of
 from folio.errors import cause_of
 from folio.memory import is_out_of_memory
 
-PACKED_BATCH_SIZE = 16  # a hint for oneDNN; as good as any for every batch size of 10 or more
+PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or more rows
 # Activations that oneDNN fuses with a matrix product: (its name, variant).
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
@@ -20,7 +20,7 @@ def compile_or_fall_back(function, trial):
 
     The compiler runs on first use, so `trial(compiled)` must call it as the caller will.
     """
-    with warned_failure("compiling"):
+    with continue_on_failure("compilation"):
         compiled = torch.compile(function)
         trial(compiled)
         return compiled
@@ -29,7 +29,7 @@ def compile_or_fall_back(function, trial):
 
 
 def compile_model(model, machine, batch):
-    """Returns `model` compiled for training and evaluation on batches like (x, y), or as is."""
+    """Returns `model` compiled for training and evaluation on batches like `batch`, if possible."""
 
     def trial(compiled):
         for training in (True, False):
@@ -46,21 +46,20 @@ def compile_model(model, machine, batch):
 
 
 @contextmanager
-def warned_failure(action):
+def continue_on_failure(action):
     """Reports an exception in one line on stderr and continues, except an out-of-memory error."""
     try:
         yield
     except Exception as error:  # a missing or broken toolchain can raise anything
         if is_out_of_memory(error):
             raise
-        print(f"{action} failed, continuing without it ({cause_of(error)})", file=sys.stderr)
+        print(f"{action} failed; continuing without it ({cause_of(error)})", file=sys.stderr)
 
 
 def step_accelerator(machine):
-    """Returns a function that makes a fixed-shape step faster, or None if there is none.
+    """Returns a function accelerate(step, *arguments), or None if the machine has no faster way.
 
-    The result is called as accelerate(step, *arguments), with tensors like those of later calls; it
-    returns a faster function of tensors to tensors, or None.
+    accelerate returns a faster version of `step` for tensors of the arguments' shapes, or None.
     """
     on_cuda = kind_of(machine.device) == "cuda"
     if not (machine.compile or on_cuda):
@@ -71,7 +70,7 @@ def step_accelerator(machine):
         if machine.compile:
             fast = compile_or_fall_back(step, lambda compiled: compiled(*arguments))
         if on_cuda:
-            with warned_failure("capturing a CUDA graph"), torch.cuda.device(machine.device):
+            with continue_on_failure("CUDA graph capture"):
                 return capture_cuda_graph(fast, *arguments)
         return fast if fast is not step else None
 
@@ -103,8 +102,8 @@ def capture_cuda_graph(step, *arguments):
 class PackedLinear(nn.Module):
     """A linear layer and its activation, with weights in oneDNN's blocked layout.
 
-    torch.compile emits the same calls. On two AMD cores, products with 10 rows took 1/2 of
-    nn.Linear's time in float32 and 2/3 in bfloat16.
+    On two AMD cores, products with 10 rows took 1/2 of nn.Linear's time in float32 and 2/3 in
+    bfloat16.
     """
 
     def __init__(self, linear, activation="none", variant="none"):
@@ -122,8 +121,7 @@ class PackedLinear(nn.Module):
 def optimize_for_inference(model, compiled=False):
     """Makes a model faster, in place, for inference only. Returns it.
 
-    Removes dropout and packs linear layers on a CPU; with `compiled`, packing is left to
-    torch.compile.
+    Removes dropout and, on a CPU, packs linear layers, unless they are to be compiled.
     """
     model.eval()
     weight = model.transformer.wte.weight

@@ -2,7 +2,6 @@
 
 import json
 import math
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -129,11 +128,11 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
         [each.seed for each in completions],
         controls,
         count,
-        context_stride,
-        trained.tokenizer.vocab_size,
-        step_accelerator(trained.machine),
+        context_stride=context_stride,
+        vocab_size=trained.tokenizer.vocab_size,
+        accelerate=step_accelerator(trained.machine),
     )
-    size = 1  # to yield the first token at once
+    size = 1  # to yield the first token immediately
     while batch := list(islice(tokens, size)):
         ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
         check_finite(logprobs)
@@ -158,7 +157,7 @@ def score_text(trained, text, context_stride=None):
     nll = token_nll(trained.model, ids, context_stride)
     check_finite(nll)
     loss, count = nll.double().mean().item(), len(nll)
-    size = len(text.text.encode()) - len(tokenizer.token_bytes(ids[0].item()))
+    size = len(text.text.encode()) - len(tokenizer.token_bytes(ids[0].item()))  # of scored tokens
     return {
         "tokens": count,
         "loss": loss,
@@ -209,10 +208,13 @@ def read_prompt(start, tokenizer):
 
 def stop_texts(stop):
     """Returns the stop texts: `stop`, or the items of the JSON list that it contains."""
-    texts = [] if stop is None else [stop]
-    with suppress(TypeError, ValueError, RecursionError):  # None, or not JSON
-        if isinstance(found := json.loads(stop), list):
-            texts = found
+    if stop is None:
+        return []
+    try:
+        texts = json.loads(stop)
+    except (ValueError, RecursionError):
+        texts = stop
+    texts = texts if isinstance(texts, list) else [stop]
     if not all(isinstance(each, str) and each for each in texts):
-        raise UserError(f"--stop={stop}: must be a text, or a JSON list of nonempty texts")
+        raise UserError(f"--stop={stop}: must be a string, or a JSON list of nonempty strings")
     return texts

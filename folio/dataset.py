@@ -33,7 +33,7 @@ DATA = Path("data")
 class Dataset:
     """A prepared dataset.
 
-    train, val: (N,) uint16 ids, memory-mapped.
+    train, val: (N,) uint16 ids, memory-mapped; after batches.to_device, a Split each.
     val_bytes_per_token: of the validation text; None for nanoGPT's folders, which lack byte counts.
     fingerprint: CRC-32 of each split's bytes.
     """
@@ -69,7 +69,7 @@ def dataset_folder(name):
 def write_dataset(folder, text, tokenizer):
     """Splits a Text, encodes it and writes the folder. Returns the content of meta.json.
 
-    The first 90 % of the characters are the training split. If writing fails, the old files remain.
+    The first 90% of the characters are the training split. If writing fails, the old files remain.
     """
     cut = int(TRAIN_SHARE * len(text.text))
     meta = {
@@ -148,7 +148,7 @@ def _read_meta(folder):
         with _reading(folder / "meta.json") as path:
             meta = json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
-                raise UserError(f"it was written by a later folio (format {meta['format']})")
+                raise UserError(f"it is from a later version of folio (format {meta['format']})")
             if meta["crc32"] != _meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
             return meta, from_dict(meta["tokenizer"])

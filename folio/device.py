@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def peak(self):
-        """(FLOP/s, source) of matrix products in `dtype`, measured once if the GPU is unknown."""
+        """(FLOP/s, source) of matrix products in `dtype`, measured if the data sheet is unknown."""
         name = torch.cuda.get_device_name(self.device) if kind_of(self.device) == "cuda" else ""
         for pattern, half, single in GPU_PEAKS:
             if re.search(pattern, name) and "MIG" not in name:  # MIG: a partition of the card
@@ -74,6 +74,8 @@ def choose_machine(device, dtype, compile):
     Allows TF32 for float32 products, where the device has it.
     """
     torch.set_float32_matmul_precision("high")
+    if kind_of(device) == "cuda":
+        torch.cuda.set_device(device)
     kind, why_dtype, why_compile = kind_of(device), "as set", "as set"
     if dtype == "auto":
         dtype = resolve_dtype(dtype, device)

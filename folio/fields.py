@@ -19,7 +19,8 @@ def setting(default, explanation, bounds=None, *, group=None, scope: Scope = "ru
         bounds: an interval such as "[0, 1)".
         group: starts a new heading in `--help`.
         scope: what the setting is for. "run": the results depend on it. "files": which files are
-            read and written. "machine": where and how to compute. "display": what is reported.
+            read and written. "machine": where and how to compute. "display": what is
+            reported and saved, and how often.
     """
     metadata = {"explanation": explanation, "bounds": bounds, "group": group, "scope": scope}
     return dataclasses.field(default=default, metadata=metadata)
@@ -39,7 +40,7 @@ def parse_value(field, text, label):
 
 
 def check_value(field, value, label):
-    """Returns `value` as the field's type; an int becomes a float.
+    """Returns `value` as the field's type; an int becomes a float where the type is float.
 
     Raises UserError if it has another type or is out of bounds. `label` names it in the message.
     """

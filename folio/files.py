@@ -54,7 +54,7 @@ def replace_by_link(source, path):
         temporary.unlink(missing_ok=True)
         os.link(source, temporary)
         os.replace(temporary, path)
-        temporary.unlink(missing_ok=True)  # rename() keeps both names of one file
+        temporary.unlink(missing_ok=True)  # rename() does nothing to two links to one file
         sync_folder(path.parent)
         return
     with replacing(path) as [target], open(source, "rb") as file:

@@ -27,7 +27,9 @@ class KVCache:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def write(self, layer, rows, positions, k, v):
-        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64."""
+        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64.
+
+        rows: a slice or indices."""
         if not isinstance(positions, slice):
             k, v = k[:, :, 0], v[:, :, 0]
         self.keys[layer][rows, :, positions] = k.to(self.dtype)
@@ -35,7 +37,7 @@ class KVCache:
 
 
 def prefill(model, cache, idx, rows):
-    """Fills the cache with the first tokens of some rows: (len(rows), T) int64, T <= block_size.
+    """Writes keys and values of idx, (len(rows), T) int64, to the cache rows with indices `rows`.
 
     Shorter rows can be padded at the end; no token attends to what follows it.
     """
@@ -44,8 +46,10 @@ def prefill(model, cache, idx, rows):
         cache.write(layer, some, slice(q.shape[2]), k, v)
         return causal_attention(q, k, v, cache.window)
 
-    rows_per_pass = max(1, TOKENS_PER_PASS // max(1, idx.shape[1]))
-    for start in range(0, len(rows) if idx.shape[1] else 0, rows_per_pass):
+    if not idx.shape[1]:
+        return
+    rows_per_pass = max(1, TOKENS_PER_PASS // idx.shape[1])
+    for start in range(0, len(rows), rows_per_pass):
         some = rows[start : start + rows_per_pass]
         model.trunk(idx[start : start + rows_per_pass], attend=attend)
 
@@ -58,8 +62,8 @@ def decode_one(model, cache, tail, position, length=None):
             earlier tokens.
         position: the position of the newest token; the cache holds all before it. An int if it is
             the same for all rows, else (B,) int64.
-        length: for a tensor of positions, the number of cache positions to attend to under a mask.
-            Default: all, so that every call has the same shape.
+        length: for a tensor of positions, the number of cache positions that the mask covers.
+            Default: all, so that all calls have the same shapes.
     """
     device, mask = tail.device, None
     if isinstance(position, int):
@@ -102,7 +106,7 @@ class Context:
         self.positions = torch.tensor(self.lengths, device=device) - 1
 
     def append(self, ids, stride):
-        """Appends a token to each row. Full rows first drop `stride` tokens and are returned."""
+        """Appends a token to each row. Full rows first drop `stride` tokens, and are returned."""
         full = [row for row, length in enumerate(self.lengths) if length == self.block_size]
         kept = self.block_size - stride
         self.lengths = [kept + 1 if n == self.block_size else n + 1 for n in self.lengths]
@@ -157,11 +161,11 @@ def generate(
         ids = sample_next(logits, uniform, controls, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
-    earlier, unread, fast = model.receptive_field, list(range(len(prompts))), None
+    earlier, to_prefill, fast = model.receptive_field, list(range(len(prompts))), None
     for uniform in islice(uniforms(seeds, weight.device), count):
-        if unread:
-            longest = max(context.lengths[row] for row in unread)
-            prefill(model, cache, context.ids[unread, : longest - 1], unread)
+        if to_prefill:
+            longest = max(context.lengths[row] for row in to_prefill)
+            prefill(model, cache, context.ids[to_prefill, : longest - 1], to_prefill)
         newest = context.newest(earlier, fixed_shape=accelerate is not None)
         if accelerate:
             fast = fast or accelerate(step, *newest, uniform) or step
@@ -171,7 +175,7 @@ def generate(
         yield ids, logprobs
         if present is not None:
             present.scatter_(1, ids[:, None], True)
-        unread = context.append(ids, stride)
+        to_prefill = context.append(ids, stride)
 
 
 def stride_of(model, context_stride):
@@ -195,9 +199,9 @@ def occurrences(prompts, vocab_size, device):
 def token_nll(model, ids, stride=None):
     """Returns the negative log-likelihood of each token but the first: (N,) -> (N - 1,), nats.
 
-    Tokens are scored in windows of block_size that advance by `stride` (see stride_of). Each counts
-    in the first window that contains it, after at least block_size - stride tokens, except in the
-    first window.
+    Tokens are scored in windows of block_size that advance by `stride` (see stride_of). Each is
+    scored in the first window that contains it, after at least block_size - stride tokens, except
+    in the first window.
     """
     last = len(ids) - 1
     size = min(model.config.block_size, last)
@@ -208,7 +212,12 @@ def token_nll(model, ids, stride=None):
         some = starts[first : first + windows_per_pass]
         windows = torch.stack([ids[start : start + size + 1] for start in some])
         windows = windows.to(model.transformer.wte.weight.device)
-        logits = model.logits(windows[:, :-1]).float()
-        losses += F.cross_entropy(logits.mT, windows[:, 1:], reduction="none").cpu()
-    counts = [size, *(start - before for before, start in pairwise(starts))]  # not scored before
+        states = model.trunk(windows[:, :-1])
+        for state, targets in zip(states, windows[:, 1:], strict=True):  # logits can be large
+            logits = model.lm_head(state).float()
+            losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
+    counts = [
+        size,
+        *(start - before for before, start in pairwise(starts)),
+    ]  # new tokens
     return torch.cat([loss[size - n :] for loss, n in zip(losses, counts, strict=True)])

@@ -37,21 +37,22 @@ def keep_freed_memory():
 
 
 def check_memory(config, settings):
-    """Raises UserError if training cannot fit: weights, gradients and moments, or one batch.
+    """Raises UserError if weights, gradients, moments, logits and token ids exceed the memory.
 
     Args:
         config: the model's GPTConfig.
         settings: a TrainConfig with its device resolved.
     """
     tokens = settings.batch_size * settings.block_size
-    model = 16 * num_params(config)  # 4 bytes each for weight, gradient and two moments
+    moments = 1 if settings.optimizer == "muon" else 2
+    model = 4 * (2 + moments) * num_params(config)  # 4 bytes each for weight, gradient, moments
     batches = 16 * tokens * settings.gradient_accumulation_steps  # int64 inputs and targets
     needed = model + 2 * tokens * config.vocab_size + batches  # 16-bit logits
     available = memory_bytes(settings.device)
     if available and needed > available:
         raise UserError(
-            f"this needs more than {needed >> 30:,} GiB of memory, and {settings.device} has "
-            f"{available >> 30:,}: {memory_advice(settings)}"
+            f"training needs more than {needed >> 30:,} GiB of memory, but {settings.device} has "
+            f"{available >> 30:,} GiB: {memory_advice(settings)}"
         )
 
 

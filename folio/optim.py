@@ -8,15 +8,15 @@ from torch import nn
 
 from folio.device import DTYPES
 
-EMBEDDING_LR_SCALE = 5.0  # with Muon; a batch touches few rows of an embedding. Found by trial.
+EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
 
 
 def make_optimizers(model, settings):
-    """Returns {"adamw": AdamW} for all parameters, plus {"muon": Muon} for optimizer="muon".
+    """Returns {"adamw": AdamW}, or {"adamw": AdamW, "muon": Muon} for optimizer="muon".
 
-    Muon takes the matrices of the blocks; AdamW takes the rest and decays only matrices and
-    embeddings (Loshchilov and Hutter 2019). Each parameter group has an `lr_scale`, a factor for
-    the learning rate of a step.
+    Muon takes the matrices of the blocks. AdamW takes the other parameters and decays matrices and
+    embeddings only (Loshchilov and Hutter 2019). Each parameter group has an `lr_scale`, a factor
+    for the learning rate of a step.
 
     Args:
         settings: a TrainConfig with its dtype resolved.
@@ -24,6 +24,7 @@ def make_optimizers(model, settings):
     matrices, embeddings = [], []
     if settings.optimizer == "muon":
         matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+    if matrices:
         embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     taken = {id(p) for p in matrices + embeddings}
     rest = [p for p in model.parameters() if id(p) not in taken]
@@ -45,10 +46,10 @@ def make_optimizers(model, settings):
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan 2024): momentum SGD with orthogonalized updates.
 
-    Updates are scaled to the root mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for
-    LLM Training", section 2.2), so that one learning rate and weight decay suit both. The result
-    equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a shape are
-    updated at once, because the number of calls limits the speed for small matrices.
+    Updates are scaled to the root mean square of AdamW's updates (Liu et al. 2025, "Muon is
+    Scalable for LLM Training", section 2.2), so that one learning rate and weight decay suit both.
+    The result equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a
+    shape are updated together, because the number of calls limits the speed for small matrices.
     """
 
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16):
@@ -62,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
-                by_shape[tuple(sorted(p.shape))].append(p)
+                by_shape[tuple(sorted(p.shape))].append(p)  # (a, b) and (b, a) together
             for parameters in by_shape.values():
                 self._update(parameters, group["lr"], group["weight_decay"], group["momentum"])
 
@@ -89,7 +90,7 @@ def orthogonalize(x):
     """Brings the singular values of each matrix close to 1: (N, a, b), a <= b -> the same shape.
 
     Five Newton-Schulz iterations of Jordan's quintic polynomial. Its coefficients favor speed:
-    singular values above 0.002 of the matrix norm end between about 0.7 and 1.2.
+    singular values above 0.002 of the Frobenius norm end between about 0.7 and 1.2.
     """
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):

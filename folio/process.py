@@ -46,7 +46,7 @@ def run(main):
 
 def _run(function, *args):
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent; no other file may get its number
+        if getattr(sys, name) is None:  # closed by the parent; keep its descriptor in use
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -58,7 +58,7 @@ def _run(function, *args):
         sys.stdout.flush()
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            print_error("no space left on the device that the output goes to")
+            print_error("cannot write the output: no space left on device")
         elif error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
             raise
         for handle in (1, 2):  # otherwise Python reports the same error again at exit
@@ -70,11 +70,6 @@ def _run(function, *args):
 
 def _status_of(function, *args):
     """Returns the exit status, or None if `function` returns."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        print_error("the current folder no longer exists: change to another one")
-        return 2
     try:
         function(*args)
     except SystemExit as error:
@@ -116,7 +111,7 @@ class StopSignal:
     """Context manager that records the first stop signal in `number` instead of raising.
 
     The training loop checks it (`if stop:`) when its state is complete. A second SIGINT raises
-    Interrupted at once.
+    Interrupted immediately.
     """
 
     def __init__(self):
@@ -134,10 +129,10 @@ class StopSignal:
         return self.number is not None
 
     def request(self, number):
-        """Records a reason to stop other than a signal, by the number of a related signal."""
+        """Stops as if this signal had arrived, such as SIGPIPE when the reader has exited."""
         self.number = self.number or number
 
     def _receive(self, number, _):
         if self and number == signal.SIGINT:
-            raise Interrupted(number, "interrupted at once")
+            raise Interrupted(number, "interrupted immediately")
         self.request(number)

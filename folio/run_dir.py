@@ -1,7 +1,8 @@
 """The output folder of a run: ckpt.pt, last.pt and log.jsonl.
 
-ckpt.pt is the best state on the validation split, which sample.py loads. last.pt is the newest
-state, from which a run resumes. log.jsonl has one JSON object per line, an event of the run.
+ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
+one), which sample.py loads. last.pt is the newest state, from which a run resumes. log.jsonl has
+one JSON object per line, an event of the run.
 """
 
 import dataclasses
@@ -23,8 +24,7 @@ class RunDir:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
-        self._seen = None  # identity of the checkpoint that load_newest() found
-        self._pending = b""  # lines that could not be written yet
+        self._pending = b""  # lines of the log that could not be written yet
 
     @staticmethod
     def find(parent="."):
@@ -41,26 +41,30 @@ class RunDir:
         return self._load(self.best, optimizers=False)
 
     def load_newest(self, required=True):
-        """Returns the newest checkpoint, or None if there is none and it is not required."""
-        path, self._seen = self._newest(), self._identity()
-        if not required and self._seen is None:
-            return None
+        """Returns the newest checkpoint, or None if there is none and it is not required.
+
+        Raises UserError if training from last.pt would overwrite a ckpt.pt of another run.
+        """
+        if not os.path.exists(self.last):
+            return self._load(self.best) if required or os.path.exists(self.best) else None
         try:
-            return self._load(path)
+            newest = self._load(self.last)
         except UserError as error:
-            if path == self.last and self.best.exists():
-                raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
-            raise
-
-    def _newest(self):
-        return self.last if os.path.exists(self.last) else self.best
-
-    def _identity(self):
-        """Returns values that change when a newer checkpoint is saved; None if there is none."""
-        with suppress(OSError):
-            status = os.stat(self._newest())
-            return status.st_ino, status.st_mtime_ns, status.st_size
-        return None
+            if not os.path.exists(self.best):
+                raise
+            raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
+        try:
+            best, last = self.load_best().progress, newest.progress
+        except UserError:  # it is missing or damaged
+            return newest
+        if (best.step, best.evaluated) > (last.step, last.evaluated):  # such as nanoGPT's
+            return self._load(self.best)
+        if best.best_val_loss != last.best_val_loss:
+            raise UserError(
+                f"{self.best} (step {best.step}) and {self.last} (step {last.step}) are from "
+                "different runs: move one of them away"
+            )
+        return newest
 
     def _load(self, path, optimizers=True):
         try:
@@ -70,7 +74,7 @@ class RunDir:
 
     def _hint(self):
         if self.last.exists():
-            return f", only {LAST}: no evaluation has been the best yet"
+            return f"; {LAST} exists, but no best state has been saved yet"
         runs = {str(folder) for folder in self.find()} - {str(self.folder)}
         if not runs:
             return "; train a model first: python train.py config/shakespeare_char.py"
@@ -85,11 +89,10 @@ class RunDir:
     def begin(self, settings, resumed=None):
         """Prepares the folder for a run that starts or resumes.
 
-        Returns the folder to which an earlier run was moved, or None. Raises UserError if another
-        process has saved since load_newest().
+        Returns the folder to which an earlier run was moved, or None.
         """
-        if settings.init_from != "scratch" and self._identity() != self._seen:
-            raise UserError(f"another process has just written to {self.folder}: start again")
+        if settings.init_from == "auto" and not resumed and os.path.exists(self.last):
+            raise UserError(f"another process has started a run in {self.folder}: try again")
         try:
             for path in (self.best, self.last):
                 temporary_path(path).unlink(missing_ok=True)  # left by a process that was killed
@@ -108,25 +111,18 @@ class RunDir:
     def append(self, event):
         """Appends an event to log.jsonl. Returns the UserError if writing fails, else None.
 
-        Events that cannot be written are kept and written by a later call.
+        An event that cannot be written is written together with a later one.
         """
         self._pending += json.dumps(event).encode() + b"\n"
-        return self.flush()
-
-    def flush(self, durable=False):
-        """Writes pending events, synced to disk if `durable`. Returns like `append`."""
         size = None
         try:
             with open(self.log, "ab") as file:
                 size = file.tell()
                 file.write(self._pending)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
         except OSError as error:
             with suppress(OSError):
                 if size is not None:
-                    os.truncate(self.log, size)  # after closing, which may write once more
+                    os.truncate(self.log, size)  # removes an incomplete line
             return os_error("write", self.log, error)
         self._pending = b""
         return None
@@ -134,18 +130,18 @@ class RunDir:
     def save(self, checkpoint, best):
         """Writes last.pt; or, if `best`, writes ckpt.pt and makes last.pt a link to it.
 
-        Returns the UserError if writing fails, else None. The log is written first, so that a
-        resumed run misses no event, and last.pt last, so that ckpt.pt always has its best state.
+        Returns the UserError if writing fails, else None. If ckpt.pt is written but not last.pt,
+        the state is saved, because a run resumes from the newer of the two.
         """
-        self.flush(durable=True)
         with suppress(OSError):
             checkpoint.log_bytes = self.log.stat().st_size
         try:
             checkpoints.save(self.best if best else self.last, checkpoint)
-            if best:
-                replace_by_link(self.best, self.last)
         except UserError as error:
             return error
+        if best:
+            with suppress(UserError):
+                replace_by_link(self.best, self.last)
         return None
 
 
@@ -161,18 +157,10 @@ def move_aside(folder, names):
     number = 1
     while os.path.lexists(f"{place}.{number}"):
         number += 1
-    aside, moved = Path(f"{place}.{number}"), []
+    aside = Path(f"{place}.{number}")
     aside.mkdir()
-    try:
-        for name in found:
-            (place / name).rename(aside / name)
-            moved.append(name)
-    except BaseException:  # also a second Ctrl-C must not split a run
-        with suppress(OSError):
-            for name in moved:
-                (aside / name).rename(place / name)
-            aside.rmdir()
-        raise
+    for name in found:
+        (place / name).rename(aside / name)
     return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
 
 
@@ -182,7 +170,7 @@ def move_aside(folder, names):
 def check_resumable(checkpoint, config, settings, dataset):
     """Raises a UserError that names every difference in model, optimizer, tokenizer or data.
 
-    Other settings may change, such as learning rates, intervals, batch size and machine.
+    Other settings may change, such as dropout, learning rates, intervals, batch size and machine.
 
     Args:
         config: the GPTConfig that the settings describe.

@@ -20,7 +20,7 @@ class Controls:
     top_k: int | None = None  # keep the k most likely tokens
     top_p: float = 1.0  # keep the most likely tokens whose probabilities sum to p
     min_p: float = 0.0  # keep tokens with at least this fraction of the highest probability
-    repetition_penalty: float = 1.0  # divides the logits of tokens that already occur
+    repetition_penalty: float = 1.0  # above 1 lowers the logits of tokens that already occur
 
 
 def sample_next(logits, uniform, controls, present=None):

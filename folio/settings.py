@@ -1,8 +1,9 @@
 """Settings of the scripts: typed dataclass fields, config files, flags and `--help`.
 
 A script declares a dataclass of `setting(...)` fields and calls `load` with its arguments: Python
-config files and `--key=value` flags, applied left to right. A class attribute OPERANDS names the
-field that takes arguments without dashes, instead of config files; ARGUMENTS is the usage line.
+config files and `--name=value` flags, applied left to right. If the dataclass has an attribute
+OPERANDS, arguments without dashes are values of that field instead of config files. An attribute
+ARGUMENTS replaces the arguments in the usage line.
 Standard library only, so that `--help` does not wait for torch.
 """
 
@@ -43,7 +44,7 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     Args:
         argv: the arguments. Default: those of the process.
         resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config
-            files read the resolved value; a flag to their right takes precedence.
+            files read the resolved value, also if a flag to their right sets it.
         choose: allows several values, as a list in a config file or separated by commas in a flag.
             `choose(name, values)` returns the value to use.
         quiet: suppresses what config files print.
@@ -112,7 +113,7 @@ def _find_config_file(argument):
         if path.suffix == ".py" and os.path.isfile(path):  # Path.is_file raises for a long name
             return path
     if "=" in argument or argument.startswith("-"):
-        raise UserError(f"settings are written --key=value, not {argument}")
+        raise UserError(f"write settings as --name=value, not {argument}")
     presets = [path.relative_to(ROOT).as_posix() for path in sorted(PRESETS.rglob("[!_]*.py"))]
     hint = nearest(argument, presets, f"; available: {', '.join(presets)}")
     raise UserError(f"there is no config file {argument}{hint}")
@@ -146,7 +147,7 @@ def _run_config_file(fields, values, path, choose):
 
 
 def _help_text(settings_class):
-    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--key=value ...]")
+    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
     lines = [f"usage: {Path(sys.argv[0]).name} {arguments}", "", settings_class.__doc__]
     for name, field in _fields(settings_class).items():
         if name == getattr(settings_class, "OPERANDS", None):

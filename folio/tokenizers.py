@@ -146,7 +146,7 @@ def from_dict(data):
         return TOKENIZERS[parameters.pop("kind")](**parameters)
     except (KeyError, TypeError, ValueError) as error:
         known = ", ".join(TOKENIZERS)
-        raise UserError(f"the tokenizer is damaged or unknown; known: {known}") from error
+        raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
 
 
 def _code_points(text):

@@ -1,27 +1,12 @@
 """Experiment trackers: Weights & Biases and TensorBoard, imported only if requested.
 
-Both receive the numbers of log.jsonl's events under their names: `loss` of an event with split
-"val" is val/loss.
+Both receive the numbers of log.jsonl's events as SPLIT/NAME, such as val/loss.
 """
 
-import importlib
-import sys
 import time
 from pathlib import Path
 
 from folio.errors import UserError, cause_of
-
-
-def check_packages(settings):
-    """Raises UserError if a package is missing that the settings need."""
-    for name, (_, module) in TRACKERS.items():
-        try:
-            if getattr(settings, name):
-                importlib.import_module(module)
-        except ImportError as error:
-            package, cause = module.split(".")[-1], cause_of(error)
-            what = f"{name}=True needs the package {package} ({cause})"
-            raise UserError(f"{what}: pip install {package}, or omit {name}") from error
 
 
 class Trackers:
@@ -37,13 +22,17 @@ class Trackers:
             warn: function that prints a line.
         """
         self.warn, self.running = warn, []
-        for name, (kind, _) in TRACKERS.items():
+        for name, kind in TRACKERS.items():
             try:
                 if getattr(settings, name):
-                    self.running.append(kind(settings, run_settings, resumed))
+                    continues = resumed and resumed.settings.get(name)
+                    before = resumed if continues else None
+                    self.running.append(kind(settings, run_settings, before))
             except Exception as error:
                 self.close()
-                raise UserError(f"{name}: it cannot start ({cause_of(error)})") from error
+                advice = f"; run pip install {name.split('_')[0]}, or omit --{name}"
+                advice = advice if isinstance(error, ImportError) else ""
+                raise UserError(f"{name} cannot start: {cause_of(error)}{advice}") from error
 
     def log(self, event):
         """Sends the numbers of an event."""
@@ -64,17 +53,19 @@ class Trackers:
             except Exception as error:
                 self.running.remove(tracker)
                 name, cause = type(tracker).__name__, cause_of(error)
-                self.warn(f"{name} failed and is now off ({cause}); log.jsonl is complete")
+                self.warn(f"{name} failed and was disabled ({cause}); log.jsonl is not affected")
 
 
 class Wandb:
-    """A run of Weights & Biases; a resumed run continues there, too."""
+    """A run of Weights & Biases. A resumed training run continues the same W&B run."""
 
     def __init__(self, settings, run_settings, resumed):
+        import wandb
+
         # Folders are named run-DATE-ID or offline-run-DATE-ID.
         paths = Path(settings.out_dir, "wandb").glob("*run-*")
         newest = max((path.name.partition("run-")[2] for path in paths), default="")
-        self.run = sys.modules["wandb"].init(
+        self.run = wandb.init(
             project=settings.wandb_project,
             name=settings.wandb_run_name,
             config=run_settings,
@@ -96,15 +87,14 @@ class TensorBoard:
     """Event files in out_dir/tensorboard, in a new folder for each start from scratch."""
 
     def __init__(self, settings, run_settings, resumed):
+        from torch.utils.tensorboard import SummaryWriter
+
         root = Path(settings.out_dir, "tensorboard")
         folder, first = root / time.strftime("%Y%m%d-%H%M%S"), {"train": 0, "val": 0}
         if resumed:  # purge what an earlier process logged after the checkpoint
             folder = max(root.glob("*-*"), default=folder)
             first = {"train": resumed.progress.step, "val": resumed.progress.evaluated + 1}
-        writer = sys.modules["torch.utils.tensorboard"].SummaryWriter
-        self.writers = {
-            split: writer(folder / split, purge_step=step) for split, step in first.items()
-        }
+        self.writers = {k: SummaryWriter(folder / k, purge_step=n) for k, n in first.items()}
 
     def log(self, event, numbers):
         writer = self.writers[event["split"]]
@@ -117,7 +107,4 @@ class TensorBoard:
             writer.close()
 
 
-TRACKERS = {  # setting: (class, module that it needs)
-    "wandb_log": (Wandb, "wandb"),
-    "tensorboard": (TensorBoard, "torch.utils.tensorboard"),
-}
+TRACKERS = {"wandb_log": Wandb, "tensorboard": TensorBoard}

@@ -32,6 +32,7 @@ class Tracking:
         self.seconds, self.steps = 0.0, 0  # of training since the last report
         self.settings, self.run_dir = run.settings, run.run_dir
         self.machine = run.learner.machine
+        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         self.on_terminal = is_terminal(sys.stdout) and is_terminal(sys.stderr)
         self.bar = tqdm(
@@ -41,17 +42,14 @@ class Tracking:
             leave=False,
             disable=not self.on_terminal,
         )
-        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
         self.started_at = self.counted_at = time.perf_counter()
 
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, *_):
         self.bar.close()
         self.trackers.close()
-        if (error := self.run_dir.flush()) and not kind:
-            raise error
 
     # Events
 
@@ -76,8 +74,7 @@ class Tracking:
 
     def evaluated(self, step, losses, lr):
         tokens = step * self.settings.tokens_per_step
-        numbers = {{"train": "train_loss", "val": "loss"}.get(k, k): v for k, v in losses.items()}
-        self._log("val", step, tokens=tokens, lr=lr, **numbers)
+        self._log("val", step, tokens=tokens, lr=lr, **losses)
         self.say(evaluation_line(step, losses))
 
     def stepped(self, step, loss, grad_norm, lr):
@@ -85,7 +82,7 @@ class Tracking:
         self._print(self.bar.update)
         self.steps += 1
         if step == self.first_step:
-            self.started_at = self.counted_at  # after the first evaluation
+            self.started_at = self.counted_at  # excludes the time before the first step
         if step % self.settings.log_interval:
             return
         self._count_time()
@@ -111,7 +108,8 @@ class Tracking:
     def _log(self, split, step, **values):
         event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
         error = self.run_dir.append(event)
-        self.report_save_error(None if self.log_failed else error)
+        if error and not self.log_failed:
+            self.warn(f"{error}; training continues")
         self.log_failed = bool(error)
         if split in ("train", "val"):
             self.trackers.log(event)
@@ -146,9 +144,8 @@ class Tracking:
         print_error(message)
 
     def report_save_error(self, error):
-        """Reports a UserError that does not stop training; None is ignored."""
-        if error:
-            self.warn(f"{error}; training continues, and the next save will try again")
+        """Reports a UserError that does not stop training."""
+        self.warn(f"{error}; training continues and retries at the next save")
 
     def _print(self, function, *args, **kwargs):
         """Calls a function that prints. If output fails, only the line is lost."""
@@ -174,7 +171,7 @@ def is_terminal(stream):
 
 
 def evaluation_line(step, losses):
-    line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
+    line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
     line += f", val perplexity {losses['perplexity']:.2f}"
     if "bits_per_byte" in losses:
         line += f", val bits per byte {losses['bits_per_byte']:.4f}"
@@ -188,7 +185,7 @@ def print_start(settings, dataset, machine, config):
     peak, source = machine.peak
     print(
         f"settings: {' '.join(pairs) or 'defaults'}",
-        f"dataset: {settings.dataset}, {len(dataset.train):,} train and {len(dataset.val):,} "
+        f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
         f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",

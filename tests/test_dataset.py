@@ -132,7 +132,7 @@ def test_error_for_a_missing_dataset_says_how_to_prepare_it():
             for content in (b"", b'{"format": 1', b'{"format": "1"}', b"\xff", b"[]", b"{}", b'"x"')
         ),
         ("meta.json", b"[" * 100_000, "data/own/meta.json is damaged "),
-        ("meta.json", b'{"format": 2}', r"written by a later folio \(format 2\)"),
+        ("meta.json", b'{"format": 2}', r"from a later version of folio \(format 2\)"),
     ],
     ids=lambda value: repr(value)[:30],
 )

@@ -50,7 +50,7 @@ def test_advice_keeps_tokens_per_step_and_evaluation():
 def test_training_that_cannot_fit_is_refused(changes, advice):
     settings = tiny.settings(**changes)
     config = GPTConfig(vocab_size=65, **{name: getattr(settings, name) for name in tiny.SHAPE})
-    message = r"needs more than [\d,]+ GiB of memory, and cpu has [\d,]+: " + advice
+    message = r"needs more than [\d,]+ GiB of memory, but cpu has [\d,]+ GiB: " + advice
     with pytest.raises(UserError, match=message):
         check_memory(config, settings)
 

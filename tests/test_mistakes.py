@@ -135,10 +135,10 @@ SETTINGS = {
     ),
     "5000 digits": (None, ["train.py", f"--max_iters={'9' * 5000}"], "--max_iters must be int"),
     "beyond floats": (None, [*TRAIN, f"--block_size={HUGE}"], "--block_size must be a 64-bit"),
-    "one dash": (None, ["train.py", "-max_iters=3"], "settings are written --key="),
+    "one dash": (None, ["train.py", "-max_iters=3"], "write settings as --name="),
     "heads": (None, [*TRAIN, "--n_embd=15"], "n_embd=15 is not divisible by n_head=2"),
     "odd heads": (None, [*TRAIN, "--n_embd=6", "--position=rotary"], "needs an even head size"),
-    "smear": (None, [*TRAIN, "--smear=8"], "smear=8 must be less than block_size=8"),
+    "smear": (None, [*TRAIN, "--smear=8"], "smear=8 is too large for block_size=8"),
     "min_lr": (None, [*TRAIN, "--min_lr=0.1"], "min_lr=0.1 is greater than learning_rate=0.01"),
     "url and input": (None, [*TEXT, "--url=http://localhost"], "--url applies to tiny Shakespeare"),
 }  # fmt: skip
@@ -203,7 +203,10 @@ CHECKPOINTS = {
     ),
 }  # fmt: skip
 CONTENTS = {
-    "a later format": (lambda c: c.update(format=99), "was written by a later folio (format 99)"),
+    "a later format": (
+        lambda c: c.update(format=99),
+        "is from a later version of folio (format 99)",
+    ),
     "no weights": (lambda c: c["model"].clear(), "the weights do not fit the model"),
     "another weight name": (rename_weight, "the weights do not fit the model"),
     "another width": (lambda c: c["model_args"].update(n_embd=32), "32"),
@@ -255,14 +258,14 @@ RESUMING = {
 }
 
 RUNS = {
-    "an empty out_dir": (None, "out_dir is empty", "--out_dir="),
+    "an empty out_dir": (None, "out_dir must not be empty", "--out_dir="),
     "a file as out_dir": (None, "cannot write to verse.txt: ", "--out_dir=verse.txt"),
     "out_dir below a file": (None, "cannot write to verse.txt/out: ", "--out_dir=verse.txt/out"),
     "a long out_dir": (None, "name too long", f"--out_dir={LONG}"),
     "a folder as lock": (lambda: put_folder("run/.lock"), "cannot write to run: ", "--out_dir=run"),
     "unknown device": (None, "train.py: device must be auto, cpu, cuda,", "--device=gpu"),
-    "a billion blocks": (None, "GiB of memory, and cpu has", "--n_layer=1000000000"),
-    "a huge batch": (None, "GiB of memory, and cpu has", "--batch_size=1000000000000000"),
+    "a billion blocks": (None, "GiB of memory, but cpu has", "--n_layer=1000000000"),
+    "a huge batch": (None, "GiB of memory, but cpu has", "--batch_size=1000000000000000"),
 }
 RUNS = {
     name: (damage, [*TRAIN, *flags], message) for name, (damage, message, *flags) in RUNS.items()
@@ -314,7 +317,7 @@ def without_tokenizer(name="verse"):
 
 
 SAMPLING = {
-    "no best state": (lambda: remove(BEST), f"there is no checkpoint {BEST}, only last.pt"),
+    "no best state": (lambda: remove(BEST), f"there is no checkpoint {BEST}; last.pt exists"),
     "a small vocabulary": (
         lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")),
         "has a vocabulary of 24, but ",

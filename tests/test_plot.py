@@ -136,7 +136,7 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "give the folders of runs to compare, or --attention"),
+        ([], "specify the run folders to compare, or --attention"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
         (["a" * 300], "cannot read a"),
         (["out-empty"], "the runs have no losses yet"),

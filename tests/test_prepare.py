@@ -106,7 +106,7 @@ def url_of(server, path):
         ("refused", "ConnectionError", 0),
         ("500", "RetryError", 3),
         ("404", "HTTPError", 1),
-        ("wrong_bytes", "another file", 1),
+        ("wrong_bytes", "unexpected content", 1),
     ],
 )
 def test_failed_download_is_explained_and_leaves_no_files(path, reason, count, server, monkeypatch):
@@ -142,7 +142,7 @@ def test_shakespeare_is_downloaded_once_for_both_tokenizers(
         main([])
         assert capsys.readouterr().out == (
             "data/shakespeare_char: 108,000 characters of data/shakespeare_char/input.txt, "
-            "vocabulary 16 (char), 97,200 train and 10,800 validation tokens\n"
+            "vocabulary 16 (char), 97,200 training and 10,800 validation tokens\n"
         )
     main(["--dataset=shakespeare"])
     assert server.paths == ["good"]
@@ -239,7 +239,7 @@ def test_text_must_be_utf8(raw, byte):
         ("--input=mark.txt --dataset=x", "mark.txt is too short to split: its 0 characters"),
         ("--input=empty --dataset=x", "empty (0 files) is too short to split"),
         ("--input=t/a.txt", "--input needs a name for the dataset, such as --dataset=a"),
-        ("--dataset=x", "dataset x needs --input=FILE_OR_FOLDER; datasets without it: "),
+        ("--dataset=x", "dataset x needs --input=FILE_OR_FOLDER; datasets that do not need it: "),
         ("--dataset=pydoc", "dataset pydoc needs --input=FILE_OR_FOLDER; did you mean pydocs?"),
         ("--dataset=pydocs", "cannot write to data/pydocs: Not a directory"),
         ("--url=nowhere", f"{NO_DOWNLOAD} (nowhere: MissingSchema)"),

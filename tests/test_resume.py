@@ -266,7 +266,7 @@ def test_second_sigint_ends_a_save_and_keeps_the_files_whole(verse, monkeypatch)
     before = contents()
     opened = lambda path, mode: io.BufferedWriter(InterruptedFile(path, mode))  # noqa: E731
     monkeypatch.setattr(files, "open", opened, raising=False)
-    with pytest.raises(Interrupted, match="interrupted at once"):
+    with pytest.raises(Interrupted, match="interrupted immediately"):
         train.main(tiny.flags(init_from="resume"))
     after = contents()
     assert after.pop("log.jsonl").startswith(before.pop("log.jsonl"))
@@ -453,7 +453,7 @@ def test_disk_that_is_full_for_a_while_costs_nothing(verse, monkeypatch, disk, c
 def scripted_losses(monkeypatch, losses):
     values = iter(losses)
     monkeypatch.setattr(
-        Learner, "evaluate", lambda *_: {"train": 1.0, "val": next(values), "perplexity": 1.0}
+        Learner, "evaluate", lambda *_: {"train_loss": 1.0, "loss": next(values), "perplexity": 1.0}
     )
 
 
@@ -483,10 +483,10 @@ def test_disk_that_is_full_at_the_start_is_an_error_before_the_first_step(verse,
         train.main(tiny.flags())
 
 
-def test_states_are_saved_if_only_the_log_is_refused(verse, disk):
+def test_states_are_saved_if_only_the_log_is_refused(verse, disk, capsys):
     disk["log"] = True
-    with pytest.raises(UserError, match=r"cannot write out/log\.jsonl: No space left"):
-        train.main(tiny.flags())
+    train.main(tiny.flags())
+    assert capsys.readouterr().err.count("cannot write out/log.jsonl: No space left") == 1
     assert tiny.saved("last.pt")["iter_num"] == 6
 
 

@@ -250,7 +250,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--prompts=", "the name of the file to read is empty"),
         ("--score=short.txt", "short.txt has 1 tokens; a score needs at least 2"),
         ("--out_dir=nowhere", r"no checkpoint nowhere/ckpt.pt; available: out"),
-        ('--stop=["a",1]', r"--stop=.*: must be a text, or a JSON list of nonempty texts"),
+        ('--stop=["a",1]', r"--stop=.*: must be a string, or a JSON list of nonempty strings"),
         ("--device=cuda:99", "device=cuda:99, but"),
     ],
 )

@@ -181,7 +181,7 @@ def test_any_value_in_a_config_file_is_used_or_a_user_error(name, value):
         ("--zzz", "unknown setting --zzz; --help lists the settings"),
         ("far.py", "far.py: unknown setting zzz; names of helper variables start with _"),
         ("notes.txt", "there is no config file notes.txt; available: config/shakespeare_char.py, "),
-        ("steps=5", "settings are written --key=value, not steps=5"),
+        ("steps=5", "write settings as --name=value, not steps=5"),
         (
             "config/shakespear_char.py",
             "there is no config file config/shakespear_char.py; did you mean "

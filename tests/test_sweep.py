@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -117,9 +116,9 @@ def test_failed_run_is_reported_and_the_others_continue(verse, capsys):
     [
         ([], "there is nothing to compare: give a setting several values"),
         (["--seed=1,2", "--out_dir=x"], "use --sweep_dir, not --out_dir"),
-        (["--seed=1,2", "--init_from=resume"], "resumes its runs itself: remove init_from"),
+        (["--seed=1,2", "--init_from=resume"], "resumes runs automatically: remove init_from"),
         (["--jobs=1,2"], "jobs has several values"),
-        (["--seed=1,2", "--sweep_dir="], "sweep_dir is empty"),
+        (["--seed=1,2", "--sweep_dir="], "sweep_dir must not be empty"),
         (["--seed=1,x"], "--seed must be int, not 'x'"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr=0.0001 is greater than"),
     ],
@@ -191,16 +190,6 @@ def test_interrupted_sweep_reports_runs_that_could_not_save(verse):
 
 
 # Sharing the machine
-
-
-def test_run_waits_for_another_process_in_its_folder(folder):
-    waiting = threading.Thread(target=crew.Crew(1).wait_until_unused, args=[folder / "run"])
-    with locked(folder / "run"):
-        waiting.start()
-        waiting.join(0.1)
-        assert waiting.is_alive()
-    waiting.join(10)
-    assert not waiting.is_alive()
 
 
 def test_runs_share_cores_and_gpus(monkeypatch):

@@ -158,5 +158,5 @@ def test_gpt2_ids(gpt2):
     ids=repr,
 )  # fmt: skip
 def test_damaged_tokenizer_is_refused(data):
-    with pytest.raises(UserError, match="damaged or unknown; known: char, gpt2"):
+    with pytest.raises(UserError, match="damaged or unknown; known kinds: char, gpt2"):
         from_dict(data)

@@ -41,7 +41,7 @@ def test_start_prints_changed_settings_data_model_and_machine(verse, capsys):
     assert settings.startswith("settings: ")
     assert " learning_rate=0.02 " in settings
     assert "weight_decay" not in settings
-    assert data == "dataset: verse, 1,458 train and 162 validation tokens, vocabulary 24"
+    assert data == "dataset: verse, 1,458 training and 162 validation tokens, vocabulary 24"
     assert re.fullmatch(r"model: 3,\d{3} parameters; 6 steps of 32 tokens", model)
     assert re.fullmatch(
         r"machine: cpu \(.*\), float32 \(as set\), not compiled \(as set\), peak .* TFLOP/s .*",

@@ -127,8 +127,8 @@ def test_evaluation_has_no_dropout_and_restores_training_mode():
 def test_perplexity_and_bits_per_byte_follow_from_the_validation_loss(folder):
     tiny.prepare_verse(text="äö ü" * 200)  # 7 bytes in 4 characters
     losses = new_learner().evaluate(to_device(load_dataset("verse"), "cpu"), 0)
-    assert losses["perplexity"] == pytest.approx(math.exp(losses["val"]))
-    assert losses["bits_per_byte"] == pytest.approx(losses["val"] / math.log(2) * 4 / 7)
+    assert losses["perplexity"] == pytest.approx(math.exp(losses["loss"]))
+    assert losses["bits_per_byte"] == pytest.approx(losses["loss"] / math.log(2) * 4 / 7)
 
 
 # Whole runs
@@ -151,7 +151,7 @@ def fake_losses(monkeypatch):
     """A function that sets the validation losses of the next evaluations."""
 
     def fake(*losses):
-        results = [{"train": 1.0, "val": loss, "perplexity": 1.0} for loss in losses]
+        results = [{"train_loss": 1.0, "loss": loss, "perplexity": 1.0} for loss in losses]
         monkeypatch.setattr(train.Learner, "evaluate", Mock(side_effect=results))
 
     return fake
@@ -192,13 +192,13 @@ def test_resuming_counts_patience_and_says_how_to_continue(verse, fake_losses, c
     train.main([*resumed, "--patience=2"])
     assert tiny.saved("last.pt")["iter_num"] == 9
     train.main([*resumed, "--patience=2"])
-    end = "the run is finished at step 9; to continue, increase --patience\n"
+    end = "finished at step 9; to continue, increase --patience\n"
     assert capsys.readouterr().out.endswith(end)
     fake_losses(1.0)
     train.main(tiny.flags(max_iters=12, init_from="resume"))
     assert tiny.saved("last.pt")["iter_num"] == 12
     train.main(tiny.flags(max_iters=12, init_from="resume"))
-    end = "the run is finished at step 12; to continue, increase --max_iters\n"
+    end = "finished at step 12; to continue, increase --max_iters\n"
     assert capsys.readouterr().out.endswith(end)
 
 
@@ -213,6 +213,19 @@ def test_last_save_that_fails_is_an_error(verse, fake_losses, monkeypatch):
     monkeypatch.setattr(RunDir, "save", save)
     with pytest.raises(UserError, match="No space left"):
         train.main(tiny.flags(max_iters=30, patience=1))
+
+
+def test_evaluation_that_cannot_be_saved_does_not_exhaust_patience(verse, fake_losses, monkeypatch):
+    fake_losses(9.0, 2.0, 3.0)
+    real = RunDir.save
+
+    def save(run_dir, checkpoint, best):
+        full = checkpoint.progress.step == 3
+        return UserError("No space left") if full else real(run_dir, checkpoint, best)
+
+    monkeypatch.setattr(RunDir, "save", save)
+    train.main(tiny.flags(patience=1))
+    assert (tiny.saved("ckpt.pt")["iter_num"], tiny.saved("ckpt.pt")["best_val_loss"]) == (6, 3.0)
 
 
 def test_samples_at_intervals_and_the_end_do_not_change_training(verse, capsys):
@@ -290,7 +303,7 @@ def test_run_continues_uncompiled_if_the_compiler_fails(verse, monkeypatch, caps
     error = RuntimeError("\n  no compiler here\nand more")
     monkeypatch.setattr(torch, "compile", Mock(side_effect=error))
     train.main(tiny.flags(compile=True))
-    message = "compiling failed, continuing without it (no compiler here)\n"
+    message = "compilation failed; continuing without it (no compiler here)\n"
     assert capsys.readouterr().err == message
     assert same_weights("out", "plain")
 

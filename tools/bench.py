@@ -37,7 +37,7 @@ from tools.runs import aligned
 COLUMNS = {  # figure: (heading in the table, format)
     "step_ms": ("ms/step", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
-    "mfu": ("MFU, %", ".1f"),
+    "mfu": ("MFU (%)", ".1f"),
     "to_target_s": ("s to target", ".1f"),
     "val_loss": ("best val loss", ".4f"),
     "first_s": ("s to first token", ".2f"),
@@ -51,15 +51,15 @@ COLUMNS = {  # figure: (heading in the table, format)
 class BenchConfig:
     """Measure train.py or sample.py, and optionally another command, alternately."""
 
-    ARGUMENTS: ClassVar[str] = "[--key=value ...] -- ARGUMENTS OF THE SCRIPT"
+    ARGUMENTS: ClassVar[str] = "[--name=value ...] -- ARGUMENTS OF THE SCRIPT"
     OPERANDS: ClassVar[str] = "arguments"
 
     arguments: tuple = setting((), "arguments of the script")
     script: Literal["train", "sample"] = setting("train", "script to measure")
     runs: int = setting(3, "runs of each command", "[1, inf)")
-    target: float | None = setting(None, "validation loss; the time to reach it is measured")
+    target: float | None = setting(None, "measure the time to reach this validation loss")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
-    vs_dir: str = setting(".", "folder in which that command runs")
+    vs_dir: str = setting(".", "folder in which to run the --vs command")
     profile: bool = setting(False, "print the time of each operation in a step instead")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
 

@@ -32,14 +32,14 @@ def parts(config):
     C, L, T, V = config.n_embd, config.n_layer, config.block_size, config.vocab_size
     norm = C * (2 if config.norm == "layernorm" and config.bias else 1)
     scores = round(flops_per_token(config) / 3) - 2 * (12 * L * C * C + V * C)
-    head = ("the embedding's", 0) if config.tie_weights else ("V C", V * C)
+    head = ("shared", 0) if config.tie_weights else ("V C", V * C)
     found = [
         ("token embedding", "V C", V * C, 0),
         ("positions", "T C", T * C if config.position == "learned" else 0, 0),
         ("bigrams", "min(V², 65,537) C", bigram_rows(V) * C if config.bigrams else 0, 0),
         ("smear", f"{config.smear} C", config.smear * C, 0),
         ("attention: linear layers", "L 4 C²", L * 4 * C * C, 2 * L * 4 * C * C),
-        ("attention: scores and sums", "none; FLOPs L 4 C T", 0, scores),
+        ("attention: scores and values", "none; FLOPs L 4 C T", 0, scores),
         ("MLP", "L 8 C²", L * 8 * C * C, 2 * L * 8 * C * C),
         ("biases", "L 9 C", L * 9 * C if config.bias else 0, 0),
         ("norms", f"(2 L + 1) {norm // C} C", (2 * L + 1) * norm, 0),

@@ -4,13 +4,11 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 
 import torch
 
-from folio.errors import UserError, os_error
-from folio.files import InUseError, locked
+from folio.errors import os_error
 from folio.settings import ROOT, changed, names_in
 from train import TrainConfig
 
@@ -38,26 +36,15 @@ class Crew:
             child.terminate()
         self.pool.shutdown(cancel_futures=True)
 
-    def wait_until_unused(self, folder):
-        """Waits for a process of an earlier, killed sweep that is still training there."""
-        while not self.stopping.is_set():
-            with suppress(InUseError), locked(folder):
-                return
-            self.stopping.wait(0.5)
-
     def _train(self, folder, settings):
         slot = self.free_slots.pop()
         try:
-            self.wait_until_unused(folder)
-            if self.stopping.is_set():
-                return STOPPED
+            folder.mkdir(parents=True, exist_ok=True)
             variables = os.environ | environment(settings.device, slot, self.size)
             with open(folder / "output.txt", "ab") as output:
                 return self._run(train_command(folder, settings), variables, output)
         except OSError as error:
             return str(os_error("write to", folder, error))
-        except UserError as error:
-            return str(error)
         finally:
             self.free_slots.append(slot)
 

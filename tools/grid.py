@@ -35,7 +35,7 @@ class Grid:
             settings = self._at(dict(zip(self.names, indices, strict=True)))
             name = run_name(settings, self.names)
             if found.setdefault(name, settings) != settings:
-                raise UserError(f"two runs would share the folder {name}: rename the values")
+                raise UserError(f"two runs would share the folder {name}: change one of the values")
         return found
 
     def _add(self, name, values):

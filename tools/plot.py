@@ -28,24 +28,24 @@ START = 0.1  # fraction of a run whose high losses are cut off
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Compare runs by a table and a picture of their loss curves, or draw a model's attention."""
+    """Compare runs in a table and a plot of their loss curves, or plot a model's attention."""
 
-    ARGUMENTS: ClassVar[str] = "[OUT_DIR ...] [--key=value ...]"
+    ARGUMENTS: ClassVar[str] = "[OUT_DIR ...] [--name=value ...]"
     OPERANDS: ClassVar[str] = "runs"
 
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")
-    out: str | None = setting(None, "PNG file; None is runs.png, or attention.png")
+    out: str | None = setting(None, "PNG file; None: runs.png or attention.png")
 
     attention: bool = setting(
-        False, "draw attention weights and next-token probabilities", group="Attention"
+        False, "plot attention weights and next-token probabilities", group="Attention"
     )
     out_dir: str = setting("out", "folder of the run")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
 
     def __post_init__(self):
         if not self.attention and not self.runs:
-            raise UserError("give the folders of runs to compare, or --attention with --out_dir")
+            raise UserError("specify the run folders to compare, or --attention with --out_dir")
         if self.attention and len(self.runs) > 1:
             raise UserError("--attention takes one run")
         if self.out is not None and not self.out.endswith(".png"):

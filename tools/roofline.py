@@ -64,7 +64,7 @@ def profile_sampling(arguments):
     bound = size / bandwidth
     print(
         f"lower bound: {size / 1e6:.4g} MB of weights, read at {bandwidth / 1e9:.3g} GB/s: "
-        f"{bound * 1e3:.2f} ms; {100 * bound / seconds:.0f} % of that speed reached"
+        f"{bound * 1e3:.2f} ms; a step reaches {100 * bound / seconds:.0f}% of this speed"
     )
 
 

@@ -36,23 +36,21 @@ from train import TrainConfig
 class SweepConfig(TrainConfig):
     """Train every combination of the settings that have several values, each in its own folder."""
 
-    sweep_dir: str = setting(
-        "out-sweep", "folder for the folders of the runs", group="Sweep", scope="files"
-    )
+    sweep_dir: str = setting("out-sweep", "parent folder of the runs", group="Sweep", scope="files")
     jobs: int = setting(
-        1, "runs at a time, which share the cores or GPUs", "[1, inf)", scope="machine"
+        1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
     )
     random: int | None = setting(
-        None, "number of combinations, drawn at random; None is all", "[1, inf)"
+        None, "number of combinations, drawn at random; None: all", "[1, inf)"
     )
 
     def __post_init__(self):
         super().__post_init__()
         if not self.sweep_dir:
-            raise UserError("sweep_dir is empty: it must name a folder")
+            raise UserError("sweep_dir must not be empty")
         refused = names_in(TrainConfig, "files") - {"out_dir"}  # which presets set
         if wrong := sorted(refused & changed(self).keys()):
-            raise UserError(f"a sweep starts and resumes its runs itself: remove {wrong[0]}")
+            raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
 
 
 def main(argv=None):
@@ -79,7 +77,7 @@ def check_names(names):
     """Raises UserError unless one or more settings, all of train.py, have several values."""
     for name in names:
         if name not in RUN_SETTINGS:
-            raise UserError(f"{name} has several values, but cannot differ between runs")
+            raise UserError(f"{name} has several values, but must be the same for all runs")
     if not names:
         raise UserError(
             "there is nothing to compare: give a setting several values, in a flag as "

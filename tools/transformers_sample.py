@@ -2,47 +2,36 @@
 
     python -m tools.bench --script=sample --vs="python -m tools.transformers_sample" -- --seed=1
 
-Flags mean the same as in sample.py. When the context is full, its older half is dropped, as in
-sample.py; transformers has no rule for that.
+Uses out_dir, num_samples, max_new_tokens, temperature, top_k, device and dtype of sample.py. When
+the context is full, its older half is dropped, as in sample.py; transformers has no rule for that.
 """
 
 import time
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from folio import process
-from folio.device import DTYPES, resolve_device
+from folio.device import DTYPES, resolve_device, resolve_dtype
 from folio.errors import UserError
-from folio.fields import setting
 from folio.run_dir import RunDir
 from folio.settings import load
 from model import GPTConfig
+from sample import SampleConfig
 
 SHARED = ("vocab_size", "n_layer", "n_head", "n_embd")  # names of settings in both libraries
 SUPPORTED = (*SHARED, "block_size", "dropout", "bias")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transformers has (in, out)
 
 
-@dataclass(frozen=True)
-class TransformersConfig:
-    """Generate text with transformers from a checkpoint of a plain GPT-2."""
-
-    out_dir: str = setting("out", "folder of the run")
-    num_samples: int = setting(10, "texts, in one batch", "[1, inf)")
-    max_new_tokens: int = setting(500, "length of each text in tokens", "[1, inf)")
-    device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "type of the weights")
-
-
 def main(argv=None):
-    settings = load(TransformersConfig, argv, {"device": resolve_device})
+    settings = load(SampleConfig, argv, {"device": resolve_device})
     model = make_gpt2(RunDir(settings.out_dir).load_best())
-    model = model.to(settings.device, DTYPES[settings.dtype])
-    extend = partial(model.generate, do_sample=True, temperature=0.8, top_k=200)
+    dtype = resolve_dtype(settings.dtype, settings.device)
+    model = model.to(settings.device, DTYPES[dtype])
+    controls = {"temperature": settings.temperature, "top_k": settings.top_k}
+    extend = partial(model.generate, do_sample=True, **controls)
     ids = torch.zeros(settings.num_samples, 1, dtype=torch.int64, device=settings.device)
     extend(ids, max_new_tokens=1)  # a warmup
     start, left, size = time.monotonic(), settings.max_new_tokens, model.config.n_positions
