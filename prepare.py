@@ -12,6 +12,7 @@ folio/dataset.py defines the format.
 import hashlib
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from folio import process
 from folio.dataset import DATA, dataset_folder, write_dataset
 from folio.errors import UserError, nearest, os_error
 from folio.fields import setting
-from folio.files import Text, locked, read_text, replacing
+from folio.files import Text, is_file, locked, read_text, replacing
 from folio.settings import load
 from folio.tokenizers import TOKENIZERS
 
@@ -121,7 +122,7 @@ def python_docs():
 def shakespeare(urls):
     """Returns tiny Shakespeare, after downloading it if it is missing."""
     path = DATA / "shakespeare_char" / "input.txt"  # for both tokenizers
-    if not path.exists():
+    if urls != SHAKESPEARE_URLS or not is_file(path):
         raw = download(urls, path)
         with locked(path.parent), replacing(path) as [file]:
             file.write(raw)
@@ -147,15 +148,16 @@ def download(urls, path):
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(max_retries=retry))
     for url in urls:
+        shown = re.sub(r"//[^/]*@", "//", url)  # without a password
         try:
             response = session.get(url, timeout=TIMEOUT_S)
             response.raise_for_status()
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
-            reasons.append(f"{url}: {type(error).__name__}")
+            reasons.append(f"{shown}: {type(error).__name__}")
             continue
         if hashlib.sha256(response.content).hexdigest() == SHAKESPEARE_SHA256:
             return response.content
-        reasons.append(f"{url}: unexpected content")
+        reasons.append(f"{shown}: unexpected content")
     raise UserError(
         f"tiny Shakespeare could not be downloaded ({'; '.join(reasons)}). Put the file at {path}, "
         "or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"

@@ -21,7 +21,7 @@ from typing import Literal
 from folio import process
 from folio.errors import UserError
 from folio.fields import setting
-from folio.settings import load
+from folio.settings import load, parse_arguments
 
 EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
@@ -79,7 +79,7 @@ class SampleConfig:
 
 
 if __name__ == "__main__":
-    process.start(SampleConfig)  # --help and invalid flags must not wait for torch
+    process.start(parse_arguments, SampleConfig)  # --help must not wait for torch
 
 from folio.completion import (
     Completion,

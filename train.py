@@ -17,7 +17,7 @@ from typing import Literal
 from folio import process
 from folio.errors import UserError
 from folio.fields import setting
-from folio.settings import load
+from folio.settings import load, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class TrainConfig:
 
 
 if __name__ == "__main__":
-    process.start(TrainConfig)  # --help and invalid flags must not wait for torch
+    process.start(parse_arguments, TrainConfig)  # --help must not wait for torch
 
 import numpy as np
 import torch
@@ -331,7 +331,7 @@ class Learner:
         mean_loss = torch.zeros((), device=self.machine.device)
         for x, y in micro_batches:
             with self.machine.autocast():
-                loss = self.forward(x, y) / len(micro_batches)
+                loss = self.forward(x, y) / self.settings.gradient_accumulation_steps
             self.scaler.scale(loss).backward()
             mean_loss += loss.detach()
         for optimizer in self.optimizers.values():

@@ -13,15 +13,17 @@ GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part, times 2^64
 DATA_SHARE = 1 / 8  # of a GPU's memory; weights, optimizer state and activations need the rest
 
 
-def batch_starts(seed, step, count, num_starts):
-    """Returns the start positions of a step's windows: (count,) int64 in range(num_starts).
+def window_starts(seed, first, count, num_starts):
+    """Returns the start positions of `count` windows of a run: (count,) int64 in range(num_starts).
 
     Start n of a run is (phase + n * golden ratio) mod 1, times num_starts: a Kronecker sequence,
     whose values are nearly evenly spaced at every length (Niederreiter 1992, "Random Number
     Generation and Quasi-Monte Carlo Methods"). The seed sets the phase. The result depends on the
     arguments alone, so nothing has to be saved to resume.
+
+    Args:
+        first: n of the first window.
     """
-    first = step * count
     indices = np.arange(first, first + count, dtype=np.uint64)
     phase = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     fractions = (indices * GOLDEN_RATIO + phase) / 2.0**64  # the integers wrap modulo 2^64
@@ -78,26 +80,28 @@ def to_device(dataset, device):
 class Batches:
     """The micro-batches of each step, a function of the seed and the step.
 
-    If a GPU's windows come from a file, those of the next step are read during the current one.
+    If a GPU's windows come from a file, the next micro-batch is read during the current one.
     """
 
     def __init__(self, split, settings):
         self.split, self.settings = split, settings
-        self._ahead = {}  # {step: future of its micro-batches}
+        self._ahead = {}  # {number of a micro-batch: its future}
         reads_ahead = split.resident is None and kind_of(split.device) != "cpu"
         self._reader = ThreadPoolExecutor(max_workers=1) if reads_ahead else None
 
     def at(self, step):
-        """Returns gradient_accumulation_steps pairs of (batch_size, block_size) int64 tensors."""
-        ready = self._ahead.pop(step, None)
-        if self._reader:
-            self._ahead = {step + 1: self._reader.submit(self._read, step + 1)}
-        return ready.result() if ready else self._read(step)
+        """Yields gradient_accumulation_steps pairs of (batch_size, block_size) int64 tensors."""
+        per_step = self.settings.gradient_accumulation_steps
+        for number in range(step * per_step, (step + 1) * per_step):
+            if self._reader:
+                future = self._ahead.pop(number, None) or self._reader.submit(self._read, number)
+                self._ahead = {number + 1: self._reader.submit(self._read, number + 1)}
+                yield future.result()
+            else:
+                yield self._read(number)
 
-    def _read(self, step):
+    def _read(self, number):
         settings = self.settings
-        count = settings.batch_size * settings.gradient_accumulation_steps
-        num_starts = len(self.split) - settings.block_size
-        starts = batch_starts(settings.seed, step, count, num_starts)
-        micro_batches = np.split(starts, settings.gradient_accumulation_steps)
-        return [self.split.windows(each, settings.block_size) for each in micro_batches]
+        first, num_starts = number * settings.batch_size, len(self.split) - settings.block_size
+        starts = window_starts(settings.seed, first, settings.batch_size, num_starts)
+        return self.split.windows(starts, settings.block_size)

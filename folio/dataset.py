@@ -8,7 +8,6 @@ table, or neither file if they hold GPT-2 tokens.
 
 import io
 import json
-import os
 import pickle
 import zlib
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from folio.errors import UserError, cause_of, os_error
-from folio.files import locked, replacing
+from folio.files import is_file, locked, replacing
 from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
@@ -114,7 +113,7 @@ def load_dataset(name):
     Raises UserError if a file is missing, damaged or does not match the others.
     """
     folder = dataset_folder(name)
-    if not os.path.isfile(folder / "train.bin"):
+    if not is_file(folder / "train.bin"):
         raise UserError(
             f"{folder}/train.bin is missing; prepare it with python prepare.py --dataset={name} "
             "(and --input=FILE_OR_FOLDER for your own text), or choose another --dataset"
@@ -144,7 +143,7 @@ def load_tokenizer(name):
 
 def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
-    if os.path.exists(folder / "meta.json"):
+    if is_file(folder / "meta.json"):
         with _reading(folder / "meta.json") as path:
             meta = json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
@@ -152,7 +151,7 @@ def _read_meta(folder):
             if meta["crc32"] != _meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
             return meta, from_dict(meta["tokenizer"])
-    if os.path.exists(folder / "meta.pkl"):
+    if is_file(folder / "meta.pkl"):
         with _reading(folder / "meta.pkl") as path:
             table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
             characters = [table["itos"][i] for i in range(table["vocab_size"])]
@@ -172,9 +171,8 @@ class _PlainUnpickler(pickle.Unpickler):
 @contextmanager
 def _reading(path):
     """Yields `path`. Turns errors in the file, which may contain anything, into UserErrors."""
+    is_file(path)  # raises if it is a pipe, which would block
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
-            raise ValueError("it is not a regular file")
         yield path
     except OSError as error:
         raise os_error("read", path, error) from error

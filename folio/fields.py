@@ -1,6 +1,7 @@
 """A setting: a dataclass field with an explanation, a type, bounds and a scope."""
 
 import dataclasses
+import os
 import reprlib
 import types
 import typing
@@ -49,8 +50,8 @@ def check_value(field, value, label):
     is_literal = (kind, value) in [(type(option), option) for option in options]
     if not (kind in options or becomes_float or is_literal):
         raise UserError(f"{label} must be {type_name(field)}, not {_shortened(value)}")
-    if kind is str and "\0" in value:
-        raise UserError(f"{label} must not contain null bytes")
+    if kind is str:
+        _check_text(value, label)
     if kind is int and not -(2**63) <= value < 2**63:
         raise UserError(f"{label} must be a 64-bit integer, not {_shortened(value)}")
     if becomes_float:
@@ -59,6 +60,14 @@ def check_value(field, value, label):
     if bounds and value is not None and not _inside(value, bounds):
         raise UserError(f"{label} must be in {bounds}, not {value}")
     return value
+
+
+def _check_text(value, label):
+    try:
+        if b"\0" in os.fsencode(value):
+            raise UserError(f"{label} must not contain null bytes")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{label} must be valid Unicode, not {ascii(value)}") from error
 
 
 def _shortened(value):

@@ -6,6 +6,7 @@ Standard library and filelock only, so that `--help` does not wait for torch.
 import hashlib
 import os
 import shutil
+import stat
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -74,6 +75,19 @@ def sync_folder(folder):
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def is_file(path):
+    """Whether a file exists. Raises UserError if it is no regular file, or cannot be accessed."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    if not stat.S_ISREG(mode):  # reading a pipe would block
+        raise UserError(f"{path} is not a regular file")
+    return True
 
 
 class InUseError(UserError):

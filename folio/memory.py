@@ -37,7 +37,7 @@ def keep_freed_memory():
 
 
 def check_memory(config, settings):
-    """Raises UserError if weights, gradients, moments, logits and token ids exceed the memory.
+    """Raises UserError if weights, gradients, moments and logits exceed the memory.
 
     Args:
         config: the model's GPTConfig.
@@ -46,8 +46,7 @@ def check_memory(config, settings):
     tokens = settings.batch_size * settings.block_size
     moments = 1 if settings.optimizer == "muon" else 2
     model = 4 * (2 + moments) * num_params(config)  # 4 bytes each for weight, gradient, moments
-    batches = 16 * tokens * settings.gradient_accumulation_steps  # int64 inputs and targets
-    needed = model + 2 * tokens * config.vocab_size + batches  # 16-bit logits
+    needed = model + 2 * tokens * config.vocab_size  # 16-bit logits
     available = memory_bytes(settings.device)
     if available and needed > available:
         raise UserError(

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from folio.errors import UserError
-from folio.settings import parse_arguments
 
 SIGPIPE = 13  # which Windows lacks
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
@@ -30,9 +29,9 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def start(settings_class):
-    """Handles `--help` and reports invalid flags before a script imports torch."""
-    _run(parse_arguments, settings_class, sys.argv[1:])
+def start(function, *args):
+    """Calls a function that handles `--help` or invalid flags before a script imports torch."""
+    _run(function, *args)
     _set_handlers(lambda number, _: os._exit(128 + number))  # an exception would print a traceback
     gc.disable()  # until run(): collecting garbage takes a third of the time to import torch
 
@@ -45,6 +44,8 @@ def run(main):
 
 
 def _run(function, *args):
+    if sys.getfilesystemencoding() != "utf-8":  # start again: arguments and paths are decoded by it
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent; keep its descriptor in use
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
@@ -76,6 +77,9 @@ def _status_of(function, *args):
         return error.code or 0
     except UserError as error:
         print_error(error)
+        return 2
+    except MemoryError:
+        print_error("out of memory: use less data, or a machine with more memory")
         return 2
     except KeyboardInterrupt as error:
         print_error(str(error) or "interrupted")

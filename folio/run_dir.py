@@ -13,7 +13,7 @@ from pathlib import Path
 
 from folio import checkpoint as checkpoints
 from folio.errors import UserError, nearest, os_error
-from folio.files import locked, replace_by_link, temporary_path
+from folio.files import is_file, locked, replace_by_link, temporary_path
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
@@ -45,12 +45,12 @@ class RunDir:
 
         Raises UserError if training from last.pt would overwrite a ckpt.pt of another run.
         """
-        if not os.path.exists(self.last):
-            return self._load(self.best) if required or os.path.exists(self.best) else None
+        if not is_file(self.last):
+            return self._load(self.best) if required or is_file(self.best) else None
         try:
             newest = self._load(self.last)
         except UserError as error:
-            if not os.path.exists(self.best):
+            if not is_file(self.best):
                 raise
             raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
         try:
@@ -67,10 +67,9 @@ class RunDir:
         return newest
 
     def _load(self, path, optimizers=True):
-        try:
-            return checkpoints.load(path, optimizers)
-        except FileNotFoundError:
-            raise UserError(f"there is no checkpoint {path}{self._hint()}") from None
+        if not is_file(path):
+            raise UserError(f"there is no checkpoint {path}{self._hint()}")
+        return checkpoints.load(path, optimizers)
 
     def _hint(self):
         if self.last.exists():
@@ -91,13 +90,13 @@ class RunDir:
 
         Returns the folder to which an earlier run was moved, or None.
         """
-        if settings.init_from == "auto" and not resumed and os.path.exists(self.last):
+        if settings.init_from == "auto" and not resumed and is_file(self.last):
             raise UserError(f"another process has started a run in {self.folder}: try again")
         try:
             for path in (self.best, self.last):
                 temporary_path(path).unlink(missing_ok=True)  # left by a process that was killed
             if resumed:
-                if resumed.log_bytes is not None and self.log.exists():
+                if is_file(self.log) and resumed.log_bytes is not None:
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
             elif settings.overwrite:
                 for path in (self.best, self.last, self.log):
@@ -185,13 +184,13 @@ def check_resumable(checkpoint, config, settings, dataset):
         if now[name] != before[name] and name != "dropout"
     ]
     if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
-        wrong.append("the vocabulary differs")
-    name = checkpoint.settings.get("dataset", settings.dataset)
-    same_data = name == settings.dataset
-    if checkpoint.data:
-        same_data = checkpoint.data == dataset.fingerprint
-    if not same_data:
-        wrong.append(f"the data differ: {name} in the checkpoint, now {settings.dataset}")
+        wrong.append("the vocabulary differs from the dataset's")
+    name, now = checkpoint.settings.get("dataset", settings.dataset), settings.dataset
+    same_content = checkpoint.data == dataset.fingerprint if checkpoint.data else name == now
+    if not same_content and name == now:
+        wrong.append(f"the content of dataset {name} has changed")
+    elif not same_content:
+        wrong.append(f"dataset is {name} in the checkpoint and {now} in the settings")
     if wrong:
         raise UserError(
             f"{checkpoint.path} does not match the settings: {'; '.join(wrong)}; resume with the "

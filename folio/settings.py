@@ -22,6 +22,31 @@ from folio.fields import check_value, parse_value, type_name
 
 ROOT = Path(__file__).parent.parent  # of the repository
 PRESETS = ROOT / "config"
+SYNONYMS = {  # setting: its names in other tools
+    "learning_rate": "lr max_lr peak_lr",
+    "max_iters": "epochs num_epochs steps max_steps num_steps iters n_iters iterations",
+    "batch_size": "bs batch micro_batch_size",
+    "block_size": "ctx n_ctx context context_length ctx_len seq_len max_seq_len sequence_length",
+    "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation_steps",
+    "n_layer": "layers n_layers num_layers depth",
+    "n_head": "heads n_heads num_heads",
+    "n_embd": "d_model dim hidden_size embed_dim n_embed width",
+    "weight_decay": "wd",
+    "warmup_iters": "warmup warmup_steps",
+    "grad_clip": "clip max_grad_norm",
+    "eval_interval": "eval_every eval_steps",
+    "checkpoint_interval": "save_every save_steps save_interval",
+    "init_from": "resume",
+    "optimizer": "optim",
+    "dtype": "precision",
+    "out_dir": "output_dir save_dir model checkpoint ckpt",
+    "temperature": "temp t",
+    "max_new_tokens": "max_tokens num_tokens length n_tokens",
+    "num_samples": "n samples",
+    "start": "prompt text",
+    "input": "file path text data input_file",
+    "dataset": "data data_dir name",
+}
 
 
 def names_in(settings_class, *scopes):
@@ -39,7 +64,7 @@ def changed(settings):
 def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     """Builds `settings_class` from config files and flags, applied left to right.
 
-    Raises UserError for the first invalid argument or value.
+    Raises UserError for an invalid argument, or a final value that is invalid.
 
     Args:
         argv: the arguments. Default: those of the process.
@@ -51,16 +76,24 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     """
     fields, resolvers = _fields(settings_class), resolvers or {}
     values = {name: field.default for name, field in fields.items()}
-    steps = parse_arguments(settings_class, sys.argv[1:] if argv is None else argv, choose)
+    labels = {name: name for name in fields}  # where each value is from, for errors
+
+    def resolved(name, value):
+        return resolvers[name](check_value(fields[name], value, labels[name]))
+
+    steps = parse_arguments(settings_class, argv, choose)
     for place, (name, value) in enumerate(steps):
         if name is not None:
-            values[name] = value
+            values[name], labels[name] = value, f"--{name}"
             continue
         latest = values | dict(steps[place:])
-        seen = values | {key: resolve(latest[key]) for key, resolve in resolvers.items()}
+        seen = values | {key: resolved(key, latest[key]) for key in resolvers}
         with redirect_stdout(io.StringIO() if quiet else sys.stdout):
-            values |= _run_config_file(fields, seen, value, choose)
-    values |= {key: resolve(values[key]) for key, resolve in resolvers.items()}
+            found = _run_config_file(fields, seen, value, choose)
+        values |= found
+        labels |= {name: f"{value}: {name}" for name in found}
+    values = {name: check_value(fields[name], values[name], labels[name]) for name in fields}
+    values |= {key: resolved(key, values[key]) for key in resolvers}
     return settings_class(**values)
 
 
@@ -71,11 +104,12 @@ def _fields(settings_class):
 # Arguments
 
 
-def parse_arguments(settings_class, argv, choose=None):
+def parse_arguments(settings_class, argv=None, choose=None):
     """Returns (name, value) for each flag and (None, path) for each config file, which is not run.
 
     Prints the help text and exits if it is requested. Raises UserError for invalid arguments.
     """
+    argv = sys.argv[1:] if argv is None else argv
     fields, steps, rest = _fields(settings_class), [], list(argv)
     operands = getattr(settings_class, "OPERANDS", None)
     if {"-h", "--help"} & set(argv):
@@ -91,7 +125,7 @@ def parse_arguments(settings_class, argv, choose=None):
             continue
         name, equals, text = argument[2:].partition("=")
         if name not in fields or name == operands:
-            hint = nearest(name, fields.keys() - {operands}, "; --help lists the settings")
+            hint = _hint(name, fields.keys() - {operands}, "; --help lists the settings")
             raise UserError(f"unknown setting --{name}{hint}")
         field = fields[name]
         if not equals:
@@ -106,6 +140,14 @@ def parse_arguments(settings_class, argv, choose=None):
         values = [parse_value(field, each, f"--{name}") for each in texts]
         steps.append((name, choose(name, values) if len(values) > 1 else values[0]))
     return steps
+
+
+def _hint(name, known, otherwise):
+    """Returns a suggestion for an unknown name: a synonym from other tools, or a similar name."""
+    for setting, synonyms in SYNONYMS.items():
+        if setting in known and name.lower().replace("-", "_") in synonyms.split():
+            return f"; use --{setting}"
+    return nearest(name, known, otherwise)
 
 
 def _find_config_file(argument):
@@ -126,7 +168,9 @@ def _run_config_file(fields, values, path, choose):
     """Runs a config file with `values` as its global names. Returns their new values."""
     try:
         names = runpy.run_path(str(path), init_globals=values)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f" line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         place = f"{path}{lines[-1] if lines else ''}"
@@ -136,9 +180,9 @@ def _run_config_file(fields, values, path, choose):
         if name in fields:
             if choose and value and isinstance(value, list | tuple | range):
                 value = choose(name, list(value))
-            found[name] = check_value(fields[name], value, f"{path}: {name}")
+            found[name] = value
         elif not (name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
-            hint = nearest(name, fields, "; names of helper variables start with _")
+            hint = _hint(name, fields, "; names of helper variables start with _")
             raise UserError(f"{path}: unknown setting {name}{hint}")
     return found
 

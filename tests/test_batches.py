@@ -4,7 +4,7 @@ import tiny
 import torch
 
 from folio import batches
-from folio.batches import Batches, Split, batch_starts, dropout_seed
+from folio.batches import Batches, Split, dropout_seed, window_starts
 
 IDS = np.random.default_rng(0).integers(0, 2**16, 500).astype(np.uint16)
 IDS[[0, 7, -1]] = 2**16 - 1  # too large for a signed 16-bit type
@@ -29,7 +29,7 @@ def expected_windows(starts, length):
 
 
 def expected_batch(settings, step):
-    return expected_windows(batch_starts(settings.seed, step, 8, len(IDS) - 8), 8)
+    return expected_windows(window_starts(settings.seed, 8 * step, 8, len(IDS) - 8), 8)
 
 
 def joined(micro_batches):
@@ -40,17 +40,17 @@ def joined(micro_batches):
 # Random numbers
 
 
-def test_batch_starts_depend_on_seed_and_step_only():
-    first = batch_starts(1, 2, 8, 10**9)
+def test_window_starts_depend_on_seed_and_number_only():
+    first = window_starts(1, 16, 8, 10**9)
     np.random.seed(5)
     torch.manual_seed(5)
-    assert (batch_starts(1, 2, 8, 10**9) == first).all()
-    for seed, step in ((1, 3), (2, 2)):
-        assert (batch_starts(seed, step, 8, 10**9) != first).all()
+    assert (window_starts(1, 16, 8, 10**9) == first).all()
+    for seed, number in ((1, 24), (2, 16)):
+        assert (window_starts(seed, number, 8, 10**9) != first).all()
 
 
 def test_every_window_is_about_equally_frequent():
-    starts = np.concatenate([batch_starts(0, step, 100, 10) for step in range(200)])
+    starts = np.concatenate([window_starts(0, 100 * step, 100, 10) for step in range(200)])
     assert np.bincount(starts, minlength=10) == pytest.approx(2000, rel=0.1)
 
 
@@ -58,7 +58,7 @@ def test_no_start_is_beyond_the_last_window():
     phase = int(np.random.SeedSequence(0).generate_state(1, np.uint64)[0])
     # the step at which phase + step * golden ratio is closest to 1
     step = (2**64 - 1 - phase) * pow(int(batches.GOLDEN_RATIO), -1, 2**64) % 2**64
-    assert batch_starts(0, step, 1, 1000) == [999]
+    assert window_starts(0, step, 1, 1000) == [999]
 
 
 def test_dropout_seeds_differ_between_steps_and_between_seeds():
@@ -95,9 +95,19 @@ def test_a_batch_does_not_depend_on_accumulation_or_earlier_batches(
     settings = tiny.settings(batch_size=batch_size, gradient_accumulation_steps=accumulation)
     source = Batches(split, settings)
     for step in (0, 1, 2, 2, 3, 9, 4, 5, 0, 1):
-        micro_batches = source.at(step)
+        micro_batches = list(source.at(step))
         assert [x.shape for x, _ in micro_batches] == [(batch_size, 8)] * accumulation
         assert joined(micro_batches) == expected_batch(settings, step)
+
+
+def test_micro_batches_are_made_when_they_are_needed(monkeypatch):
+    """A step of many small micro-batches takes no more memory than one of few."""
+    made = []
+    split = Split(IDS, "cpu")
+    monkeypatch.setattr(split, "windows", lambda starts, size: made.append(len(starts)))
+    source = Batches(split, tiny.settings(batch_size=1, gradient_accumulation_steps=10**8))
+    next(source.at(3))
+    assert made == [1]
 
 
 @pytest.mark.gpu
@@ -110,6 +120,6 @@ def test_gpu_batches_from_memory_and_from_the_file_are_equal(monkeypatch):
     assert [split.resident is None for split in (resident, streamed)] == [False, True]
     for source in (Batches(resident, settings), Batches(streamed, settings)):
         for step in (0, 1, 2, 5):
-            micro_batches = source.at(step)
+            micro_batches = list(source.at(step))
             assert {x.device.type for pair in micro_batches for x in pair} == {"cuda"}
             assert joined(micro_batches) == expected_batch(settings, step)

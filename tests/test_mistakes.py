@@ -162,7 +162,7 @@ CONFIG_FILES = {
 DATASETS = {
     "missing": (None, "data/vers/train.bin is missing; prepare it with", "--dataset=vers"),
     "a file": (lambda: put("data/file"), "data/file/train.bin is missing", "--dataset=file"),
-    "a long name": (None, "train.bin is missing", f"--dataset={LONG}"),
+    "a long name": (None, "train.bin: File name too long", f"--dataset={LONG}"),
     "train.bin a folder": (lambda: put_folder(BIN), BIN),
     "train.bin with a bit flipped": (lambda: flip(BIN, 1000), f"{BIN} is damaged (it does not"),
     "too short": (None, "fewer than the 513 of block_size", "--block_size=512"),
@@ -196,7 +196,7 @@ CHECKPOINTS = {
     "cut": (cut, " is damaged or not a checkpoint"),
     "with a bit flipped": (flip_weight, "the checksum of "),
     "hostile": (lambda path: torch.save({"model": Hostile()}, path), " is damaged or not a"),
-    "a folder": (put_folder, "cannot read "),
+    "a folder": (put_folder, "is not a regular file"),
     "another archive": (lambda path: put_zip(path, "letter.txt"), " is damaged or not a"),
     "only weights": (
         lambda path: torch.save(torch.load(path)["model"], path), " is not a checkpoint of a GPT",
@@ -236,10 +236,10 @@ RESUMING = {
     ),
     "other data": (
         lambda: tiny.prepare_verse("new", tiny.VERSE * 30),
-        "the data differ: verse in the checkpoint, now new", "--dataset=new",
+        "dataset is verse in the checkpoint and new in the settings", "--dataset=new",
     ),
     "other data of the same name": (
-        lambda: tiny.prepare_verse(text=tiny.VERSE * 30), "the data differ: verse in the",
+        lambda: tiny.prepare_verse(text=tiny.VERSE * 30), "content of dataset verse has changed",
     ),
     "no dataset": (lambda: shutil.rmtree("data"), f"{BIN} is missing"),
     "no optimizer state": (
@@ -250,7 +250,7 @@ RESUMING = {
         lambda: alter_moments(lambda moments: moments.update(exp_avg_sq=torch.zeros(3))),
         f"{LAST}: the optimizer state does not fit",
     ),
-    "a folder as log": (lambda: put_folder("run/log.jsonl"), "cannot write to run: "),
+    "a folder as log": (lambda: put_folder("run/log.jsonl"), "run/log.jsonl is not a regular file"),
 }  # fmt: skip
 RESUMING = {
     name: (damage, [*RESUME, *flags], message)

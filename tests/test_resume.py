@@ -189,7 +189,7 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
         "bias is False",
         "optimizer is adamw in the checkpoint and muon",
         "the vocabulary differs",
-        "the data differ: verse in the checkpoint, now other",
+        "dataset is verse in the checkpoint and other in the settings",
     ):
         assert words in str(caught.value)
     assert contents() == before

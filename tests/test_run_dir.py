@@ -157,6 +157,23 @@ def test_resuming_truncates_the_log_to_that_of_the_checkpoint():
     assert tiny.log_events() == [{"step": 0}]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
+@pytest.mark.parametrize("name", ["ckpt.pt", "last.pt", "log.jsonl"])
+def test_pipe_in_place_of_a_file_is_refused(name):
+    write("out", "ckpt.pt", "last.pt")
+    resumed = RunDir("out").load_newest()
+    Path("out", name).unlink(missing_ok=True)
+    os.mkfifo(f"out/{name}")
+
+    def use():
+        RunDir("out").begin(tiny.settings(init_from="resume"), resumed)
+        RunDir("out").load_best()
+        RunDir("out").load_newest()
+
+    with pytest.raises(UserError, match=f"out/{name} is not a regular file"):
+        use()
+
+
 # An earlier run in the folder
 
 

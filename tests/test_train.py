@@ -13,7 +13,7 @@ import tiny
 import torch
 
 import train
-from folio.batches import Batches, Split, batch_starts, dropout_seed, to_device
+from folio.batches import Batches, Split, dropout_seed, to_device, window_starts
 from folio.checkpoint import Checkpoint, Progress
 from folio.dataset import load_dataset
 from folio.device import choose_machine
@@ -58,7 +58,7 @@ def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     loss, norm = learner.gradient(Batches(Split(ids, "cpu"), settings).at(0), step=0)
     learner.update(norm, lr=0.01)
 
-    expected = reference(*rows_at(ids, batch_starts(3, 0, 8, len(ids) - 8)))
+    expected = reference(*rows_at(ids, window_starts(3, 0, 8, len(ids) - 8)))
     expected.backward()
     gradient = torch.cat([p.grad.flatten() for p in reference.parameters()])
     assert norm == pytest.approx(gradient.norm())

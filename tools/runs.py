@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from folio.errors import UserError, os_error
+from folio.files import is_file
 from folio.run_dir import RunDir
 
 FIGURES = ("parameters", "best val loss", "at step", "steps", "time, s", "tokens/s")  # of the table
@@ -36,10 +37,10 @@ def read(folder):
     """Returns the Run in a folder. Raises UserError if it has no readable log."""
     path = RunDir(folder).log
     try:
+        if not is_file(path):
+            available = ", ".join(map(str, inside("."))) or "none"
+            raise UserError(f"there is no log {path}; available runs: {available}")
         lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        available = ", ".join(map(str, inside("."))) or "none"
-        raise UserError(f"there is no log {path}; available runs: {available}") from None
     except OSError as error:
         raise os_error("read", path, error) from error
     run = Run(str(folder))
