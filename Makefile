@@ -22,11 +22,11 @@ test: .venv/dev
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
 
-.venv/run: requirements.txt
+.venv/run: requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet -r requirements.txt -c constraints.txt
 	touch $@
 
 .venv/dev: .venv/run requirements-dev.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -c constraints.txt
 	touch $@

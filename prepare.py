@@ -107,7 +107,7 @@ def known_corpus(name, url=None):
         raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
     if name == "pydocs":
         return python_docs()
-    return shakespeare((url,) if url else SHAKESPEARE_URLS)
+    return shakespeare(url)
 
 
 def python_docs():
@@ -119,11 +119,11 @@ def python_docs():
     return Text(text, source, hashlib.sha256(text.encode()).hexdigest())
 
 
-def shakespeare(urls):
-    """Returns tiny Shakespeare, after downloading it if it is missing."""
+def shakespeare(url=None):
+    """Returns tiny Shakespeare, after downloading it if it is missing or there is a URL."""
     path = DATA / "shakespeare_char" / "input.txt"  # for both tokenizers
-    if urls != SHAKESPEARE_URLS or not is_file(path):
-        raw = download(urls, path)
+    if url or not is_file(path):
+        raw = download((url,) if url else SHAKESPEARE_URLS, path)
         with locked(path.parent), replacing(path) as [file]:
             file.write(raw)
     text = read_text(path)

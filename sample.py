@@ -10,6 +10,7 @@ Text goes to stdout, everything else to stderr.
 """
 
 import json
+import os
 import signal
 import sys
 import time
@@ -79,6 +80,9 @@ class SampleConfig:
 
 
 if __name__ == "__main__":
+    # Threads that wait for each other spin for so long, then sleep. The default is 30 times as long
+    # and makes sampling ten times slower if another process uses the cores.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     process.start(parse_arguments, SampleConfig)  # --help must not wait for torch
 
 from folio.completion import (
@@ -90,17 +94,19 @@ from folio.completion import (
     score_text,
     stop_texts,
 )
-from folio.device import resolve_device
+from folio.device import resolve_device, useful_threads
 from folio.files import read_text
 from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.sampling import Controls
+from model import num_params
 
 SEPARATOR = "---------------"
 
 
 def main(argv=None):
     settings = load(SampleConfig, argv, {"device": resolve_device})
+    inputs = read_inputs(settings)
     with explained_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
         run_dir = RunDir(settings.out_dir)
         trained = load_trained(run_dir, settings.device, settings.dtype, settings.compile)
@@ -109,22 +115,33 @@ def main(argv=None):
         print(f"{path}: step {progress.step}, {best}", file=sys.stderr)
         print(f"machine: {trained.machine.summary}", file=sys.stderr)
         if settings.score is not None:
-            print_score(trained, settings)
+            print_score(trained, inputs, settings)
         elif settings.interactive:
             converse(trained, settings)
         else:
-            print_samples(trained, settings)
+            print_samples(trained, inputs, settings)
 
 
-def completions_of(settings, tokenizer):
+def read_inputs(settings):
+    """Returns the Text to score, or the list of prompts; None is the tokenizer's default prompt.
+
+    Raises UserError for invalid inputs, also a stop text, before a model is loaded.
+    """
+    stop_texts(settings.stop)
+    if settings.score is not None:
+        return read_text(settings.score)
+    if settings.prompts is None:
+        return [read_prompt(settings.start)]
+    lines = read_text(settings.prompts).text.split("\n")
+    prompts = [prompt for line in lines if (prompt := line.rstrip("\r"))]
+    if not prompts:
+        raise UserError(f"{settings.prompts} contains no prompt")
+    return prompts
+
+
+def completions_of(prompts, settings, tokenizer):
     """Returns an iterator of num_samples empty completions per prompt, with consecutive seeds."""
-    if settings.prompts is not None:
-        lines = read_text(settings.prompts).text.split("\n")
-        prompts = [prompt for line in lines if (prompt := line.rstrip("\r"))]
-        if not prompts:
-            raise UserError(f"{settings.prompts} contains no prompt")
-    else:
-        prompts = [read_prompt(settings.start, tokenizer)]
+    prompts = [prompt or tokenizer.start for prompt in prompts]
     pairs = [(prompt, tokenizer.encode(prompt).tolist()) for prompt in prompts]
     seeds = range(settings.seed, settings.seed + settings.num_samples)
     stops = stop_texts(settings.stop)
@@ -136,16 +153,17 @@ def continued(trained, settings, batch):
     controls = Controls(**{field.name: getattr(settings, field.name) for field in fields(Controls)})
     count, stride = settings.max_new_tokens, settings.context_stride
     stream = settings.stream or settings.interactive
-    return complete(trained, batch, controls, count, stride, stream)
+    with useful_threads(len(batch) * num_params(trained.model.config)):
+        yield from complete(trained, batch, controls, count, stride, stream)
 
 
 # Output
 
 
-def print_samples(trained, settings):
+def print_samples(trained, prompts, settings):
     """Generates texts in batches as large as memory allows, and prints each."""
-    texts = completions_of(settings, trained.tokenizer)
-    size = 1 if settings.stream else max_batch_size(trained.model)
+    texts = completions_of(prompts, settings, trained.tokenizer)
+    size = 1 if settings.stream else max_batch_size(trained.model, settings.max_new_tokens)
     start, first, tokens = time.monotonic(), None, 0
     while batch := list(islice(texts, size)):
         for _ in continued(trained, settings, batch):
@@ -211,14 +229,14 @@ def converse(trained, settings):
         print()
 
 
-def print_score(trained, settings):
+def print_score(trained, text, settings):
     """Prints loss, perplexity and bits per byte of a text."""
-    scores = score_text(trained, read_text(settings.score), settings.context_stride)
+    scores = score_text(trained, text, settings.context_stride)
     if settings.json:
         print(json.dumps(scores))
     else:
         print(
-            f"{settings.score}: loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.2f}, "
+            f"{settings.score}: loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.5g}, "
             f"bits per byte {scores['bits_per_byte']:.4f}, over {scores['tokens']:,} tokens"
         )
 

@@ -29,4 +29,3 @@ if device == "cpu":
     batch_size = 12
     dropout = 0.0
     max_iters = 2000
-    print("config/shakespeare_char.py: no GPU in use, training the small model for a CPU")

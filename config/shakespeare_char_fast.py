@@ -6,7 +6,7 @@
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
-eval_interval = 500
+eval_interval = 150
 eval_iters = 55  # of 2 windows on a CPU: the whole validation split
 log_interval = 10
 
@@ -52,5 +52,4 @@ if device == "cpu":
     batch_size = 2
     dropout = 0.0
     max_iters = 1900
-    eval_interval = 950
-    print("config/shakespeare_char_fast.py: no GPU in use, training the small model for a CPU")
+    eval_interval = 250

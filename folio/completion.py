@@ -20,6 +20,7 @@ from folio.memory import keep_freed_memory, memory_bytes
 from folio.sampling import Controls
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
+BYTES_PER_TOKEN = 100  # of a Completion
 MEMORY_SHARE = 1 / 4  # of the device, for a batch; more texts take several batches
 
 
@@ -172,13 +173,14 @@ def check_finite(logprobs):
         raise UserError(f"the model's output is not finite: {advice}")
 
 
-def max_batch_size(model):
-    """Returns how many texts fit into a share of the device's memory."""
+def max_batch_size(model, count):
+    """Returns how many texts of `count` new tokens fit into a share of the device's memory."""
     config = model.config
     cache = 2 * config.n_layer * config.block_size * config.n_embd
     logits = 8 * config.vocab_size  # and the tensors of sampling
     available = memory_bytes(model.transformer.wte.weight.device) or 2**33
-    return max(1, int(MEMORY_SHARE * available) // (4 * (cache + logits)))
+    size = 4 * (cache + logits) + BYTES_PER_TOKEN * count
+    return max(1, int(MEMORY_SHARE * available) // size)
 
 
 def sample_text(model, tokenizer, seed, count=200):
@@ -195,10 +197,13 @@ def sample_text(model, tokenizer, seed, count=200):
 # Prompts
 
 
-def read_prompt(start, tokenizer):
-    """Returns the prompt that `start` specifies. Raises UserError if it is empty or unreadable."""
+def read_prompt(start):
+    """Returns the prompt that `start` specifies; None stays None.
+
+    Raises UserError if it is empty or unreadable.
+    """
     if start is None:
-        return tokenizer.start
+        return None
     if start.startswith("FILE:") or start == "-":
         start = read_text(start.removeprefix("FILE:")).text
     if not start:

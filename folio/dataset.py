@@ -116,7 +116,8 @@ def load_dataset(name):
     if not is_file(folder / "train.bin"):
         raise UserError(
             f"{folder}/train.bin is missing; prepare it with python prepare.py --dataset={name} "
-            "(and --input=FILE_OR_FOLDER for your own text), or choose another --dataset"
+            "(and --input=FILE_OR_FOLDER for your own text), or start with a preset: python "
+            "prepare.py && python train.py config/shakespeare_char_fast.py"
         )
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}

@@ -2,7 +2,7 @@
 
 import re
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +16,7 @@ DTYPE_REASONS = {
     "float32": "no fast bfloat16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRODUCTS_OF_ONE_THREAD = 10**7  # per token: the fast preset's model with ten texts
 
 # Dense peak in TFLOP/s of 16-bit and of float32 matrix products (TF32 if the card has it), from
 # NVIDIA's data sheets; figures "with sparsity" are halved. The first matching pattern counts.
@@ -94,6 +95,22 @@ def choose_machine(device, dtype, compile):
     return Machine(device, dtype, compile, summary)
 
 
+@contextmanager
+def useful_threads(products):
+    """A context for a loop of steps of `products` multiplications each, on a CPU.
+
+    For small steps it uses one thread: more are not faster, and if another process uses the cores,
+    they wait for each other most of the time.
+    """
+    threads = torch.get_num_threads()
+    if products <= PRODUCTS_OF_ONE_THREAD:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def resolve_device(name):
     """Returns an available device; "auto" becomes cuda, mps or cpu. Raises UserError otherwise."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -134,12 +151,13 @@ def resolve_dtype(name, device):
 
 
 @cache
-def _measured_peak(device, dtype, repeats=8):
+def _measured_peak(device, dtype, repeats=10, pause_s=0.015):
     """Returns the FLOP/s of the fastest of a few square matrix products."""
     size = 512 if kind_of(device) == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
     for _ in range(repeats):
+        time.sleep(pause_s)  # other processes may use the cores for a while
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the product
         seconds.append(time.perf_counter() - start)

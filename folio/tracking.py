@@ -30,6 +30,7 @@ class Tracking:
         self.elapsed_before = run.progress.elapsed_s
         self.first_step, self.log_failed = run.progress.step, False
         self.seconds, self.steps = 0.0, 0  # of training since the last report
+        self.peak_is_credible = True  # until a step exceeds it
         self.settings, self.run_dir = run.settings, run.run_dir
         self.machine = run.learner.machine
         self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
@@ -91,9 +92,11 @@ class Tracking:
         tokens = self.settings.tokens_per_step
         flops = flops_per_token(self.run.learner.model.config) * tokens
         mfu = flops / seconds / self.machine.peak[0]
+        self.peak_is_credible &= mfu <= 1
         loss, norm = float(loss), float(grad_norm)
         # JSON has no infinity, which is the norm of a step that the loss scaler skips.
         norm = norm if math.isfinite(norm) else None
+        mfu = mfu if self.peak_is_credible else None
         speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}
         tokens *= step + 1
         self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, **speeds)
@@ -102,8 +105,8 @@ class Tracking:
         speed = f"{speeds['tokens_per_s']:,.0f} tokens/s, {left} left"
         self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
         if not self.on_terminal:
-            timing = f"time {1000 * seconds:.2f}ms, mfu {100 * mfu:.2f}%"
-            self.say(f"iter {step}: loss {loss:.4f}, {timing}, {speed}")
+            speed = speed if mfu is None else f"mfu {100 * mfu:.2f}%, {speed}"
+            self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
 
     def _log(self, split, step, **values):
         event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
@@ -172,7 +175,7 @@ def is_terminal(stream):
 
 def evaluation_line(step, losses):
     line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
-    line += f", val perplexity {losses['perplexity']:.2f}"
+    line += f", val perplexity {losses['perplexity']:.5g}"
     if "bits_per_byte" in losses:
         line += f", val bits per byte {losses['bits_per_byte']:.4f}"
     return line

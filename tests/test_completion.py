@@ -117,8 +117,9 @@ def test_generation_ends_when_all_texts_have(trained):
 @pytest.mark.parametrize(("memory", "size"), [(4, 1), (7.99, 1), (8, 2), (0.001, 1)])
 def test_batch_size_is_limited_to_a_quarter_of_the_memory(trained, monkeypatch, memory, size):
     row = 4 * (2 * 2 * 8 * 16 + 8 * 37)  # bytes of keys and values, and of logits
+    row += 30 * completion.BYTES_PER_TOKEN
     monkeypatch.setattr(completion, "memory_bytes", lambda device: int(memory * row))
-    assert completion.max_batch_size(trained.model) == size
+    assert completion.max_batch_size(trained.model, 30) == size
 
 
 # Scores

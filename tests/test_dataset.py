@@ -116,7 +116,8 @@ def test_name_must_be_a_plain_folder_name(name):
 def test_error_for_a_missing_dataset_says_how_to_prepare_it():
     assert error_of("own") == (
         "data/own/train.bin is missing; prepare it with python prepare.py --dataset=own (and "
-        "--input=FILE_OR_FOLDER for your own text), or choose another --dataset"
+        "--input=FILE_OR_FOLDER for your own text), or start with a preset: python prepare.py && "
+        "python train.py config/shakespeare_char_fast.py"
     )
 
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from folio import device
-from folio.device import DTYPES, Machine, choose_machine, resolve_device, resolve_dtype
+from folio.device import (
+    DTYPES,
+    Machine,
+    choose_machine,
+    resolve_device,
+    resolve_dtype,
+    useful_threads,
+)
 from folio.errors import UserError
 
 SIMILAR_CARDS = ("NVIDIA A10G", "NVIDIA L40", "RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
@@ -27,6 +34,21 @@ def machine_with(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
     return pretend
+
+
+# Threads
+
+
+def test_small_steps_use_one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for products, threads in ((10**7, 1), (10**7 + 1, 2)):
+            with useful_threads(products):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 # Device

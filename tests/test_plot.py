@@ -35,12 +35,13 @@ def write_run(name, losses, **settings):
 
 
 TABLE = """\
-| run   | n_layer | seed | parameters | best val loss | at step | steps | time, s | tokens/s |
-| ----- | ------: | ---: | ---------: | ------------: | ------: | ----: | ------: | -------: |
-| out-b |       4 |    2 |      1,000 |        1.5000 |      10 |    10 |       4 |      505 |
-| out-a |       2 |    1 |      1,000 |        2.0000 |      20 |    30 |       8 |      515 |
-| out-c |       2 |    1 |      1,000 |               |         |       |         |          |
+| run   | best val loss | at step | time, s | tokens/s | parameters | steps | n_layer | seed |
+| ----- | ------------: | ------: | ------: | -------: | ---------: | ----: | ------: | ---: |
+| out-b |        1.5000 |      10 |       4 |      505 |      1,000 |    10 |       4 |    2 |
+| out-a |        2.0000 |      20 |       8 |      515 |      1,000 |    30 |       2 |    1 |
+| out-c |               |         |         |          |      1,000 |       |       2 |    1 |
 """
+WIDTH = TABLE.index("\n")
 
 
 def test_table_has_best_run_first_and_only_settings_that_differ():
@@ -49,6 +50,37 @@ def test_table_has_best_run_first_and_only_settings_that_differ():
     write_run("out-c", [])
     lines = runs.table(runs.read_all(["out-a", "out-b", "out-c"]))
     assert "\n".join(lines) == TABLE.strip()
+
+
+def headings(lines):
+    return [cell.strip() for cell in lines[0].split("|")[1:-1]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown", "note"),
+    [
+        (WIDTH, 9, []),
+        (WIDTH - 1, 8, ["1 more column: tools.plot --all"]),
+        (60, 5, ["4 more columns: tools.plot --all"]),
+        (1, 2, ["7 more columns: tools.plot --all"]),
+    ],
+)
+def test_table_fits_into_the_terminal(columns, shown, note, monkeypatch, capsys):
+    write_run("out-a", [4.0, 2.5])
+    write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
+    found = runs.read_all(["out-a", "out-b"])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert runs.table(found) == runs.table(found, fit=False)  # not a terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    whole, lines = runs.table(found, fit=False), runs.table(found)
+    assert headings(lines) == headings(whole)[:shown]
+    assert lines[4:] == note
+    if shown > 2:
+        assert max(map(len, lines)) <= columns
+    first = headings(runs.table(found, ["seed", "n_layer"]))
+    assert first[:4] == ["run", "seed", "n_layer", "best val loss"]
+    plot.main(["out-a", "out-b", "--all"])
+    assert capsys.readouterr().out.splitlines()[:4] == whole
 
 
 def test_settings_changed_on_resuming_replace_earlier_ones():
@@ -115,6 +147,16 @@ def test_long_training_curves_are_averaged():
     assert [loss for _, loss in training] == pytest.approx([3.9] * plot.POINTS)
 
 
+@pytest.mark.parametrize(("count", "every"), [(2, 1), (11, 1), (12, 2), (21, 2), (34, 4)])
+def test_ticks_are_at_evaluations_of_the_longest_run(count, every):
+    write_run("out-a", [4.0] * count)
+    write_run("out-b", [3.0])
+    found = runs.read_all(["out-a", "out-b"])
+    for axis, size in (("steps", 10), ("tokens", 1000)):
+        [axes] = plot.draw_runs(found, axis).axes
+        assert axes.get_xticks().tolist() == list(range(0, size * count, size * every))
+
+
 def test_plot_writes_picture_and_prints_table(capsys):
     write_run("out-a", [4.0, 2.5])
     plot.main(["out-a", "--out=here.png"])
@@ -143,6 +185,7 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
         (["out-a", "--out=a.jpg"], "--out must end in .png"),
         (["out-a", "--out=gone/a.png"], "cannot write gone.a.png"),
         (["--attention", "out-a", "out-b"], "--attention takes one run"),
+        (["--attention", "out-a", "--out_dir=out-b"], "--attention takes one run"),
         (["--attention", "--out_dir=out-b"], "there is no checkpoint out-b.ckpt.pt"),
     ],
 )
@@ -173,14 +216,25 @@ def test_attention_weights_are_those_of_the_model(changes):
 
 
 def test_picture_of_attention_is_labeled(verse):
-    train.main(tiny.flags(max_iters=1, n_layer=2))
-    figure = attention.draw("out", "thee to a day\n")  # longer than the context of 8 tokens
+    train.main(tiny.flags(max_iters=1, n_layer=2, out_dir="out-x"))
+    figure = attention.draw("out-x", "thee to a day\n")  # longer than the context of 8 tokens
     heads = [axes for axes in figure.get_axes() if axes.get_title().startswith("layer")]
     assert len(heads) == 4
     for axes in heads:
         assert [label.get_text() for label in axes.get_xticklabels()] == [*"o␣a␣day", "\\n"]
-    plot.main(["--attention", "out", "--start=thou"])
+    plot.main(["--attention", "out-x", "--start=thou"])
+    plot.main(["--attention", "--out_dir=out-x", "--start=thou", "--out=same.png"])
     assert Path("attention.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("attention.png").read_bytes() == Path("same.png").read_bytes()
+
+
+def test_texts_of_the_smallest_picture_are_inside(verse):
+    folder = f"out-{'x' * 60}"
+    train.main(tiny.flags(max_iters=1, n_head=1, out_dir=folder))
+    figure = attention.draw(folder, "a day")
+    figure.draw_without_rendering()
+    box = figure.get_tightbbox()
+    assert 0 <= box.x0 <= box.x1 <= figure.get_figwidth()
 
 
 def test_attention_of_a_bigram_model_is_refused(verse):

@@ -1,5 +1,6 @@
 """Tests of prepare.py: sources of text, and downloads from a server on this computer."""
 
+import errno
 import hashlib
 import os
 import socket
@@ -12,6 +13,7 @@ from pydoc_data import topics
 import pytest
 
 import prepare
+from folio import files
 from folio.dataset import load_dataset
 from folio.errors import UserError
 from folio.tokenizers import END_OF_TEXT
@@ -131,6 +133,13 @@ def test_second_address_is_used_if_the_first_fails(path, server, monkeypatch, ca
     assert capsys.readouterr().err == ""
 
 
+def test_password_in_a_url_is_not_printed(server):
+    url = url_of(server, "404").replace("//", "//user:secret@")
+    message = error_of(f"--url={url}")
+    assert "secret" not in message
+    assert f"({url_of(server, '404')}: HTTPError)" in message
+
+
 # Tiny Shakespeare
 
 
@@ -149,6 +158,19 @@ def test_shakespeare_is_downloaded_once_for_both_tokenizers(
     assert Path("data/shakespeare_char/input.txt").read_bytes() == CORPUS
     assert load_dataset("shakespeare").tokenizer.kind == "gpt2"
     assert text_of("shakespeare_char") == text_of("shakespeare") == CORPUS.decode()
+    main([f"--url={url_of(server, 'good')}"])
+    assert server.paths == ["good", "good"]
+
+
+def test_data_folder_that_cannot_be_accessed_is_named(monkeypatch):
+    def stat(path, **_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(files.os, "stat", stat)
+    expected = "cannot read data/shakespeare_char/input.txt: Permission denied"
+    assert error_of("--dataset=shakespeare_char") == expected
+    with pytest.raises(UserError, match="cannot read data/own/train.bin: Permission denied"):
+        load_dataset("own")
 
 
 def test_other_file_in_place_of_shakespeare_is_refused_and_kept(server):

@@ -31,14 +31,13 @@ def load_preset(name, device="cuda"):
 
 
 @pytest.mark.parametrize(
-    ("device", "recipe", "lines"), [("cuda", NANOGPT_ON_A_GPU, 0), ("cpu", NANOGPT_ON_A_CPU, 1)]
+    ("device", "recipe"), [("cuda", NANOGPT_ON_A_GPU), ("cpu", NANOGPT_ON_A_CPU)]
 )
-def test_the_shakespeare_preset_is_nanogpts(device, recipe, lines, capsys):
+def test_the_shakespeare_preset_is_nanogpts(device, recipe):
     settings = load_preset("shakespeare_char.py", device)
     assert {name: getattr(settings, name) for name in recipe} == recipe
     assert learning_rate_at(settings.max_iters, settings) == pytest.approx(1e-4)
     assert learning_rate_at(settings.max_iters - 1, settings) > 1e-4
-    assert len(capsys.readouterr().out.splitlines()) == lines
 
 
 @pytest.mark.parametrize(("device", "place"), [("cuda", 0), ("cpu", 1)])

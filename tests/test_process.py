@@ -54,6 +54,21 @@ def test_a_user_error_is_one_line_on_stderr_and_status_2(capsys):
     assert capsys.readouterr() == ("", "train.py: no such thing: \\ud800\\x1b\n")
 
 
+def test_lack_of_memory_is_one_line_on_stderr_and_status_2(capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        process.run(raising(MemoryError()))
+    assert capsys.readouterr().err.startswith("train.py: out of memory: ")
+
+
+@posix
+def test_arguments_are_utf8_in_every_locale():
+    command = "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 $PYTHON é"
+    script = (
+        "from folio import process\nprocess.run(lambda: print(ascii(sys.argv), file=sys.stderr))"
+    )
+    assert shell(command, script) == (0, "['-c', '\\xe9']\n")
+
+
 @pytest.mark.parametrize("bug", [ZeroDivisionError(), OSError("of another kind")])
 def test_a_bug_keeps_its_traceback(bug):
     with pytest.raises(type(bug)):

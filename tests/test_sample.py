@@ -95,7 +95,7 @@ def test_each_line_is_a_prompt_whatever_the_batch_size(capsys, monkeypatch, sour
     lines = b"Shall I\n\nthee to\r\nmore"
     Path("prompts.txt").write_bytes(lines)
     set_stdin(monkeypatch, lines)
-    monkeypatch.setattr(sample, "max_batch_size", lambda model: size)
+    monkeypatch.setattr(sample, "max_batch_size", lambda model, count: size)
     found = objects(capsys, f"--prompts={source}", "--num_samples=2")
     expected = [(prompt, n) for prompt in ("Shall I", "thee to", "more") for n in (1337, 1338)]
     assert [(each["prompt"], each["seed"]) for each in found] == expected
@@ -178,7 +178,7 @@ def test_score_is_printed_as_a_line_or_as_json(capsys, monkeypatch):
     set_stdin(monkeypatch, b"Shall I")
     (scores,) = objects(capsys, "--score=-")
     assert line == (
-        f"-: loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.2f}, "
+        f"-: loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.5g}, "
         f"bits per byte {scores['bits_per_byte']:.4f}, over 6 tokens\n"
     )
 
@@ -260,3 +260,11 @@ def test_error_names_the_flag_or_file(monkeypatch, flags, message):
     set_stdin(monkeypatch, b"ab\xff")
     with pytest.raises(UserError, match=message):
         sample.main([*QUICK, *flags.split()])
+
+
+@pytest.mark.parametrize(
+    "flag", ["--score=nope", "--prompts=nope", "--stop=[1]", "--start=FILE:nope"]
+)
+def test_wrong_input_is_reported_before_a_model_is_loaded(folder, flag):
+    with pytest.raises(UserError, match="nope|--stop"):
+        sample.main(["--out_dir=missing", flag])

@@ -12,7 +12,10 @@ from test_fields import Settings
 
 from folio.errors import UserError
 from folio.fields import setting
-from folio.settings import changed, load, names_in, parse_arguments
+from folio.settings import SYNONYMS, changed, load, names_in, parse_arguments
+from prepare import PrepareConfig
+from sample import SampleConfig
+from train import TrainConfig
 
 NAMES = [field.name for field in fields(Settings)]
 
@@ -88,6 +91,42 @@ def test_a_flag_without_a_value_is_an_error():
 def test_values_that_python_cannot_print_or_open_are_errors(value):
     name = "steps" if value[0] == "1" else "name"
     assert f"a.py: {name} must" in error_of(config_file(f"{name} = {value}"))
+
+
+def test_a_value_that_is_replaced_need_not_be_valid():
+    file = config_file("steps = 'many'\nnorm = 'unknown'", "mine.py")
+    settings = load(Settings, [file, "--steps=3", "--norm=rmsnorm"])
+    assert (settings.steps, settings.norm) == (3, "rmsnorm")
+    assert error_of(file, "--norm=rmsnorm").startswith("mine.py: steps must be int, not 'many'")
+
+
+@pytest.mark.parametrize("error", ["GeneratorExit", "SystemExit(3)", "BaseException('odd')"])
+def test_a_config_file_may_raise_anything(error):
+    assert error_of(config_file(f"raise {error}")).startswith(f"a.py line 1: {error[:10]}")
+
+
+def test_text_that_is_not_unicode_is_an_error():
+    expected = "a.py: name must be valid Unicode, not '\\ud800x'"
+    assert error_of(config_file(r"name = '\ud800x'")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [("lr", "learning_rate"), ("epochs", "max_iters"), ("d-model", "n_embd")]
+)
+def test_names_of_other_tools_are_suggested(name, setting):
+    with pytest.raises(UserError, match=f"unknown setting --{name}; use --{setting}$"):
+        load(TrainConfig, [f"--{name}=1"])
+
+
+def test_synonyms_belong_to_settings_and_are_not_settings():
+    known = {
+        field.name for each in (PrepareConfig, TrainConfig, SampleConfig) for field in fields(each)
+    }
+    assert SYNONYMS.keys() <= known
+    for settings_class in (PrepareConfig, TrainConfig, SampleConfig):
+        names = {field.name for field in fields(settings_class)}
+        for name in SYNONYMS.keys() & names:
+            assert not names & set(SYNONYMS[name].split()), name
 
 
 def test_a_config_file_reads_the_values_so_far():

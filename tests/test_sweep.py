@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,10 +39,10 @@ def steps():
     }
 
 
-def start(*argv):
-    """Starts a sweep in its own process group, as a shell does."""
+def start(*argv, tool="sweep"):
+    """Starts a sweep, or another tool, in its own process group, as a shell does."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.sweep", *argv],
+        [sys.executable, "-m", f"tools.{tool}", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -65,6 +66,41 @@ def is_unused(folder):
         return False
 
 
+# Starting
+
+
+def write_torch(number):
+    """Makes `import torch` send a signal to the process that starts in the current folder."""
+    Path("torch.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("tool", ["bench", "plot", "sweep", "transformers_sample"])
+def test_signal_during_imports_ends_a_tool_without_a_traceback(tool, number):
+    write_torch(number)
+    argv = ["out-a"] if tool == "plot" else []
+    stopped = start(*argv, tool=tool)
+    assert stopped.communicate() == ("", "")
+    assert stopped.returncode == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("tool", "names"),
+    [
+        ("bench", "script runs target vs vs_dir profile count"),
+        ("plot", "x all out attention out_dir start"),
+        ("sweep", "sweep_dir jobs random"),
+    ],
+)
+def test_help_of_a_tool_is_printed_without_torch(tool, names):
+    write_torch(signal.SIGTERM)
+    out, err = (helped := start("--help", tool=tool)).communicate()
+    assert (helped.returncode, err) == (0, "")
+    assert out.startswith(f"usage: {tool}.py ")
+    assert re.findall(r"^  --(\w+)=", out, re.M) == names.split()
+    assert ("--learning_rate=1e-3,3e-4" in out) == (tool == "sweep")
+
+
 # Training
 
 
@@ -81,8 +117,9 @@ def test_each_combination_is_trained_and_compared(verse, capsys):
         assert run.val[-1]["step"] == 6
         assert "step 6: train loss" in Path("out-sweep", name, "output.txt").read_text()
     head, _, *rows = out[out.index("| run") :].splitlines()
-    assert [cell.strip() for cell in head.split("|")[2:4]] == ["seed", "n_embd"]
-    losses = [float(row.split("|")[5]) for row in rows]
+    first = [cell.strip() for cell in head.split("|")[2:5]]
+    assert first == ["n_embd", "seed", "best val loss"]
+    losses = [float(row.split("|")[4]) for row in rows]
     assert len(losses) == 4
     assert losses == sorted(losses)
 

@@ -43,7 +43,8 @@ def draw(folder, start=None):
     model, tokenizer = trained.model, trained.tokenizer
     if not model.config.n_layer:
         raise UserError(f"the model in {folder} has no layers, and thus no attention")
-    ids = tokenizer.encode(read_prompt(start, tokenizer))[-model.config.block_size :].tolist()
+    ids = tokenizer.encode(read_prompt(start) or tokenizer.start).tolist()
+    ids = ids[-model.config.block_size :]
     weights, logits = attention_weights(model, torch.tensor(ids))
     logits = logits[: tokenizer.vocab_size]  # without padding
     probabilities, top = logits.softmax(dim=-1).topk(min(TOP, len(logits)))
@@ -51,7 +52,7 @@ def draw(folder, start=None):
     layers, heads = weights.shape[:2]
     widths = [SIDE * heads, SIDE]
     figure = Figure(figsize=(sum(widths), SIDE * layers + 1), layout="constrained")
-    figure.suptitle(f"{folder}, prompt {tokenizer.decode(ids)[:60]!r}", fontsize=10, **STYLE)
+    figure.suptitle(f"{folder}\nprompt {tokenizer.decode(ids)[:60]!r}", fontsize=10, **STYLE)
     left, right = figure.subfigures(1, 2, width_ratios=widths)
     draw_heads(left, weights, [label_of(tokenizer, token) for token in ids])
     draw_next(right, probabilities, [label_of(tokenizer, token) for token in top.tolist()])
@@ -76,7 +77,7 @@ def draw_heads(figure, weights, tokens):
                 axes.set_xticks(range(len(tokens)), tokens, rotation=rotation, **STYLE)
                 axes.set_yticks(range(len(tokens)), tokens, **STYLE)
     bar = figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, location="bottom")
-    bar.set_label("attention weight of the column's token for the row's token", fontsize=8)
+    bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
 
 
 def draw_next(figure, probabilities, tokens):

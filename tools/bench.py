@@ -24,15 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import ClassVar, Literal
 
-import torch
-
 from folio import process
 from folio.errors import UserError
 from folio.fields import setting
-from folio.settings import ROOT, load
-from tools import count, roofline
-from tools.measure import figures, measure
-from tools.runs import aligned
+from folio.settings import ROOT, load, parse_arguments
 
 COLUMNS = {  # figure: (heading in the table, format)
     "step_ms": ("ms/step", ".2f"),
@@ -64,11 +59,26 @@ class BenchConfig:
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+def split_arguments(argv):
+    """Returns the arguments before and after --."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    settings = load(BenchConfig, argv[:cut])
-    settings = replace(settings, arguments=(*settings.arguments, *argv[cut + 1 :]))
+    return argv[:cut], argv[cut + 1 :]
+
+
+if __name__ == "__main__":  # --help must not wait for torch
+    process.start(parse_arguments, BenchConfig, split_arguments(sys.argv[1:])[0])
+
+import torch
+
+from tools import count, roofline
+from tools.measure import figures, measure
+from tools.runs import aligned
+
+
+def main(argv=None):
+    own, rest = split_arguments(sys.argv[1:] if argv is None else argv)
+    settings = load(BenchConfig, own)
+    settings = replace(settings, arguments=(*settings.arguments, *rest))
     if settings.count:
         count.print_counts(settings.arguments)
     elif settings.profile:

@@ -2,27 +2,25 @@
 
     python -m tools.plot out-a out-b
     python -m tools.plot out-sweep --x=seconds --out=losses.png
-    python -m tools.plot --attention --out_dir=out-a --start="To be, or not"
+    python -m tools.plot --attention out-a --start="To be, or not"
 
 Plots are PNG files and need matplotlib.
 """
 
+import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar, Literal
-
-import numpy as np
 
 from folio import process
 from folio.errors import UserError
 from folio.fields import setting
 from folio.files import replacing
-from folio.settings import load
-from tools import attention
-from tools import runs as runs_of
+from folio.settings import load, parse_arguments
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 POINTS = 100  # of a training curve; more steps are averaged, because losses of batches are noisy
+MAX_TICKS = 11  # of the x axis
 START = 0.1  # fraction of a run whose high losses are cut off
 
 
@@ -35,32 +33,42 @@ class PlotConfig:
 
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")
+    all: bool = setting(False, "print also the columns that do not fit into the terminal")
     out: str | None = setting(None, "PNG file; None: runs.png or attention.png")
 
     attention: bool = setting(
         False, "plot attention weights and next-token probabilities", group="Attention"
     )
-    out_dir: str = setting("out", "folder of the run")
+    out_dir: str | None = setting(None, "folder of the run; None: the one specified, or out")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
 
     def __post_init__(self):
         if not self.attention and not self.runs:
             raise UserError("specify the run folders to compare, or --attention with --out_dir")
-        if self.attention and len(self.runs) > 1:
+        if self.attention and len(self.runs) + (self.out_dir is not None) > 1:
             raise UserError("--attention takes one run")
         if self.out is not None and not self.out.endswith(".png"):
             raise UserError(f"--out must end in .png, not {self.out}")
+
+
+if __name__ == "__main__":
+    process.start(parse_arguments, PlotConfig)  # --help must not wait for torch
+
+import numpy as np
+
+from tools import attention
+from tools import runs as runs_of
 
 
 def main(argv=None):
     settings = load(PlotConfig, argv)
     if not settings.attention:
         runs = runs_of.best_first(runs_of.read_all(settings.runs))
-        print("\n".join(runs_of.table(runs)), flush=True)
+        print("\n".join(runs_of.table(runs, fit=not settings.all)), flush=True)
     if not find_spec("matplotlib"):
         raise UserError("plots need matplotlib: pip install matplotlib")
     if settings.attention:
-        folder = settings.runs[0] if settings.runs else settings.out_dir
+        folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
         path, figure = "attention.png", attention.draw(folder, settings.start)
     else:
         path, figure = "runs.png", draw_runs(runs, settings.x)
@@ -90,6 +98,9 @@ def draw_runs(runs, axis):
         x, loss = np.concatenate((train, val), axis=1)
         highest.append(loss[x >= x.min() + START * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
+    x = max((curve(run.val, axis)[0] for run in runs), key=lambda x: x[-1])
+    if axis != "seconds" and len(x) > 1:  # seconds of evaluations are not round
+        axes.set_xticks(x[:: math.ceil(len(x) / MAX_TICKS)])
     axes.grid(alpha=0.25)
     axes.legend(title="line: validation; faint: training; dot: best", frameon=False)
     return figure

@@ -16,7 +16,7 @@ from folio.device import DTYPES, kind_of, resolve_device
 from folio.run_dir import RunDir
 from folio.settings import load
 from model import flops_per_token
-from sample import SampleConfig, completions_of, continued
+from sample import SampleConfig, completions_of, continued, read_inputs
 from train import TrainConfig, setup
 
 STEPS = 10  # of training
@@ -50,10 +50,10 @@ def profile_sampling(arguments):
     trained = load_trained(
         RunDir(settings.out_dir), settings.device, settings.dtype, settings.compile
     )
-    machine, config = trained.machine, trained.model.config
+    machine, config, prompts = trained.machine, trained.model.config, read_inputs(settings)
 
     def generate():
-        batch = list(completions_of(settings, trained.tokenizer))
+        batch = list(completions_of(prompts, settings, trained.tokenizer))
         for _ in continued(trained, settings, batch):
             pass
 

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import shutil
+import sys
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -10,7 +12,7 @@ from folio.errors import UserError, os_error
 from folio.files import is_file
 from folio.run_dir import RunDir
 
-FIGURES = ("parameters", "best val loss", "at step", "steps", "time, s", "tokens/s")  # of the table
+FIGURES = ("best val loss", "at step", "time, s", "tokens/s", "parameters", "steps")  # of the table
 
 
 @dataclass
@@ -82,28 +84,38 @@ def best_first(runs):
     return sorted(runs, key=lambda run: run.best["loss"] if run.best else math.inf)
 
 
-def table(runs):
+def table(runs, first=(), fit=True):
     """Returns the lines of a Markdown table of runs, the best first.
 
-    It has a column for each setting that differs. Speeds are medians over the log.
+    It has the settings `first`, the figures, and the other settings that differ. If `fit`, those on
+    the right that are too many for a terminal are left out. Speeds are medians over the log.
     """
-    names = dict.fromkeys(name for run in runs for name in run.settings)
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in first)
     names = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
-    return aligned([["run", *names, *FIGURES], *(_row(run, names) for run in best_first(runs))])
+    rows = [["run", *first, *FIGURES, *names]]
+    rows += [_row(run, first, names) for run in best_first(runs)]
+    lines, hidden = aligned(rows), 0
+    width = shutil.get_terminal_size().columns if fit and sys.stdout.isatty() else math.inf
+    while len(lines[0]) > width and len(rows[0]) - hidden > 2 + len(first):  # keeps the loss
+        hidden += 1
+        lines = aligned([row[:-hidden] for row in rows])
+    note = f"{hidden} more column{'s' * (hidden > 1)}: tools.plot --all"
+    return [*lines, note] if hidden else lines
 
 
-def _row(run, names):
+def _row(run, first, names):
     best, newest = run.best, run.newest
     speeds = [event["tokens_per_s"] for event in run.train]
     return [
         run.folder,
-        *(str(run.settings.get(name, "")) for name in names),
-        f"{run.parameters:,}",
+        *(str(run.settings.get(name, "")) for name in first),
         f"{best['loss']:.4f}" if best else "",
         f"{best['step']:,}" if best else "",
-        f"{run.val[-1]['step']:,}" if best else "",
         f"{newest['elapsed_s']:,.0f}" if newest else "",
         f"{median(speeds):,.0f}" if speeds else "",
+        f"{run.parameters:,}",
+        f"{run.val[-1]['step']:,}" if best else "",
+        *(str(run.settings.get(name, "")) for name in names),
     ]
 
 

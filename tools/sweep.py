@@ -15,16 +15,46 @@ from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from folio import process
-from folio.checkpoint import load
-from folio.device import resolve_device
 from folio.errors import UserError
 from folio.fields import setting
 from folio.files import locked
 from folio.process import Interrupted
+from folio.settings import changed, names_in, parse_arguments
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """Train every combination of the settings that have several values, each in its own folder.
+
+    In a flag, several values are separated by commas: --learning_rate=1e-3,3e-4
+    In a config file, they are a list: learning_rate = [1e-3, 3e-4]
+    All settings of train.py except those about files can have several: see python train.py --help
+    """
+
+    ARGUMENTS: ClassVar[str] = "[CONFIG_FILE ...] [--name=value[,value ...] ...]"
+
+    sweep_dir: str = setting("out-sweep", "parent folder of the runs", scope="files")
+    jobs: int = setting(
+        1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
+    )
+    random: int | None = setting(None, "combinations to draw at random; None: all", "[1, inf)")
+
+
+def answer_help():
+    """Prints the help text and exits, if it is requested."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        parse_arguments(SweepSettings)
+
+
+if __name__ == "__main__":
+    process.start(answer_help)  # --help must not wait for torch
+
+from folio.checkpoint import load
+from folio.device import resolve_device
 from folio.run_dir import RunDir
-from folio.settings import changed, names_in
 from folio.tracking import run_settings
 from tools import runs
 from tools.crew import FINISHED, RUN_SETTINGS, STOPPED, Crew
@@ -33,16 +63,8 @@ from train import TrainConfig
 
 
 @dataclass(frozen=True)
-class SweepConfig(TrainConfig):
-    """Train every combination of the settings that have several values, each in its own folder."""
-
-    sweep_dir: str = setting("out-sweep", "parent folder of the runs", group="Sweep", scope="files")
-    jobs: int = setting(
-        1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
-    )
-    random: int | None = setting(
-        None, "number of combinations, drawn at random; None: all", "[1, inf)"
-    )
+class SweepConfig(TrainConfig, SweepSettings):
+    """All settings of a sweep."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,7 +87,7 @@ def main(argv=None):
         check_earlier_runs(planned)
         results = train_all(planned, grid.first.jobs)
         folders = [folder for folder in planned if RunDir(folder).log.exists()]
-        print("\n" + "\n".join(runs.table([runs.read(folder) for folder in folders])))
+        print("\n" + "\n".join(runs.table(list(map(runs.read, folders)), grid.names)))
     if failed := failures(results):
         raise UserError(
             f"{len(failed)} of {len(planned)} runs failed: {'; '.join(failed)}; to try them again, "

@@ -9,10 +9,14 @@ the context is full, its older half is dropped, as in sample.py; transformers ha
 import time
 from functools import partial
 
+from folio import process
+
+if __name__ == "__main__":
+    process.start(lambda: None)  # from now on, a signal ends the script without a traceback
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from folio import process
 from folio.device import DTYPES, resolve_device, resolve_dtype
 from folio.errors import UserError
 from folio.run_dir import RunDir
