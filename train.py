@@ -79,6 +79,7 @@ class TrainConfig:
     )
     learning_rate: float = setting(6e-4, "peak learning rate", "[0, inf)")
     max_iters: int = setting(600_000, "optimizer steps", "[1, inf)")
+    stop_at: int | None = setting(None, "step to save and exit at", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
@@ -102,10 +103,8 @@ class TrainConfig:
         if not self.out_dir:
             raise UserError("out_dir must not be empty")
         if self.decay_lr and (self.min_lr or 0) > self.learning_rate:
-            raise UserError(
-                f"min_lr={self.min_lr} is greater than learning_rate={self.learning_rate}: lower "
-                "--min_lr, or remove it from the config file"
-            )
+            values = f"min_lr={self.min_lr} and learning_rate={self.learning_rate}"
+            raise UserError(f"{values}: min_lr must not be greater than learning_rate")
 
     @property
     def tokens_per_step(self):
@@ -224,7 +223,7 @@ def train(run):
                     if losses := learner.evaluate(run.dataset, progress.step, stop):
                         tracking.evaluated(progress.step, losses, lr)
                         save_evaluated(run, tracking, losses["loss"])
-            if stop:
+            if stop or progress.step >= (settings.stop_at or math.inf):
                 break
             done = progress.is_finished(settings)
             if settings.sample_interval and (done or progress.is_due(settings.sample_interval)):
@@ -244,9 +243,9 @@ def train(run):
             learner.update(grad_norm, lr)
             tracking.stepped(progress.step, loss, grad_norm, lr)
             progress.step += 1
-        if stop and not progress.is_finished(settings):
-            save_stopped(run, tracking, stop)
-    print_end(run)
+        if not progress.is_finished(settings):
+            return save_stopped(run, tracking, stop)
+    return print_end(run)
 
 
 def save(run, tracking, best=False):
@@ -275,14 +274,14 @@ def save_evaluated(run, tracking, val_loss):
 
 
 def save_stopped(run, tracking, stop):
-    """Saves the state after a stop signal, and exits."""
+    """Saves the state of a run that is not finished. Raises Interrupted after a stop signal."""
     if error := save(run, tracking):
         raise UserError(f"stopped without saving ({error}): progress since the last save is lost")
-    message = (
-        f"stopped at step {run.progress.step}, saved in {run.run_dir.last}; to continue, run the "
-        "same command with --init_from=resume"
-    )
-    raise process.Interrupted(stop.number, message)
+    again = "to continue, run the same command with --init_from=resume"
+    message = f"stopped at step {run.progress.step}, saved in {run.run_dir.last}; {again}"
+    if stop:
+        raise process.Interrupted(stop.number, message)
+    tracking.say(message)
 
 
 class Learner:

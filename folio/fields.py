@@ -20,8 +20,8 @@ def setting(default, explanation, bounds=None, *, group=None, scope: Scope = "ru
         bounds: an interval such as "[0, 1)".
         group: starts a new heading in `--help`.
         scope: what the setting is for. "run": the results depend on it. "files": which files are
-            read and written. "machine": where and how to compute. "display": what is
-            reported and saved, and how often.
+            read and written, and when a process stops. "machine": where and how to compute.
+            "display": what is reported and saved, and how often.
     """
     metadata = {"explanation": explanation, "bounds": bounds, "group": group, "scope": scope}
     return dataclasses.field(default=default, metadata=metadata)

@@ -143,6 +143,17 @@ def test_states_are_saved_before_the_first_step_at_evaluations_and_in_between(ve
     assert saved == [("ckpt.pt", 0, 2), ("last.pt", 3, 5), ("ckpt.pt", 4, 7), ("ckpt.pt", 6, 10)]
 
 
+@pytest.mark.parametrize("stop_at", [1, 3, 4])
+def test_run_that_stopped_at_a_step_ends_like_an_uninterrupted_one(verse, capsys, stop_at):
+    train.main(tiny.flags(out_dir="out-whole", dropout=0.1))
+    train.main(tiny.flags(dropout=0.1, stop_at=stop_at))
+    assert tiny.saved("last.pt")["iter_num"] == stop_at
+    expected = f"stopped at step {stop_at}, saved in out/last.pt; to continue, run the same command"
+    assert expected in capsys.readouterr().out
+    train.main(tiny.flags(dropout=0.1, init_from="resume"))
+    assert tiny.differences("out", "out-whole") == []
+
+
 def test_auto_starts_a_run_or_resumes_it(verse, capsys):
     train.main(tiny.flags(init_from="auto", max_iters=3))
     assert "resumed" not in capsys.readouterr().out
