@@ -89,7 +89,7 @@ def test_signal_during_imports_ends_a_tool_without_a_traceback(tool, number):
     [
         ("bench", "script runs target vs vs_dir profile count"),
         ("plot", "x all out attention out_dir start"),
-        ("sweep", "sweep_dir jobs random"),
+        ("sweep", "sweep_dir jobs random halving"),
     ],
 )
 def test_help_of_a_tool_is_printed_without_torch(tool, names):
@@ -122,6 +122,23 @@ def test_each_combination_is_trained_and_compared(verse, capsys):
     losses = [float(row.split("|")[4]) for row in rows]
     assert len(losses) == 4
     assert losses == sorted(losses)
+
+
+@pytest.mark.slow
+def test_halving_pauses_runs_and_continues_the_best_exactly(verse, monkeypatch):
+    argv = [*flags(max_iters=18, eval_interval=2), "--learning_rate=1e-4,1e-3,1e-2", "--halving=3"]
+    sweep.main(argv)
+    assert sorted(steps().values()) == [2, 2, 18]
+    best = max(steps(), key=steps().get)
+    assert best == "learning_rate=0.01"
+    before = tiny.log_events(Path("out-sweep", best))
+    rate = ["--learning_rate=0.01", "--init_from=scratch"]
+    train.main([*tiny.flags(max_iters=18, eval_interval=2), *rate])
+    assert tiny.differences("out", Path("out-sweep", best)) == []
+    sweep.main(argv)  # trains nothing again
+    assert tiny.log_events(Path("out-sweep", best)) == before
+    sweep.main(argv[:-1])
+    assert set(steps().values()) == {18}
 
 
 @pytest.mark.slow

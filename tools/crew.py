@@ -25,9 +25,13 @@ class Crew:
         self.pool = ThreadPoolExecutor(size)  # each thread waits for a process
         self.children, self.stopping = set(), threading.Event()
 
-    def start(self, folder, settings):
-        """Queues a run. Returns the Future of its result: FINISHED, STOPPED or an error message."""
-        return self.pool.submit(self._train, folder, settings)
+    def start(self, folder, settings, stop_at):
+        """Queues a run, up to a step.
+
+        Returns the Future of its result: FINISHED, STOPPED or an error message.
+        """
+        command = train_command(folder, settings, stop_at)
+        return self.pool.submit(self._train, folder, command, settings.device)
 
     def stop(self):
         """Cancels queued runs, and waits until the others have saved their state."""
@@ -36,13 +40,13 @@ class Crew:
             child.terminate()
         self.pool.shutdown(cancel_futures=True)
 
-    def _train(self, folder, settings):
+    def _train(self, folder, command, device):
         slot = self.free_slots.pop()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            variables = os.environ | environment(settings.device, slot, self.size)
+            variables = os.environ | environment(device, slot, self.size)
             with open(folder / "output.txt", "ab") as output:
-                return self._run(train_command(folder, settings), variables, output)
+                return self._run(command, variables, output)
         except OSError as error:
             return str(os_error("write to", folder, error))
         finally:
@@ -66,12 +70,12 @@ class Crew:
         return f"{last} (status {child.returncode})" if child.returncode else FINISHED
 
 
-def train_command(folder, settings):
-    """Returns the command that starts or resumes a run."""
+def train_command(folder, settings, stop_at):
+    """Returns the command that starts or resumes a run, up to a step."""
     flags = {name: value for name, value in changed(settings).items() if name in RUN_SETTINGS}
     if settings.wandb_log:
         flags = {"wandb_run_name": folder.name} | flags
-    flags |= {"out_dir": folder, "init_from": "auto", "overwrite": True}
+    flags |= {"out_dir": folder, "init_from": "auto", "overwrite": True, "stop_at": stop_at}
     return [sys.executable, str(ROOT / "train.py"), *(f"--{k}={v}" for k, v in flags.items())]
 
 

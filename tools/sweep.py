@@ -8,10 +8,11 @@ continues a sweep that was stopped: finished runs are kept, stopped and failed r
 `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
+import math
 import os
 import re
 import sys
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ class SweepSettings:
         1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
     )
     random: int | None = setting(None, "combinations to draw at random; None: all", "[1, inf)")
+    halving: int | None = setting(
+        None, "train only the best 1/N of the runs beyond 1/N² and 1/N of the steps", "[2, inf)"
+    )
 
 
 def answer_help():
@@ -59,6 +63,7 @@ from folio.tracking import run_settings
 from tools import runs
 from tools.crew import FINISHED, RUN_SETTINGS, STOPPED, Crew
 from tools.grid import Grid
+from tools.halving import Halving, rung_steps
 from train import TrainConfig
 
 
@@ -85,7 +90,7 @@ def main(argv=None):
     planned = {sweep_dir / name: settings for name, settings in found.items()}
     with locked(sweep_dir):
         check_earlier_runs(planned)
-        results = train_all(planned, grid.first.jobs)
+        results = train_all(planned, grid.first.jobs, grid.first.halving)
         folders = [folder for folder in planned if RunDir(folder).log.exists()]
         print("\n" + "\n".join(runs.table(list(map(runs.read, folders)), grid.names)))
     if failed := failures(results):
@@ -130,29 +135,53 @@ def is_finished(folder, settings):
     return False
 
 
-def train_all(planned, jobs):
+def loss_at(folder, settings, step):
+    """Returns the validation loss of a run at a step, or None if it has not come so far.
+
+    The loss of a finished run is its best.
+    """
+    if is_finished(folder, settings):
+        return runs.read(folder).best["loss"]
+    if step < settings.max_iters and RunDir(folder).log.exists():
+        return next((e["loss"] for e in runs.read(folder).val if e["step"] == step), None)
+    return None
+
+
+def train_all(planned, jobs, factor=None):
     """Trains the runs that are not finished, even if one fails. Returns {folder: result}."""
-    results = {k: FINISHED for k, settings in planned.items() if is_finished(k, settings)}
-    print(f"{len(planned)} runs, {len(results)} of them already finished", flush=True)
-    crew, folders = Crew(jobs), {}
+    finished = sum(is_finished(folder, settings) for folder, settings in planned.items())
+    print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
+    steps = {folder: rung_steps(settings, factor) for folder, settings in planned.items()}
+    scheduler, crew = Halving(planned, factor, is_asynchronous=jobs > 1), Crew(jobs)
+    results, active = {}, {}
     try:
-        for folder, settings in planned.items():
-            if folder not in results:
-                folders[crew.start(folder, settings)] = folder
-        for future in as_completed(folders):
-            folder = folders[future]
-            results[folder] = future.result()
-            about = describe(folder, results[folder])
-            print(f"{len(results)} of {len(planned)}: {folder.name}: {about}", flush=True)
+        while True:
+            while len(active) < jobs and (task := scheduler.next()):
+                folder, rung = task
+                loss = loss_at(folder, planned[folder], steps[folder][rung])
+                if loss is None:
+                    future = crew.start(folder, planned[folder], steps[folder][rung])
+                    active[future] = task
+                else:
+                    results[folder] = FINISHED
+                    scheduler.report(folder, rung, loss)
+            if not active:
+                return results
+            for future in wait(active, return_when=FIRST_COMPLETED).done:
+                folder, rung = active.pop(future)
+                results[folder] = future.result()
+                loss = loss_at(folder, planned[folder], steps[folder][rung])
+                scheduler.report(folder, rung, math.inf if loss is None else loss)
+                about = describe(folder, results[folder])
+                print(f"{len(results)} of {len(planned)}: {folder.name}: {about}", flush=True)
     except Interrupted as error:
         crew.stop()
-        failed = failures({k: each.result() for each, k in folders.items() if not each.cancelled()})
+        failed = failures({k: f.result() for f, (k, _) in active.items() if not f.cancelled()})
         outcome = f", but {'; '.join(failed)}" if failed else " and saved"
         message = f"stopped{outcome}; to continue, run the same command"
         raise Interrupted(error.number, message) from error
     finally:
         crew.stop()
-    return results
 
 
 def failures(results):
