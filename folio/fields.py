@@ -1,6 +1,7 @@
 """A setting: a dataclass field with an explanation, a type, bounds and a scope."""
 
 import dataclasses
+import math
 import os
 import reprlib
 import types
@@ -10,6 +11,7 @@ from typing import Literal
 
 from folio.errors import UserError
 
+RANGE_SIZE = 200
 Scope = Literal["run", "files", "machine", "display"]
 
 
@@ -38,6 +40,28 @@ def parse_value(field, text, label):
         elif literal == str(option):
             value = option
     return check_value(field, value, label)
+
+
+def range_values(field, text):
+    """Returns the values of a range, "uniform:LOW:HIGH" or "log:LOW:HIGH", or None for other text.
+
+    They are RANGE_SIZE evenly spaced numbers, or integers; for "log", their logarithms are evenly
+    spaced.
+    """
+    options, (kind, *ends) = _options(field.type), text.split(":")
+    if kind not in ("uniform", "log") or len(ends) != 2 or not {int, float} & set(options):
+        return None
+    with suppress(ValueError):
+        low, high = map(float, ends)
+        if not (low < high < math.inf and (kind == "uniform" or low > 0)):
+            return None
+        shares = [place / (RANGE_SIZE - 1) for place in range(RANGE_SIZE)]
+        values = [low + (high - low) * share for share in shares]
+        if kind == "log":
+            values = [low * (high / low) ** share for share in shares]
+        digits = (lambda x: float(f"{x:.3g}")) if float in options else round
+        return list(dict.fromkeys(map(digits, values)))
+    return None
 
 
 def check_value(field, value, label):

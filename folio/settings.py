@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from folio.errors import UserError, nearest
-from folio.fields import check_value, parse_value, type_name
+from folio.fields import check_value, parse_value, range_values, type_name
 
 ROOT = Path(__file__).parent.parent  # of the repository
 PRESETS = ROOT / "config"
@@ -136,8 +136,9 @@ def parse_arguments(settings_class, argv=None, choose=None):
                 text = rest.pop(0)
             else:
                 raise UserError(f"--{name} needs a value: --{name}=VALUE, {type_name(field)}")
+        values = range_values(field, text) if choose else None
         texts = text.split(",") if choose else [text]
-        values = [parse_value(field, each, f"--{name}") for each in texts]
+        values = values or [parse_value(field, each, f"--{name}") for each in texts]
         steps.append((name, choose(name, values) if len(values) > 1 else values[0]))
     return steps
 
@@ -178,6 +179,8 @@ def _run_config_file(fields, values, path, choose):
     found = {}
     for name, value in names.items():
         if name in fields:
+            if choose and isinstance(value, str):
+                value = range_values(fields[name], value) or value
             if choose and value and isinstance(value, list | tuple | range):
                 value = choose(name, list(value))
             found[name] = value

@@ -117,3 +117,22 @@ def test_random_combinations_are_reproducible_and_nested():
     grid = Grid(Settings, ["--steps=1,2,3", "--rate=0.1,0.2"])
     assert len(grid.combinations(2)) == 2
     assert grid.combinations(2).items() <= grid.combinations(4).items()
+
+
+def test_values_of_ranges_are_drawn_evenly():
+    write("steps = 'uniform:10:20'")
+    grid = Grid(Settings, ["a.py", "--rate=log:1e-4:1e-2"])
+    assert grid.names == ["rate", "steps"]
+    assert grid.size == 11 * 200
+    found = list(grid.combinations(200).values())
+    assert len(found) == 200
+    assert {each.steps for each in found} == set(range(10, 21))
+    assert all(1e-4 <= each.rate <= 1e-2 for each in found)
+    assert 80 < sum(each.rate < 1e-3 for each in found) < 120  # the geometric mean
+    assert set(grid.combinations(3).values()) < set(found)
+
+
+@pytest.mark.parametrize("text", ["log:0:1", "log:1", "log:a:1", "uniform:1:0", "even:0:1"])
+def test_invalid_range_is_an_error(text):
+    with pytest.raises(UserError, match="--rate must be float"):
+        Grid(Settings, [f"--rate={text}"])

@@ -1,6 +1,7 @@
 """Combinations of settings that have several values: which ones a sweep trains.
 
-A flag has values separated by commas, --learning_rate=1e-3,3e-4; a config file has a list.
+A flag has values separated by commas, --learning_rate=1e-3,3e-4; a config file has a list. Either
+can have a range, such as log:1e-4:1e-2, which is a list of many values.
 """
 
 import itertools
@@ -24,6 +25,11 @@ class Grid:
         self.first = load(*self._arguments, choose=self._add)
         # A flag or file further to the right may have replaced a list.
         self.names = [name for name in self._sizes if self._has_effect(name)]
+
+    @property
+    def size(self):
+        """The number of all combinations."""
+        return math.prod(self._sizes[name] for name in self.names)
 
     def combinations(self, count=None):
         """Returns {name of the run: settings} of all combinations, or of `count` drawn at random.

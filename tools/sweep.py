@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from folio import process
 from folio.errors import UserError
-from folio.fields import setting
+from folio.fields import RANGE_SIZE, setting
 from folio.files import locked
 from folio.process import Interrupted
 from folio.settings import changed, names_in, parse_arguments
@@ -32,6 +32,7 @@ class SweepSettings:
 
     In a flag, several values are separated by commas: --learning_rate=1e-3,3e-4
     In a config file, they are a list: learning_rate = [1e-3, 3e-4]
+    With --random, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
     All settings of train.py except those about files can have several: see python train.py --help
     """
 
@@ -86,6 +87,8 @@ def main(argv=None):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
     grid = Grid(SweepConfig, argv, {"device": resolve_device})
     check_names(grid.names)
+    if not grid.first.random and grid.size >= RANGE_SIZE:
+        raise UserError(f"there are {grid.size:,} combinations: use --random=N to train N of them")
     sweep_dir, found = Path(grid.first.sweep_dir), grid.combinations(grid.first.random)
     planned = {sweep_dir / name: settings for name, settings in found.items()}
     with locked(sweep_dir):
