@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from folio import process
-from folio.dataset import DATA, dataset_folder, write_dataset
 from folio.errors import UserError, nearest, os_error
 from folio.fields import setting
-from folio.files import Text, is_file, locked, read_text, replacing
-from folio.settings import load
-from folio.tokenizers import TOKENIZERS
+from folio.settings import load, parse_arguments
 
 KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # name: tokenizer
 
@@ -60,6 +57,14 @@ class PrepareConfig:
             raise UserError("--url applies to tiny Shakespeare only")
 
 
+if __name__ == "__main__":
+    process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
+
+from folio.dataset import DATA, dataset_folder, write_dataset
+from folio.files import Text, is_file, locked, read_text, replacing
+from folio.tokenizers import TOKENIZERS
+
+
 def main(argv=None):
     settings = load(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
@@ -87,13 +92,15 @@ def read_input(path, separator):
     Hidden files are skipped. Any other file that is not UTF-8 text is an error.
     """
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-        return read_text(path)
+        return read_text(str(path))
 
     def fail(error):
         raise os_error("read", error.filename, error) from error
 
     found = sorted(Path(at, n) for at, _, names in os.walk(path, onerror=fail) for n in names)
     files = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+    if not files:
+        raise UserError(f"{path} contains no files; hidden files are skipped")
     if odd := [f for f in files if not os.path.isfile(f)]:
         raise UserError(f"{odd[0]} is not a regular file; remove it from {path}")
     text = separator.join(read_text(file).text for file in files)

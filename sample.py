@@ -73,6 +73,8 @@ class SampleConfig:
     compile: bool = setting(False, "use torch.compile; slower on a CPU")
 
     def __post_init__(self):
+        if not self.out_dir:
+            raise UserError("out_dir must not be empty")
         for names in EXCLUSIVE:
             given = [name for name in names if getattr(self, name) not in (None, False)]
             if len(given) > 1:
@@ -209,7 +211,7 @@ def converse(trained, settings):
     text, seed, stops = trained.tokenizer.start, settings.seed, stop_texts(settings.stop)
     while True:
         try:
-            prompt = input("> " if sys.stdin.isatty() else "") or text
+            prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
             ids = trained.tokenizer.encode(prompt).tolist()
             completion = Completion(prompt, ids, seed, trained.tokenizer, stops)
             text, seed, completion.printed = prompt, seed + 1, len(prompt)

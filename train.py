@@ -127,7 +127,7 @@ from folio.dataset import Dataset, load_dataset
 from folio.device import choose_machine, kind_of, resolve_device
 from folio.divergence import DivergenceMonitor
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
-from folio.optim import learning_rate_at, make_optimizers
+from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.run_dir import RunDir, check_resumable
 from folio.tracking import Tracking, evaluation_line, print_end, print_start
 from model import GPT, GPTConfig
@@ -306,7 +306,7 @@ class Learner:
     def load_state_dict(self, checkpoint):
         """Loads weights, moments and loss scale; the next update sets the hyperparameters."""
         checkpoints.load_weights(self.model, checkpoint)
-        checkpoints.restore_optimizers(checkpoint, self.optimizers)
+        restore_optimizers(self.optimizers, checkpoint)
         if checkpoint.scaler:
             self.scaler.load_state_dict(checkpoint.scaler)
 

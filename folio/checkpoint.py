@@ -7,6 +7,7 @@ default values, so that nanoGPT can read folio's checkpoints of such models.
 """
 
 import dataclasses
+import json
 import math
 import zipfile
 from dataclasses import dataclass, field
@@ -166,19 +167,22 @@ def _from_plain(plain, path):
     """Returns the Checkpoint in a file of this version, an earlier version or nanoGPT."""
     if plain.get("format", FORMAT) > FORMAT:
         raise UserError(f"{path} is from a later version of folio (format {plain['format']})")
+    json.dumps([plain["config"], *map(plain.get, ("tokenizer", "data"))])  # raises unless plain
     args = dict(plain["model_args"])
     args.pop("zero_init", None)  # of earlier versions; without effect on a trained model
     step = int(plain["iter_num"])
-    evaluated = plain.get("evaluated", step)  # nanoGPT saves after an evaluation
+    evaluated = int(plain.get("evaluated", step))  # nanoGPT saves after an evaluation
+    if step < 0:
+        raise ValueError(f"step {step}")
     return Checkpoint(
         config=GPTConfig(**args),
         weights=_renamed(plain["model"]),
         progress=Progress(
             step=step,
             evaluated=evaluated,
-            best_step=plain.get("best_step", evaluated),
+            best_step=int(plain.get("best_step", evaluated)),
             best_val_loss=float(plain["best_val_loss"]),  # a tensor in nanoGPT's
-            elapsed_s=plain.get("elapsed_s", 0.0),
+            elapsed_s=float(plain.get("elapsed_s", 0.0)),
         ),
         settings=dict(plain["config"]),
         optimizers={name: plain[key] for name, key in OPTIMIZER_KEYS.items() if plain.get(key)},
@@ -211,37 +215,3 @@ def load_weights(model, checkpoint):
         raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}") from error
     if not all(weight.isfinite().all() for weight in model.state_dict().values()):
         raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")
-
-
-def restore_optimizers(checkpoint, optimizers):
-    """Loads moments into {name: optimizer}; hyperparameters other than `lr` keep their values.
-
-    Raises UserError if the state belongs to other optimizers or parameters.
-    """
-    saved = checkpoint.optimizers
-    if not saved:
-        raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
-    try:
-        if saved.keys() != optimizers.keys():
-            raise ValueError(f"it belongs to {' and '.join(saved)}")
-        for name, optimizer in optimizers.items():
-            state, groups = saved[name]["state"], saved[name]["param_groups"]
-            _check_moments(optimizer, state)
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
-                group["lr"] = before["lr"]  # a save before the next step stores it again
-    except Exception as error:  # the content may be anything
-        raise UserError(
-            f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
-        ) from error
-
-
-def _check_moments(optimizer, state):
-    """Raises ValueError unless the state fits; fused AdamW would crash the process otherwise."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if state and state.keys() != set(range(len(parameters))):  # empty before the first step
-        raise ValueError("it belongs to other parameters")
-    for index, moments in state.items():
-        for key, moment in moments.items():
-            if key != "step" and moment.shape != parameters[index].shape:
-                raise ValueError(f"{key} of parameter {index} has a different shape")

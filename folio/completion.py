@@ -20,6 +20,7 @@ from folio.memory import keep_freed_memory, memory_bytes
 from folio.sampling import Controls
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
+MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end
 BYTES_PER_TOKEN = 100  # of a Completion
 MEMORY_SHARE = 1 / 4  # of the device, for a batch; more texts take several batches
 
@@ -180,7 +181,7 @@ def max_batch_size(model, count):
     logits = 8 * config.vocab_size  # and the tensors of sampling
     available = memory_bytes(model.transformer.wte.weight.device) or 2**33
     size = 4 * (cache + logits) + BYTES_PER_TOKEN * count
-    return max(1, int(MEMORY_SHARE * available) // size)
+    return min(max(1, int(MEMORY_SHARE * available) // size), MAX_BATCH_SIZE)
 
 
 def sample_text(model, tokenizer, seed, count=200):

@@ -7,10 +7,10 @@ class UserError(Exception):
     """A user's mistake or a system error, reported in one line with exit status 2."""
 
 
-def nearest(name, known, otherwise=""):
+def nearest(name, known, otherwise="", dashes=""):
     """Returns '; did you mean NAME?' for the closest of `known`, or else `otherwise`."""
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else otherwise
+    return f"; did you mean {dashes}{close[0]}?" if close else otherwise
 
 
 def cause_of(error):

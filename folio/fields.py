@@ -37,7 +37,7 @@ def parse_value(field, text, label):
         if option in (int, float):
             with suppress(ValueError):
                 value = option(text)
-        elif literal == str(option):
+        elif not isinstance(option, type) and literal == str(option):
             value = option
     return check_value(field, value, label)
 
@@ -71,7 +71,8 @@ def check_value(field, value, label):
     """
     options, kind = _options(field.type), type(value)
     becomes_float = kind is int and float in options
-    is_literal = (kind, value) in [(type(option), option) for option in options]
+    literals = [(type(option), option) for option in options if not isinstance(option, type)]
+    is_literal = (kind, value) in literals
     if not (kind in options or becomes_float or is_literal):
         raise UserError(f"{label} must be {type_name(field)}, not {_shortened(value)}")
     if kind is str:

@@ -207,17 +207,17 @@ def token_nll(model, ids, stride=None):
     size = min(model.config.block_size, last)
     stride, losses = min(stride_of(model, stride), size), []
     starts = [*range(0, last - size, stride), last - size]  # the last window ends with the text
-    windows_per_pass = max(1, TOKENS_PER_PASS // size)
-    for first in range(0, len(starts), windows_per_pass):
-        some = starts[first : first + windows_per_pass]
-        windows = torch.stack([ids[start : start + size + 1] for start in some])
-        windows = windows.to(model.transformer.wte.weight.device)
-        states = model.trunk(windows[:, :-1])
-        for state, targets in zip(states, windows[:, 1:], strict=True):  # logits can be large
-            logits = model.lm_head(state).float()
-            losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
-    counts = [
+    new = [
         size,
         *(start - before for before, start in pairwise(starts)),
-    ]  # new tokens
-    return torch.cat([loss[size - n :] for loss, n in zip(losses, counts, strict=True)])
+    ]  # tokens not scored before
+    windows_per_pass = max(1, TOKENS_PER_PASS // size)
+    for first in range(0, len(starts), windows_per_pass):
+        some = slice(first, first + windows_per_pass)
+        windows = torch.stack([ids[start : start + size + 1] for start in starts[some]])
+        windows = windows.to(model.transformer.wte.weight.device)
+        states = model.trunk(windows[:, :-1])
+        for state, window, count in zip(states, windows, new[some], strict=True):
+            logits = model.lm_head(state[-count:]).float()  # of one window, because they are large
+            losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
+    return torch.cat(losses)

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from folio.device import DTYPES
+from folio.errors import UserError, cause_of
 
+MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
 
 
@@ -98,6 +100,46 @@ def orthogonalize(x):
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x
+
+
+def restore_optimizers(optimizers, checkpoint):
+    """Loads a Checkpoint's moments into {name: optimizer}; other than `lr`, settings are kept.
+
+    Raises UserError if the state belongs to other optimizers or parameters.
+    """
+    saved = checkpoint.optimizers
+    if not saved:
+        raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
+    try:
+        if saved.keys() != optimizers.keys():
+            raise ValueError(f"it belongs to {' and '.join(saved)}")
+        for name, optimizer in optimizers.items():
+            state, groups = saved[name]["state"], saved[name]["param_groups"]
+            _check_moments(optimizer, state, MOMENTS[name])
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group["lr"] = before["lr"]  # a save before the next step stores it again
+    except Exception as error:  # the content may be anything
+        raise UserError(
+            f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
+        ) from error
+
+
+def _check_moments(optimizer, state, keys):
+    """Raises ValueError unless the state fits; fused AdamW would crash the process otherwise."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if state and state.keys() != set(range(len(parameters))):  # empty before the first step
+        raise ValueError("it belongs to other parameters")
+    for index, moments in state.items():
+        if moments.keys() != keys:
+            raise ValueError(f"parameter {index} has {', '.join(moments)}")
+        for key, moment in moments.items():
+            shape = () if key == "step" else parameters[index].shape
+            if (
+                torch.as_tensor(moment).shape != shape
+                or not torch.as_tensor(moment).is_contiguous()
+            ):
+                raise ValueError(f"{key} of parameter {index} has a different shape")
 
 
 def learning_rate_at(step, settings):

@@ -58,13 +58,14 @@ def _run(function, *args):
         status = _status_of(function, *args)
         sys.stdout.flush()
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            print_error("cannot write the output: no space left on device")
+        is_error = error.errno in (errno.ENOSPC, errno.EBADF)
+        if is_error:
+            print_error(f"cannot write the output: {error.strerror}")
         elif error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
             raise
         for handle in (1, 2):  # otherwise Python reports the same error again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
-        status = 2 if error.errno == errno.ENOSPC else 128 + SIGPIPE
+        status = 2 if is_error else 128 + SIGPIPE
     if status is not None:
         sys.exit(status)
 

@@ -25,6 +25,7 @@ class RunDir:
         self.folder = Path(folder)
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
         self._pending = b""  # lines of the log that could not be written yet
+        self._loaded = None  # see _stamps()
 
     @staticmethod
     def find(parent="."):
@@ -45,12 +46,13 @@ class RunDir:
 
         Raises UserError if training from last.pt would overwrite a ckpt.pt of another run.
         """
+        self._loaded = self._stamps()
         if not is_file(self.last):
             return self._load(self.best) if required or is_file(self.best) else None
         try:
             newest = self._load(self.last)
         except UserError as error:
-            if not is_file(self.best):
+            if not is_file(self.best) or os.path.samefile(self.best, self.last):
                 raise
             raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
         try:
@@ -65,6 +67,11 @@ class RunDir:
                 "different runs: move one of them away"
             )
         return newest
+
+    def _stamps(self):
+        """Returns values that change when another process saves."""
+        stats = [path.stat() for path in (self.best, self.last) if is_file(path)]
+        return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
 
     def _load(self, path, optimizers=True):
         if not is_file(path):
@@ -90,8 +97,8 @@ class RunDir:
 
         Returns the folder to which an earlier run was moved, or None.
         """
-        if settings.init_from == "auto" and not resumed and is_file(self.last):
-            raise UserError(f"another process has started a run in {self.folder}: try again")
+        if settings.init_from != "scratch" and self._stamps() != self._loaded:
+            raise UserError(f"another process has just written to {self.folder}: try again")
         try:
             for path in (self.best, self.last):
                 temporary_path(path).unlink(missing_ok=True)  # left by a process that was killed
@@ -99,8 +106,7 @@ class RunDir:
                 if is_file(self.log) and resumed.log_bytes is not None:
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
             elif settings.overwrite:
-                for path in (self.best, self.last, self.log):
-                    path.unlink(missing_ok=True)
+                self.log.unlink(missing_ok=True)  # the first save replaces the checkpoints
             else:
                 return move_aside(self.folder, (BEST, LAST, LOG))
         except OSError as error:

@@ -125,7 +125,7 @@ def parse_arguments(settings_class, argv=None, choose=None):
             continue
         name, equals, text = argument[2:].partition("=")
         if name not in fields or name == operands:
-            hint = _hint(name, fields.keys() - {operands}, "; --help lists the settings")
+            hint = _hint(name, fields.keys() - {operands}, "; --help lists the settings", "--")
             raise UserError(f"unknown setting --{name}{hint}")
         field = fields[name]
         if not equals:
@@ -143,12 +143,15 @@ def parse_arguments(settings_class, argv=None, choose=None):
     return steps
 
 
-def _hint(name, known, otherwise):
+def _hint(name, known, otherwise, dashes=""):
     """Returns a suggestion for an unknown name: a synonym from other tools, or a similar name."""
+    name = name.lower().replace("-", "_")
     for setting, synonyms in SYNONYMS.items():
-        if setting in known and name.lower().replace("-", "_") in synonyms.split():
-            return f"; use --{setting}"
-    return nearest(name, known, otherwise)
+        if setting in known and name in synonyms.split():
+            return f"; use {dashes}{setting}"
+    if name.startswith("no_") and name.removeprefix("no_") in known:
+        return f"; use {dashes}{name.removeprefix('no_')}=False"
+    return nearest(name, known, otherwise, dashes)
 
 
 def _find_config_file(argument):
@@ -157,6 +160,8 @@ def _find_config_file(argument):
             return path
     if "=" in argument or argument.startswith("-"):
         raise UserError(f"write settings as --name=value, not {argument}")
+    if os.path.isfile(argument):
+        raise UserError(f"{argument} is not a config file: their names end in .py")
     presets = [path.relative_to(ROOT).as_posix() for path in sorted(PRESETS.rglob("[!_]*.py"))]
     hint = nearest(argument, presets, f"; available: {', '.join(presets)}")
     raise UserError(f"there is no config file {argument}{hint}")
@@ -178,13 +183,15 @@ def _run_config_file(fields, values, path, choose):
         raise UserError(f"{place}: {type(error).__name__}: {error}") from error
     found = {}
     for name, value in names.items():
+        if isinstance(value, types.ModuleType):
+            continue
         if name in fields:
             if choose and isinstance(value, str):
                 value = range_values(fields[name], value) or value
             if choose and value and isinstance(value, list | tuple | range):
                 value = choose(name, list(value))
             found[name] = value
-        elif not (name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)):
+        elif not (name.startswith("_") or callable(value)):
             hint = _hint(name, fields, "; names of helper variables start with _")
             raise UserError(f"{path}: unknown setting {name}{hint}")
     return found

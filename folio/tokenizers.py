@@ -88,7 +88,7 @@ class CharTokenizer(Tokenizer):
 
     def token_bytes(self, token):
         """Returns the UTF-8 bytes of a token."""
-        return self.characters[token].encode()
+        return self.characters[token].encode(errors="surrogatepass")  # nanoGPT's may have some
 
 
 class GPT2Tokenizer(Tokenizer):

@@ -113,6 +113,7 @@ def test_sampling_is_compared_with_any_command(scripts, capsys):
     ("flags", "message"),
     [
         (["--vs=no-such-command"], "cannot run no-such-command"),
+        (["--vs= "], "--vs must not be empty"),
         (["--vs=python 'open"], "--vs is not a command: No closing quotation: python 'open"),
         ([f"--vs={sys.executable} other.py 0", "--vs_dir=nowhere"], "in nowhere"),
         ([f"--vs={sys.executable} other.py 3"], "ended with status 3: .* loss 2.5000 / no caf"),

@@ -12,9 +12,9 @@ import tiny
 import torch
 
 from folio import files
-from folio.checkpoint import Checkpoint, Progress, build_model, load, restore_optimizers, save
+from folio.checkpoint import Checkpoint, Progress, build_model, load, save
 from folio.errors import UserError
-from folio.optim import make_optimizers
+from folio.optim import make_optimizers, restore_optimizers
 from model import GPT, GPTConfig
 
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 11}
@@ -206,7 +206,7 @@ def test_restored_optimizers_keep_their_hyperparameters_except_the_learning_rate
     model, optimizers = trained()
     changes = {"learning_rate": 0.5, "weight_decay": 0.7, "beta2": 0.6}
     other = make_optimizers(model, tiny.settings(**changes))
-    restore_optimizers(checkpoint_of(model, optimizers), other)
+    restore_optimizers(other, checkpoint_of(model, optimizers))
     group = other["adamw"].param_groups[0]
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.01, 0.7, (0.9, 0.6))
 
@@ -219,14 +219,14 @@ def test_restored_optimizers_keep_their_hyperparameters_except_the_learning_rate
 def test_state_of_other_optimizers_or_parameters_is_refused(changes):
     checkpoint = checkpoint_of(*trained(**changes), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
-        restore_optimizers(checkpoint, trained()[1])
+        restore_optimizers(trained()[1], checkpoint)
 
 
 @pytest.mark.parametrize("states", [{}, {"adamw": {}}, {"adamw": {"state": "moments"}}], ids=str)
 def test_malformed_optimizer_state_is_refused(states):
     checkpoint = replace(checkpoint_of(make_model(), path="ckpt.pt"), optimizers=states)
     with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
-        restore_optimizers(checkpoint, trained()[1])
+        restore_optimizers(trained()[1], checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_malformed_optimizer_state_is_refused(states):
 def test_wrong_moments_are_refused(damage):
     model, optimizers = trained("muon")
     checkpoint = checkpoint_of(model, optimizers, path="ckpt.pt")
-    restore_optimizers(checkpoint, optimizers)
+    restore_optimizers(optimizers, checkpoint)
     damage(checkpoint.optimizers["muon"]["state"])
     with pytest.raises(UserError, match="ckpt.pt: the optimizer state does not fit: "):
-        restore_optimizers(checkpoint, optimizers)
+        restore_optimizers(optimizers, checkpoint)

@@ -27,6 +27,11 @@ class Settings:
 FIELDS = {field.name: field for field in fields(Settings)}
 
 
+def test_the_name_of_a_type_is_a_text():
+    assert parse_value(FIELDS["name"], "<class 'str'>", "HERE") == "<class 'str'>"
+    assert error_of("name", str).startswith("HERE must be str or None")
+
+
 def error_of(name, value):
     with pytest.raises(UserError) as caught:
         check_value(FIELDS[name], value, "HERE")

@@ -124,7 +124,7 @@ class Hostile:
 
 SETTINGS = {
     "unknown": (None, ["train.py", "--colour=red"], "unknown setting --colour"),
-    "dash for underscore": (None, ["train.py", "--max-iters=3"], "did you mean max_iters?"),
+    "dash for underscore": (None, ["train.py", "--max-iters=3"], "did you mean --max_iters?"),
     "of another script": (None, ["prepare.py", "--out_dir=x"], "unknown setting --out_dir"),
     "two dashes alone": (None, ["train.py", "--"], "unknown setting --; --help lists"),
     "init_from of nanoGPT": (

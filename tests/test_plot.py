@@ -241,3 +241,21 @@ def test_attention_of_a_bigram_model_is_refused(verse):
     train.main(tiny.flags(max_iters=1, n_layer=0))
     with pytest.raises(UserError, match="has no layers"):
         attention.draw("out")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "5", "null", "{}", "[" * 100_000, '{"split": "start"}', '{"split": "resume"}',
+        '{"split": "val", "step": 3, "tokens": 1, "loss": NaN, "elapsed_s": 1}',
+        '{"split": "val", "step": 3, "tokens": 1, "loss": "x", "elapsed_s": 1}',
+        '{"split": "train", "step": 3, "tokens": 1, "loss": 1, "elapsed_s": 1}',
+        '{"split": "start", "parameters": null, "settings": {}}',
+    ],
+)  # fmt: skip
+def test_damaged_lines_of_a_log_are_skipped(verse, line):
+    train.main(tiny.flags(max_iters=1))
+    before = runs.read("out")
+    with open("out/log.jsonl", "a") as log:
+        log.write(f"{line}\n")
+    assert runs.read("out") == before

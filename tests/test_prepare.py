@@ -259,7 +259,7 @@ def test_text_must_be_utf8(raw, byte):
         (f"--input={'x' * 300} --dataset=x", f"cannot read {'x' * 300}: File name too long"),
         ("--input=empty.txt --dataset=x", "empty.txt is too short to split: its 0 characters"),
         ("--input=mark.txt --dataset=x", "mark.txt is too short to split: its 0 characters"),
-        ("--input=empty --dataset=x", "empty (0 files) is too short to split"),
+        ("--input=empty --dataset=x", "empty contains no files; hidden files are skipped"),
         ("--input=t/a.txt", "--input needs a name for the dataset, such as --dataset=a"),
         ("--dataset=x", "dataset x needs --input=FILE_OR_FOLDER; datasets that do not need it: "),
         ("--dataset=pydoc", "dataset pydoc needs --input=FILE_OR_FOLDER; did you mean pydocs?"),

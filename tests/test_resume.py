@@ -494,6 +494,15 @@ def test_disk_that_is_full_at_the_start_is_an_error_before_the_first_step(verse,
         train.main(tiny.flags())
 
 
+def test_overwritten_run_is_kept_if_the_first_save_fails(verse, disk):
+    train.main(tiny.flags())
+    before = tiny.saved("last.pt")["iter_num"]
+    disk["states"] = True
+    with pytest.raises(UserError, match="No space left"):
+        train.main(tiny.flags(overwrite=True))
+    assert tiny.saved("last.pt")["iter_num"] == tiny.saved("ckpt.pt")["iter_num"] == before
+
+
 def test_states_are_saved_if_only_the_log_is_refused(verse, disk, capsys):
     disk["log"] = True
     train.main(tiny.flags())

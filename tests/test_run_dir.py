@@ -161,17 +161,28 @@ def test_resuming_truncates_the_log_to_that_of_the_checkpoint():
 @pytest.mark.parametrize("name", ["ckpt.pt", "last.pt", "log.jsonl"])
 def test_pipe_in_place_of_a_file_is_refused(name):
     write("out", "ckpt.pt", "last.pt")
-    resumed = RunDir("out").load_newest()
+    run = RunDir("out")
+    resumed = run.load_newest()
     Path("out", name).unlink(missing_ok=True)
     os.mkfifo(f"out/{name}")
 
     def use():
-        RunDir("out").begin(tiny.settings(init_from="resume"), resumed)
+        run.begin(tiny.settings(init_from="resume"), resumed)
         RunDir("out").load_best()
         RunDir("out").load_newest()
 
     with pytest.raises(UserError, match=f"out/{name} is not a regular file"):
         use()
+
+
+@pytest.mark.parametrize("init_from", ["resume", "auto"])
+def test_save_of_another_process_since_loading_is_noticed(init_from):
+    write("out", "last.pt")
+    run = RunDir("out")
+    resumed = run.load_newest()
+    write("out", "last.pt", step=1)
+    with pytest.raises(UserError, match="another process has just written to out: try again"):
+        run.begin(tiny.settings(init_from=init_from), resumed)
 
 
 # An earlier run in the folder

@@ -105,6 +105,10 @@ def test_a_config_file_may_raise_anything(error):
     assert error_of(config_file(f"raise {error}")).startswith(f"a.py line 1: {error[:10]}")
 
 
+def test_imported_modules_are_ignored_even_if_named_like_a_setting():
+    assert load(Settings, [config_file("import json as steps\nshift = 1")]).steps == 100
+
+
 def test_text_that_is_not_unicode_is_an_error():
     expected = "a.py: name must be valid Unicode, not '\\ud800x'"
     assert error_of(config_file(r"name = '\ud800x'")) == expected
@@ -216,10 +220,10 @@ def test_any_value_in_a_config_file_is_used_or_a_user_error(name, value):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--stepz=1", "unknown setting --stepz; did you mean steps?"),
+        ("--stepz=1", "unknown setting --stepz; did you mean --steps?"),
         ("--zzz", "unknown setting --zzz; --help lists the settings"),
         ("far.py", "far.py: unknown setting zzz; names of helper variables start with _"),
-        ("notes.txt", "there is no config file notes.txt; available: config/shakespeare_char.py, "),
+        ("notes.txt", "notes.txt is not a config file: their names end in .py"),
         ("steps=5", "write settings as --name=value, not steps=5"),
         (
             "config/shakespear_char.py",

@@ -172,6 +172,7 @@ def test_failed_run_is_reported_and_the_others_continue(verse, capsys):
         (["--seed=1,2", "--out_dir=x"], "use --sweep_dir, not --out_dir"),
         (["--seed=1,2", "--init_from=resume"], "resumes runs automatically: remove init_from"),
         (["--jobs=1,2"], "jobs has several values"),
+        ([f"--wandb_run_name={'x' * 300},b"], "the name of a run would be too long"),
         (["--dropout=uniform:0:0.3"], "there are 200 combinations: use --random=N"),
         (["--seed=1,2", "--sweep_dir="], "sweep_dir must not be empty"),
         (["--seed=1,x"], "--seed must be int, not 'x'"),

@@ -129,9 +129,12 @@ def measure_alternately(settings):
 def split_command(text):
     """Returns the arguments of a command as typed into a shell."""
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:  # an open quote
         raise UserError(f"--vs is not a command: {error}: {text}") from error
+    if not words:
+        raise UserError("--vs must not be empty")
+    return words
 
 
 def print_table(medians):

@@ -12,6 +12,7 @@ import re
 from folio.errors import UserError
 from folio.settings import load
 
+MAX_NAME = 255  # bytes of a folder's name
 SEED = 1337  # of the random choice, which is the same when a sweep continues
 
 
@@ -40,6 +41,8 @@ class Grid:
         for indices in draw([self._sizes[name] for name in self.names], count):
             settings = self._at(dict(zip(self.names, indices, strict=True)))
             name = run_name(settings, self.names)
+            if len(name.encode()) > MAX_NAME:
+                raise UserError(f"the name of a run would be too long: {name[:50]}…")
             if found.setdefault(name, settings) != settings:
                 raise UserError(f"two runs would share the folder {name}: change one of the values")
         return found

@@ -12,12 +12,12 @@ from statistics import median
 from folio.errors import UserError
 
 PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are a warmup
-    r"iter \d{2,}: loss [\d.]+, time (?P<step_ms>[\d.]+)ms",
-    r"iter \d{2,}: .* mfu (?P<mfu>[\d.]+)%",
+    r"iter \d{2,}: loss \d+\.?\d*, time (?P<step_ms>\d+\.?\d*)ms",
+    r"iter \d{2,}: .* mfu (?P<mfu>\d+\.?\d*)%",
     r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
-    r"step \d+: train loss [\d.]+, val loss (?P<val_loss>[\d.]+)",
-    r"tokens in [\d.]+ s, (?P<tokens_per_s>[\d,]+) tokens/s",
-    r"; first token after (?P<first_s>[\d.]+) s",
+    r"step \d+: train loss \d+\.?\d*, val loss (?P<val_loss>\d+\.?\d*)",
+    r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
+    r"; first token after (?P<first_s>\d+\.?\d*) s",
 )
 SEPARATOR = "---------------"  # printed after each text
 

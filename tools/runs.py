@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -13,6 +14,14 @@ from folio.files import is_file
 from folio.run_dir import RunDir
 
 FIGURES = ("best val loss", "at step", "time, s", "tokens/s", "parameters", "steps")  # of the table
+
+STEP_NUMBERS = ("step", "tokens", "loss", "elapsed_s")
+NUMBERS = {  # of each event
+    "start": ("parameters",),
+    "train": (*STEP_NUMBERS, "tokens_per_s"),
+    "val": STEP_NUMBERS,
+}
+LARGEST = 1e100  # larger numbers are from damaged logs
 
 
 @dataclass
@@ -25,6 +34,20 @@ class Run:
     train: list = field(default_factory=list)  # events of training steps
     val: list = field(default_factory=list)  # events of evaluations
     newest: dict | None = None  # the last event of either kind
+
+    def add(self, event):
+        """Adds an event of the log. Any exception means that it is damaged."""
+        for name in NUMBERS.get(event["split"], ()):
+            if not abs(event[name]) < LARGEST:
+                raise ValueError(f"{name} is {event[name]}")
+        match event["split"]:
+            case "start":
+                self.settings, self.parameters = dict(event["settings"]), event["parameters"]
+            case "resume":
+                self.settings |= {name: new for name, (_, new) in event["changed"].items()}
+            case "train" | "val" as split:
+                getattr(self, split).append(event)
+                self.newest = event
 
     @property
     def best(self):
@@ -47,18 +70,8 @@ def read(folder):
         raise os_error("read", path, error) from error
     run = Run(str(folder))
     for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:  # incomplete: the run is writing it, or was killed
-            continue
-        match event["split"]:
-            case "start":
-                run.settings, run.parameters = event["settings"], event["parameters"]
-            case "resume":
-                run.settings |= {name: new for name, (_, new) in event["changed"].items()}
-            case "train" | "val" as split:
-                getattr(run, split).append(event)
-                run.newest = event
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            run.add(json.loads(line))  # skips a line that is incomplete or damaged
     return run
 
 

@@ -21,7 +21,7 @@ from typing import ClassVar
 from folio import process
 from folio.errors import UserError
 from folio.fields import RANGE_SIZE, setting
-from folio.files import locked
+from folio.files import is_file, locked
 from folio.process import Interrupted
 from folio.settings import changed, names_in, parse_arguments
 
@@ -94,7 +94,7 @@ def main(argv=None):
     with locked(sweep_dir):
         check_earlier_runs(planned)
         results = train_all(planned, grid.first.jobs, grid.first.halving)
-        folders = [folder for folder in planned if RunDir(folder).log.exists()]
+        folders = [folder for folder in planned if is_file(RunDir(folder).log)]
         print("\n" + "\n".join(runs.table(list(map(runs.read, folders)), grid.names)))
     if failed := failures(results):
         raise UserError(
@@ -145,7 +145,7 @@ def loss_at(folder, settings, step):
     """
     if is_finished(folder, settings):
         return runs.read(folder).best["loss"]
-    if step < settings.max_iters and RunDir(folder).log.exists():
+    if step < settings.max_iters and is_file(RunDir(folder).log):
         return next((e["loss"] for e in runs.read(folder).val if e["step"] == step), None)
     return None
 
@@ -155,6 +155,7 @@ def train_all(planned, jobs, factor=None):
     finished = sum(is_finished(folder, settings) for folder, settings in planned.items())
     print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
     steps = {folder: rung_steps(settings, factor) for folder, settings in planned.items()}
+    jobs = min(jobs, len(planned))
     scheduler, crew = Halving(planned, factor, is_asynchronous=jobs > 1), Crew(jobs)
     results, active = {}, {}
     try:
