@@ -82,8 +82,8 @@ class SampleConfig:
 
 
 if __name__ == "__main__":
-    # Threads that wait for each other spin for so long, then sleep. The default is 30 times as long
-    # and makes sampling ten times slower if another process uses the cores.
+    # Waiting threads spin this many times, then sleep. The default is 30 times as many and makes
+    # sampling several times slower if another process uses the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     process.start(parse_arguments, SampleConfig)  # --help must not wait for torch
 

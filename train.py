@@ -79,7 +79,7 @@ class TrainConfig:
     )
     learning_rate: float = setting(6e-4, "peak learning rate", "[0, inf)")
     max_iters: int = setting(600_000, "optimizer steps", "[1, inf)")
-    stop_at: int | None = setting(None, "step to save and exit at", "[1, inf)", scope="files")
+    stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
@@ -277,8 +277,9 @@ def save_stopped(run, tracking, stop):
     """Saves the state of a run that is not finished. Raises Interrupted after a stop signal."""
     if error := save(run, tracking):
         raise UserError(f"stopped without saving ({error}): progress since the last save is lost")
-    again = "to continue, run the same command with --init_from=resume"
-    message = f"stopped at step {run.progress.step}, saved in {run.run_dir.last}; {again}"
+    how = "--init_from=resume" if stop else "--init_from=resume, without --stop_at"
+    message = f"stopped at step {run.progress.step}, saved in {run.run_dir.last}"
+    message += f"; to continue, run the same command with {how}"
     if stop:
         raise process.Interrupted(stop.number, message)
     tracking.say(message)

@@ -16,7 +16,7 @@ DTYPE_REASONS = {
     "float32": "no fast bfloat16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PRODUCTS_OF_ONE_THREAD = 10**7  # per token: the fast preset's model with ten texts
+PRODUCTS_OF_ONE_THREAD = 10**7  # per step: the fast preset's model on a CPU, with ten texts
 
 # Dense peak in TFLOP/s of 16-bit and of float32 matrix products (TF32 if the card has it), from
 # NVIDIA's data sheets; figures "with sparsity" are halved. The first matching pattern counts.
@@ -76,7 +76,7 @@ def choose_machine(device, dtype, compile):
     """
     torch.set_float32_matmul_precision("high")
     if kind_of(device) == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
     kind, why_dtype, why_compile = kind_of(device), "as set", "as set"
     if dtype == "auto":
         dtype = resolve_dtype(dtype, device)

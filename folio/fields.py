@@ -45,13 +45,13 @@ def parse_value(field, text, label):
 def range_values(field, text):
     """Returns the values of a range, "uniform:LOW:HIGH" or "log:LOW:HIGH", or None for other text.
 
-    They are RANGE_SIZE evenly spaced numbers, or integers; for "log", their logarithms are evenly
-    spaced.
+    They are RANGE_SIZE evenly spaced numbers of four digits, or all integers that result from
+    rounding them. For "log", the logarithms of the numbers are evenly spaced.
     """
     options, (kind, *ends) = _options(field.type), text.split(":")
     if kind not in ("uniform", "log") or len(ends) != 2 or not {int, float} & set(options):
         return None
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         low, high = map(float, ends)
         if not (low < high < math.inf and (kind == "uniform" or low > 0)):
             return None
@@ -59,8 +59,8 @@ def range_values(field, text):
         values = [low + (high - low) * share for share in shares]
         if kind == "log":
             values = [low * (high / low) ** share for share in shares]
-        digits = (lambda x: float(f"{x:.3g}")) if float in options else round
-        return list(dict.fromkeys(map(digits, values)))
+        digits = (lambda x: float(f"{x:.4g}")) if float in options else round
+        return list(dict.fromkeys(min(max(digits(x), low), high) for x in values))
     return None
 
 

@@ -29,7 +29,9 @@ class KVCache:
     def write(self, layer, rows, positions, k, v):
         """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64.
 
-        rows: a slice or indices."""
+        Args:
+            rows: a slice or indices.
+        """
         if not isinstance(positions, slice):
             k, v = k[:, :, 0], v[:, :, 0]
         self.keys[layer][rows, :, positions] = k.to(self.dtype)
@@ -207,10 +209,8 @@ def token_nll(model, ids, stride=None):
     size = min(model.config.block_size, last)
     stride, losses = min(stride_of(model, stride), size), []
     starts = [*range(0, last - size, stride), last - size]  # the last window ends with the text
-    new = [
-        size,
-        *(start - before for before, start in pairwise(starts)),
-    ]  # tokens not scored before
+    # Tokens of each window that were not scored before.
+    new = [size, *(start - before for before, start in pairwise(starts))]
     windows_per_pass = max(1, TOKENS_PER_PASS // size)
     for first in range(0, len(starts), windows_per_pass):
         some = slice(first, first + windows_per_pass)

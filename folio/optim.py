@@ -139,7 +139,7 @@ def _check_moments(optimizer, state, keys):
                 torch.as_tensor(moment).shape != shape
                 or not torch.as_tensor(moment).is_contiguous()
             ):
-                raise ValueError(f"{key} of parameter {index} has a different shape")
+                raise ValueError(f"{key} of parameter {index} has a different shape or layout")
 
 
 def learning_rate_at(step, settings):

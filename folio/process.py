@@ -60,7 +60,7 @@ def _run(function, *args):
     except OSError as error:
         is_error = error.errno in (errno.ENOSPC, errno.EBADF)
         if is_error:
-            print_error(f"cannot write the output: {error.strerror}")
+            print_error(f"cannot read the input or write the output: {error.strerror}")
         elif error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
             raise
         for handle in (1, 2):  # otherwise Python reports the same error again at exit

@@ -44,7 +44,8 @@ class RunDir:
     def load_newest(self, required=True):
         """Returns the newest checkpoint, or None if there is none and it is not required.
 
-        Raises UserError if training from last.pt would overwrite a ckpt.pt of another run.
+        If ckpt.pt has more steps than last.pt, it is the newest. Raises UserError if the two are
+        from different runs.
         """
         self._loaded = self._stamps()
         if not is_file(self.last):
@@ -55,9 +56,11 @@ class RunDir:
             if not is_file(self.best) or os.path.samefile(self.best, self.last):
                 raise
             raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
+        if not is_file(self.best) or os.path.samefile(self.best, self.last):
+            return newest
         try:
             best, last = self.load_best().progress, newest.progress
-        except UserError:  # it is missing or damaged
+        except UserError:  # it is damaged
             return newest
         if (best.step, best.evaluated) > (last.step, last.evaluated):  # such as nanoGPT's
             return self._load(self.best)
@@ -106,7 +109,8 @@ class RunDir:
                 if is_file(self.log) and resumed.log_bytes is not None:
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
             elif settings.overwrite:
-                self.log.unlink(missing_ok=True)  # the first save replaces the checkpoints
+                for path in (self.best, self.last, self.log):
+                    path.unlink(missing_ok=True)
             else:
                 return move_aside(self.folder, (BEST, LAST, LOG))
         except OSError as error:
@@ -116,9 +120,13 @@ class RunDir:
     def append(self, event):
         """Appends an event to log.jsonl. Returns the UserError if writing fails, else None.
 
-        An event that cannot be written is written together with a later one.
+        Events that cannot be written are kept for the next flush().
         """
         self._pending += json.dumps(event).encode() + b"\n"
+        return self.flush()
+
+    def flush(self):
+        """Writes events that could not be written yet. Returns like append()."""
         size = None
         try:
             with open(self.log, "ab") as file:
@@ -133,11 +141,12 @@ class RunDir:
         return None
 
     def save(self, checkpoint, best):
-        """Writes last.pt; or, if `best`, writes ckpt.pt and makes last.pt a link to it.
+        """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.
 
         Returns the UserError if writing fails, else None. If ckpt.pt is written but not last.pt,
         the state is saved, because a run resumes from the newer of the two.
         """
+        self.flush()
         with suppress(OSError):
             checkpoint.log_bytes = self.log.stat().st_size
         try:

@@ -91,7 +91,7 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
         with redirect_stdout(io.StringIO() if quiet else sys.stdout):
             found = _run_config_file(fields, seen, value, choose)
         values |= found
-        labels |= {name: f"{value}: {name}" for name in found}
+        labels |= {name: f"{value}: {name}" for name in found if found[name] is not seen[name]}
     values = {name: check_value(fields[name], values[name], labels[name]) for name in fields}
     values |= {key: resolved(key, values[key]) for key in resolvers}
     return settings_class(**values)
@@ -125,7 +125,8 @@ def parse_arguments(settings_class, argv=None, choose=None):
             continue
         name, equals, text = argument[2:].partition("=")
         if name not in fields or name == operands:
-            hint = _hint(name, fields.keys() - {operands}, "; --help lists the settings", "--")
+            known = {key: field for key, field in fields.items() if key != operands}
+            hint = _hint(name, known, "; --help lists the settings", "--")
             raise UserError(f"unknown setting --{name}{hint}")
         field = fields[name]
         if not equals:
@@ -148,9 +149,10 @@ def _hint(name, known, otherwise, dashes=""):
     name = name.lower().replace("-", "_")
     for setting, synonyms in SYNONYMS.items():
         if setting in known and name in synonyms.split():
-            return f"; use {dashes}{setting}"
-    if name.startswith("no_") and name.removeprefix("no_") in known:
-        return f"; use {dashes}{name.removeprefix('no_')}=False"
+            return f"; use {dashes}{setting} ({known[setting].metadata['explanation']})"
+    positive = known.get(name.removeprefix("no_"))
+    if name.startswith("no_") and positive and positive.type is bool:
+        return f"; use {dashes}{positive.name}=False"
     return nearest(name, known, otherwise, dashes)
 
 

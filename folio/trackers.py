@@ -30,7 +30,7 @@ class Trackers:
                     self.running.append(kind(settings, run_settings, before))
             except Exception as error:
                 self.close()
-                advice = f"; run pip install {name.split('_')[0]}, or omit --{name}"
+                advice = f"; run pip install {name.split('_')[0]}, or set {name}=False"
                 advice = advice if isinstance(error, ImportError) else ""
                 raise UserError(f"{name} cannot start: {cause_of(error)}{advice}") from error
 

@@ -33,7 +33,6 @@ class Tracking:
         self.peak_is_credible = True  # until a step exceeds it
         self.settings, self.run_dir = run.settings, run.run_dir
         self.machine = run.learner.machine
-        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         self.on_terminal = is_terminal(sys.stdout) and is_terminal(sys.stderr)
         self.bar = tqdm(
@@ -43,14 +42,17 @@ class Tracking:
             leave=False,
             disable=not self.on_terminal,
         )
+        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
         self.started_at = self.counted_at = time.perf_counter()
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
         self.bar.close()
         self.trackers.close()
+        if (error := self.run_dir.flush()) and not kind:
+            raise error
 
     # Events
 

@@ -29,7 +29,7 @@ def machine_with(monkeypatch):
         supported = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda number: range(cards)[number])
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 

@@ -60,9 +60,9 @@ def headings(lines):
     ("columns", "shown", "note"),
     [
         (WIDTH, 9, []),
-        (WIDTH - 1, 8, ["1 more column: tools.plot --all"]),
-        (60, 5, ["4 more columns: tools.plot --all"]),
-        (1, 2, ["7 more columns: tools.plot --all"]),
+        (WIDTH - 1, 8, ["1 more column: add --all to python -m tools.plot"]),
+        (60, 5, ["4 more columns: add --all to python -m tools.plot"]),
+        (1, 2, ["7 more columns: add --all to python -m tools.plot"]),
     ],
 )
 def test_table_fits_into_the_terminal(columns, shown, note, monkeypatch, capsys):

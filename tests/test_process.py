@@ -104,7 +104,11 @@ def test_failing_output_sets_the_exit_status_and_prints_no_traceback(output, cod
     )
     found, err = shell(f"$PYTHON {output}; exit ${{PIPESTATUS[0]}}", script)
     expected = ["-c: wrong"] if "wrong" in last else []
-    expected += ["-c: cannot write the output: No space left on device"] if code == 2 else []
+    expected += (
+        ["-c: cannot read the input or write the output: No space left on device"]
+        if code == 2
+        else []
+    )
     assert (found, err.splitlines()) == (code, expected)
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -246,6 +247,16 @@ def test_interrupted_sweep_reports_runs_that_could_not_save(verse):
 
 
 # Sharing the machine
+
+
+def test_run_waits_for_another_process_in_its_folder(folder):
+    waiting = threading.Thread(target=crew.Crew(1).wait_until_unused, args=[folder / "run"])
+    with locked(folder / "run"):
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 def test_runs_share_cores_and_gpus(monkeypatch):

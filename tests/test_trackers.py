@@ -78,7 +78,9 @@ def test_wandb_that_fails_later_does_not_end_the_run(verse, wandb, call, capsys)
 def test_missing_package_is_reported_before_training(verse, monkeypatch, module, setting):
     monkeypatch.setitem(sys.modules, module, None)
     package = module.split(".")[-1]
-    with pytest.raises(UserError, match=f"{setting} cannot start: .*run pip install {package}, or"):
+    with pytest.raises(
+        UserError, match=f"{setting} cannot start: .*run pip install {package}, or set"
+    ):
         train.main(tiny.flags(**{setting: True}))
     assert os.listdir("out") == [LOCK]
 

@@ -4,11 +4,13 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 
 import torch
 
-from folio.errors import os_error
+from folio.errors import UserError, os_error
+from folio.files import InUseError, locked
 from folio.settings import ROOT, changed, names_in
 from train import TrainConfig
 
@@ -40,15 +42,26 @@ class Crew:
             child.terminate()
         self.pool.shutdown(cancel_futures=True)
 
+    def wait_until_unused(self, folder):
+        """Waits for a process of an earlier, killed sweep that is still training there."""
+        while not self.stopping.is_set():
+            with suppress(InUseError), locked(folder):
+                return
+            self.stopping.wait(0.5)
+
     def _train(self, folder, command, device):
         slot = self.free_slots.pop()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.wait_until_unused(folder)
+            if self.stopping.is_set():
+                return STOPPED
             variables = os.environ | environment(device, slot, self.size)
             with open(folder / "output.txt", "ab") as output:
                 return self._run(command, variables, output)
         except OSError as error:
             return str(os_error("write to", folder, error))
+        except UserError as error:
+            return str(error)
         finally:
             self.free_slots.append(slot)
 
@@ -75,7 +88,8 @@ def train_command(folder, settings, stop_at):
     flags = {name: value for name, value in changed(settings).items() if name in RUN_SETTINGS}
     if settings.wandb_log:
         flags = {"wandb_run_name": folder.name} | flags
-    flags |= {"out_dir": folder, "init_from": "auto", "overwrite": True, "stop_at": stop_at}
+    flags |= {"out_dir": folder, "init_from": "auto", "overwrite": True}
+    flags |= {"stop_at": stop_at} if stop_at < settings.max_iters else {}
     return [sys.executable, str(ROOT / "train.py"), *(f"--{k}={v}" for k, v in flags.items())]
 
 

@@ -6,10 +6,12 @@ ASHA (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning").
 """
 
 import math
+import random
 from collections import deque
 
 from folio.errors import UserError
 
+SEED = 1337  # of the order of runs
 RUNGS = 3  # with factor 3: a ninth, a third and all of the steps
 
 
@@ -23,10 +25,12 @@ def rung_steps(settings, factor):
         return [total]
     shares = [total // factor**power for power in range(RUNGS - 1, 0, -1)]
     steps = [share // interval * interval for share in shares] + [total]
-    if steps[0] < 1 or len(set(steps)) < RUNGS:
+    if total < factor ** (RUNGS - 1):
+        raise UserError(f"--halving={factor} needs --max_iters={factor ** (RUNGS - 1)} or more")
+    if steps[0] < 1:
         raise UserError(
             f"--halving={factor} compares runs at step {shares[0]} of {total}, but eval_interval "
-            f"is {interval}: use --eval_interval={max(1, shares[0])} or less"
+            f"is {interval}: use --eval_interval={shares[0]} or less"
         )
     return steps
 
@@ -40,6 +44,9 @@ class Halving:
     def __init__(self, runs, factor=None, is_asynchronous=False):
         """Without a factor, each run is trained once, to the end."""
         self.factor, self.is_asynchronous = factor, is_asynchronous
+        runs = list(runs)
+        if factor and is_asynchronous:  # in an order of values, too many of the first are promoted
+            random.Random(SEED).shuffle(runs)
         self.queue = deque((run, 0) for run in runs)
         self.pending = dict(self.queue)  # {run: rung}, in the queue or training
         self.losses = [{} for _ in range(RUNGS)]  # for each rung, {run: loss}

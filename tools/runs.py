@@ -100,8 +100,8 @@ def best_first(runs):
 def table(runs, first=(), fit=True):
     """Returns the lines of a Markdown table of runs, the best first.
 
-    It has the settings `first`, the figures, and the other settings that differ. If `fit`, those on
-    the right that are too many for a terminal are left out. Speeds are medians over the log.
+    It has the settings `first`, the figures, and the other settings that differ. If `fit`, columns
+    on the right that do not fit into the terminal are left out. Speeds are medians over the log.
     """
     names = dict.fromkeys(name for run in runs for name in run.settings if name not in first)
     names = [name for name in names if len({str(run.settings.get(name)) for run in runs}) > 1]
@@ -112,7 +112,7 @@ def table(runs, first=(), fit=True):
     while len(lines[0]) > width and len(rows[0]) - hidden > 2 + len(first):  # keeps the loss
         hidden += 1
         lines = aligned([row[:-hidden] for row in rows])
-    note = f"{hidden} more column{'s' * (hidden > 1)}: tools.plot --all"
+    note = f"{hidden} more column{'s' * (hidden > 1)}: add --all to python -m tools.plot"
     return [*lines, note] if hidden else lines
 
 

@@ -2,6 +2,8 @@
 
     python -m tools.sweep config/shakespeare_char.py --learning_rate=1e-3,3e-4 --n_layer=4,6
     python -m tools.sweep config/shakespeare_char.py config/mine.py --random=10 --jobs=2
+    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --random=24 \\
+        --eval_interval=200 --halving=3
 
 In a config file, several values are a list: learning_rate = [1e-3, 3e-4]. The same command
 continues a sweep that was stopped: finished runs are kept, stopped and failed runs are resumed.
@@ -44,7 +46,7 @@ class SweepSettings:
     )
     random: int | None = setting(None, "combinations to draw at random; None: all", "[1, inf)")
     halving: int | None = setting(
-        None, "train only the best 1/N of the runs beyond 1/N² and 1/N of the steps", "[2, inf)"
+        None, "compare runs after 1/N² and 1/N of the steps; the best 1/N continue", "[2, inf)"
     )
 
 
@@ -130,12 +132,13 @@ def check_earlier_runs(planned):
                 )
 
 
-def is_finished(folder, settings):
-    """Whether the run in a folder is finished."""
+def final_loss(folder, settings):
+    """Returns the best validation loss of a finished run, or None if the run is not finished."""
     with suppress(UserError, FileNotFoundError):
         progress = load(RunDir(folder).last, optimizers=False).progress
-        return progress.is_finished(settings) and RunDir(folder).best.exists()
-    return False
+        if progress.is_finished(settings) and is_file(RunDir(folder).best):
+            return progress.best_val_loss
+    return None
 
 
 def loss_at(folder, settings, step):
@@ -143,16 +146,15 @@ def loss_at(folder, settings, step):
 
     The loss of a finished run is its best.
     """
-    if is_finished(folder, settings):
-        return runs.read(folder).best["loss"]
-    if step < settings.max_iters and is_file(RunDir(folder).log):
-        return next((e["loss"] for e in runs.read(folder).val if e["step"] == step), None)
-    return None
+    loss = final_loss(folder, settings)
+    if loss is None and step < settings.max_iters and is_file(RunDir(folder).log):
+        loss = next((e["loss"] for e in runs.read(folder).val if e["step"] == step), None)
+    return loss
 
 
 def train_all(planned, jobs, factor=None):
     """Trains the runs that are not finished, even if one fails. Returns {folder: result}."""
-    finished = sum(is_finished(folder, settings) for folder, settings in planned.items())
+    finished = sum(final_loss(*run) is not None for run in planned.items())
     print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
     steps = {folder: rung_steps(settings, factor) for folder, settings in planned.items()}
     jobs = min(jobs, len(planned))
@@ -177,7 +179,8 @@ def train_all(planned, jobs, factor=None):
                 loss = loss_at(folder, planned[folder], steps[folder][rung])
                 scheduler.report(folder, rung, math.inf if loss is None else loss)
                 about = describe(folder, results[folder])
-                print(f"{len(results)} of {len(planned)}: {folder.name}: {about}", flush=True)
+                place = "" if factor else f"{len(results)} of {len(planned)}: "
+                print(f"{place}{folder.name}: {about}", flush=True)
     except Interrupted as error:
         crew.stop()
         failed = failures({k: f.result() for f, (k, _) in active.items() if not f.cancelled()})
