@@ -243,6 +243,7 @@ def test_folder_is_read_in_order_of_paths_without_hidden_files(gpt2_of_bytes):
         (b"ab\xe2\x82", "2 is 0xe2"),
         (b"a" * 1_000_000 + b"\x80b", "1,000,000 is 0x80"),
         ("hello".encode("utf-16"), "0 is 0xff"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "0 is 0x89"),
     ],
 )
 def test_text_must_be_utf8(raw, byte):

@@ -50,6 +50,13 @@ def test_the_fast_preset_has_the_stated_number_of_parameters(device, place):
     assert torch.isfinite(GPT(config)(x, x))
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("preset", ["shakespeare_char.py", "shakespeare_char_fast.py"])
+def test_the_shakespeare_presets_evaluate_at_least_eight_times(preset, device):
+    settings = load_preset(preset, device)
+    assert 8 <= -(-settings.max_iters // settings.eval_interval) <= 30
+
+
 @pytest.mark.parametrize("preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
 def test_every_preset_loads(preset):
     assert load_preset(preset).out_dir != "out"

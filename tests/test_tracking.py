@@ -1,6 +1,7 @@
 """Tests of folio/tracking.py: the console, log.jsonl, and the progress bar."""
 
 import errno
+import math
 import os
 import re
 import subprocess
@@ -110,6 +111,11 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     assert (second["tokens"], second["grad_norm"]) == (96, None)
     # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far
     assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
+
+
+def test_perplexity_of_a_diverged_run_is_short():
+    losses = {"train_loss": 900.0, "loss": 900.0, "perplexity": math.exp(700)}
+    assert tracking.evaluation_line(3, losses).endswith("val perplexity 1.0142e+304")
 
 
 def test_mfu_is_omitted_if_the_peak_is_not_credible(run, monkeypatch, capsys):
