@@ -1,6 +1,7 @@
 """Shared fixtures: hypothesis settings, a small dataset, and GPT-2's tokenizer."""
 
 import os
+import signal
 
 import pytest
 import tiktoken
@@ -16,6 +17,12 @@ settings.register_profile("folio", derandomize=True, deadline=None, database=Non
 settings.load_profile("folio")
 
 torch.set_num_threads(1)  # tiny tensors are slower with more threads on a loaded machine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sigint():
+    """Tests send SIGINT, which is ignored in a background job of a shell without job control."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
