@@ -202,28 +202,26 @@ def test_resuming_counts_patience_and_says_how_to_continue(verse, fake_losses, c
     assert capsys.readouterr().out.endswith(end)
 
 
-def test_last_save_that_fails_is_an_error(verse, fake_losses, monkeypatch):
-    fake_losses(9.0, 2.0, 3.0)
+def refuse_save_at(step, monkeypatch):
     real = RunDir.save
 
     def save(run_dir, checkpoint, best):
-        full = checkpoint.progress.step == 6
+        full = checkpoint.progress.step == step
         return UserError("No space left") if full else real(run_dir, checkpoint, best)
 
     monkeypatch.setattr(RunDir, "save", save)
+
+
+def test_last_save_that_fails_is_an_error(verse, fake_losses, monkeypatch):
+    fake_losses(9.0, 2.0, 3.0)
+    refuse_save_at(6, monkeypatch)
     with pytest.raises(UserError, match="No space left"):
         train.main(tiny.flags(max_iters=30, patience=1))
 
 
 def test_evaluation_that_cannot_be_saved_does_not_exhaust_patience(verse, fake_losses, monkeypatch):
     fake_losses(9.0, 2.0, 3.0)
-    real = RunDir.save
-
-    def save(run_dir, checkpoint, best):
-        full = checkpoint.progress.step == 3
-        return UserError("No space left") if full else real(run_dir, checkpoint, best)
-
-    monkeypatch.setattr(RunDir, "save", save)
+    refuse_save_at(3, monkeypatch)
     train.main(tiny.flags(patience=1))
     assert (tiny.saved("ckpt.pt")["iter_num"], tiny.saved("ckpt.pt")["best_val_loss"]) == (6, 3.0)
 
