@@ -79,6 +79,9 @@ class TrainConfig:
     )
     learning_rate: float = setting(6e-4, "peak learning rate", "[0, inf)")
     max_iters: int = setting(600_000, "optimizer steps", "[1, inf)")
+    minutes: float | None = setting(
+        None, "time budget: fewer steps, if max_iters would take longer", "(0, inf)"
+    )
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
@@ -118,23 +121,25 @@ import numpy as np
 import torch
 
 from folio import checkpoint as checkpoints
-from folio import tokenizers
 from folio.batches import Batches, dropout_seed, to_device
 from folio.checkpoint import Checkpoint, Progress
 from folio.compile import compile_model
 from folio.completion import sample_text
-from folio.dataset import Dataset, load_dataset
-from folio.device import choose_machine, kind_of, resolve_device
+from folio.dataset import Dataset, load_dataset, size_reader
+from folio.device import choose_machine, device_of, kind_of
 from folio.divergence import DivergenceMonitor
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
-from folio.run_dir import RunDir, check_resumable
-from folio.tracking import Tracking, evaluation_line, print_end, print_start
-from model import GPT, GPTConfig
+from folio.plan import check_resumable, fit_to_minutes, model_config
+from folio.run_dir import RunDir
+from folio.tracking import Tracking, evaluation_line, print_end, print_finished, print_start
+from model import GPT
+
+RESOLVERS = {"device": device_of, "dataset_size": size_reader}  # for config files
 
 
 def main(argv=None):
-    settings = load(TrainConfig, argv, {"device": resolve_device})
+    settings = load(TrainConfig, argv, RESOLVERS)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("folio trains in one process: start it with python, not torchrun")
     with explained_out_of_memory(settings.device, memory_advice(settings)):
@@ -142,9 +147,8 @@ def main(argv=None):
         if settings.eval_only:
             losses = run.learner.evaluate(run.dataset, run.progress.step)
             print(evaluation_line(run.progress.step, losses))
-        elif run.progress.is_finished(settings):
-            name = "max_iters" if run.progress.step >= settings.max_iters else "patience"
-            print(f"finished at step {run.progress.step}; to continue, increase --{name}")
+        elif run.progress.is_finished(run.settings):
+            print_finished(run.progress, run.settings)
         else:
             train(run)
 
@@ -191,20 +195,10 @@ def setup(settings):
     dataset = to_device(dataset, machine.device)
     if machine.compile:
         learner.compile(dataset.train)
+    if settings.minutes:
+        settings = fit_to_minutes(settings, learner, dataset, resumed)
     progress = resumed.progress if resumed else Progress()
     return Run(settings, run_dir, dataset, learner, progress, resumed)
-
-
-def model_config(settings, tokenizer, resumed=None):
-    """Returns the GPTConfig for the settings and the tokenizer's vocabulary."""
-    names = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size"}
-    vocab_size = tokenizer.padded_vocab_size
-    if resumed and tokenizers.fits(tokenizer, resumed.config.vocab_size):
-        vocab_size = resumed.config.vocab_size
-    try:
-        return GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 # Training loop

@@ -12,6 +12,7 @@ import pickle
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ class Dataset:
                     f"{split}.bin of {self.name} has {count:,} tokens, fewer than the "
                     f"{block_size + 1:,} of block_size + 1; use more text or a smaller --block_size"
                 )
+
+
+@dataclass(frozen=True)
+class DatasetSize:
+    """The size of a prepared dataset. `train_bytes` is None for nanoGPT's folders."""
+
+    train_tokens: int
+    val_tokens: int
+    train_bytes: int | None
+    vocab_size: int
 
 
 def dataset_folder(name):
@@ -113,12 +124,7 @@ def load_dataset(name):
     Raises UserError if a file is missing, damaged or does not match the others.
     """
     folder = dataset_folder(name)
-    if not is_file(folder / "train.bin"):
-        raise UserError(
-            f"{folder}/train.bin is missing; prepare it with python prepare.py --dataset={name} "
-            "(and --input=FILE_OR_FOLDER for your own text), or start with a preset: python "
-            "prepare.py && python train.py config/shakespeare_char_fast.py"
-        )
+    _check_prepared(folder)
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
     for split in SPLITS:
@@ -137,9 +143,35 @@ def load_dataset(name):
     )
 
 
+def dataset_size(name):
+    """Returns the DatasetSize of data/NAME without reading its tokens. Raises UserError."""
+    folder = dataset_folder(name)
+    _check_prepared(folder)
+    meta, tokenizer = _read_meta(folder)
+    counts = []
+    for split in SPLITS:
+        with _reading(folder / f"{split}.bin") as path:
+            counts.append(path.stat().st_size // TOKEN.itemsize)
+    return DatasetSize(*counts, meta["train"]["bytes"] if meta else None, tokenizer.vocab_size)
+
+
+def size_reader(values):
+    """Returns dataset_size() for the dataset in a dict of settings, as a config file calls it."""
+    return partial(dataset_size, values["dataset"])
+
+
 def load_tokenizer(name):
     """Returns the tokenizer of data/NAME: from meta.json, nanoGPT's meta.pkl, or else GPT-2's."""
     return _read_meta(dataset_folder(name))[1]
+
+
+def _check_prepared(folder):
+    if not is_file(folder / "train.bin"):
+        raise UserError(
+            f"{folder}/train.bin is missing; prepare it with python prepare.py "
+            f"--dataset={folder.name} (and --input=FILE_OR_FOLDER for your own text), or start "
+            "with a preset: python prepare.py && python train.py config/shakespeare_char_fast.py"
+        )
 
 
 def _read_meta(folder):

@@ -5,7 +5,6 @@ one), which sample.py loads. last.pt is the newest state, from which a run resum
 one JSON object per line, an event of the run.
 """
 
-import dataclasses
 import json
 import os
 from contextlib import suppress
@@ -176,38 +175,3 @@ def move_aside(folder, names):
     for name in found:
         (place / name).rename(aside / name)
     return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
-
-
-# Resuming
-
-
-def check_resumable(checkpoint, config, settings, dataset):
-    """Raises a UserError that names every difference in model, optimizer, tokenizer or data.
-
-    Other settings may change, such as dropout, learning rates, intervals, batch size and machine.
-
-    Args:
-        config: the GPTConfig that the settings describe.
-        settings: a TrainConfig.
-    """
-    before, now = dataclasses.asdict(checkpoint.config), dataclasses.asdict(config)
-    before["optimizer"] = checkpoint.settings.get("optimizer", "adamw")  # nanoGPT has no other
-    now["optimizer"] = settings.optimizer
-    wrong = [
-        f"{name} is {before[name]} in the checkpoint and {now[name]} in the settings"
-        for name in now
-        if now[name] != before[name] and name != "dropout"
-    ]
-    if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
-        wrong.append("the vocabulary differs from the dataset's")
-    name, now = checkpoint.settings.get("dataset", settings.dataset), settings.dataset
-    same_content = checkpoint.data == dataset.fingerprint if checkpoint.data else name == now
-    if not same_content and name == now:
-        wrong.append(f"the content of dataset {name} has changed")
-    elif not same_content:
-        wrong.append(f"dataset is {name} in the checkpoint and {now} in the settings")
-    if wrong:
-        raise UserError(
-            f"{checkpoint.path} does not match the settings: {'; '.join(wrong)}; resume with the "
-            "run's own settings, or start a new run in another --out_dir"
-        )

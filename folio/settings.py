@@ -64,12 +64,13 @@ def changed(settings):
 def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     """Builds `settings_class` from config files and flags, applied left to right.
 
-    Raises UserError for an invalid argument, or a final value that is invalid.
+    A config file reads the values so far, and those of the flags to its right. Raises UserError for
+    an invalid argument, or a final value that is invalid.
 
     Args:
         argv: the arguments. Default: those of the process.
-        resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config
-            files read the resolved value, also if a flag to their right sets it.
+        resolvers: {name: function of all values}. If `name` is a setting, the result replaces
+            its value, such as "cpu" for "auto". Otherwise, it is a name that config files read.
         choose: allows several values, as a list in a config file or separated by commas in a flag.
             `choose(name, values)` returns the value to use.
         quiet: suppresses what config files print.
@@ -78,22 +79,27 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     values = {name: field.default for name, field in fields.items()}
     labels = {name: name for name in fields}  # where each value is from, for errors
 
-    def resolved(name, value):
-        return resolvers[name](check_value(fields[name], value, labels[name]))
+    def resolved(values):
+        found = {}
+        for name, function in resolvers.items():
+            if name in fields:
+                check_value(fields[name], values[name], labels[name])
+            found[name] = function(values)
+        return values | found
 
     steps = parse_arguments(settings_class, argv, choose)
     for place, (name, value) in enumerate(steps):
         if name is not None:
             values[name], labels[name] = value, f"--{name}"
             continue
-        latest = values | dict(steps[place:])
-        seen = values | {key: resolved(key, latest[key]) for key in resolvers}
+        flags = {key: each for key, each in steps[place:] if key is not None}
+        seen = resolved(values | flags)
         with redirect_stdout(io.StringIO() if quiet else sys.stdout):
             found = _run_config_file(fields, seen, value, choose)
         values |= found
         labels |= {name: f"{value}: {name}" for name in found if found[name] is not seen[name]}
     values = {name: check_value(fields[name], values[name], labels[name]) for name in fields}
-    values |= {key: resolved(key, values[key]) for key in resolvers}
+    values = {name: value for name, value in resolved(values).items() if name in fields}
     return settings_class(**values)
 
 
@@ -176,7 +182,7 @@ def _run_config_file(fields, values, path, choose):
     """Runs a config file with `values` as its global names. Returns their new values."""
     try:
         names = runpy.run_path(str(path), init_globals=values)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)

@@ -200,6 +200,17 @@ def print_start(settings, dataset, machine, config):
     )
 
 
+def print_finished(progress, settings):
+    """Prints how to continue a run that has finished earlier."""
+    if progress.step < settings.max_iters:
+        advice = "increase --patience"
+    elif settings.minutes:
+        advice = "use --minutes=None and a greater --max_iters"
+    else:
+        advice = "increase --max_iters"
+    print(f"finished at step {progress.step}; to continue, {advice}")
+
+
 def print_end(run):
     """Prints where the best model is and how to use it."""
     progress, settings = run.progress, run.settings

@@ -14,6 +14,7 @@ import train
 from folio.batches import Batches, to_device
 from folio.device import choose_machine
 from folio.errors import UserError
+from folio.plan import model_config
 from train import Learner
 
 
@@ -124,7 +125,7 @@ def test_infinite_float16_gradient_at_scale_1_ends_the_run(verse, monkeypatch):
 def test_float16_overflow_of_one_optimizer_skips_all(verse):
     settings = tiny.settings(dtype="float16", optimizer="muon")
     learner = Learner(
-        train.model_config(settings, verse.tokenizer),
+        model_config(settings, verse.tokenizer),
         settings,
         choose_machine("cpu", "float16", False),
     )

@@ -17,6 +17,7 @@ from folio.batches import Batches, Split, to_device
 from folio.checkpoint import Progress
 from folio.device import Machine, choose_machine
 from folio.generate import generate
+from folio.plan import model_config
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.settings import PRESETS, load
@@ -47,7 +48,7 @@ def preset(path, device):
     """Returns the settings and the GPTConfig of a preset, with fewer batches and layers."""
     argv = [str(path), "--dtype=float32", "--eval_iters=2"]
     settings = load(train.TrainConfig, argv, {"device": lambda _: device}, quiet=True)
-    config = train.model_config(settings, TOKENIZER)
+    config = model_config(settings, TOKENIZER)
     return settings, dataclasses.replace(config, n_layer=min(config.n_layer, 2))
 
 
@@ -96,7 +97,7 @@ def test_a_run_reads_values_only_at_log_lines(verse, optimizer, switches):
     settings = tiny.settings(
         log_interval=10, eval_interval=99, max_iters=99, optimizer=optimizer, **switches
     )
-    learner = train.Learner(train.model_config(settings, verse.tokenizer), settings, META)
+    learner = train.Learner(model_config(settings, verse.tokenizer), settings, META)
     progress = Progress(step=6, evaluated=6)
     dataset = to_device(verse, "meta")
     with pytest.raises(RuntimeError, match="meta"):
@@ -111,7 +112,7 @@ def test_a_run_reads_values_only_at_log_lines(verse, optimizer, switches):
 def test_a_step_on_a_gpu_does_not_synchronize(verse, optimizer, switches):
     # Above 3,072 tokens torch uses another kernel for the gradient of an embedding.
     settings = tiny.settings(dtype="bfloat16", batch_size=512, optimizer=optimizer, **switches)
-    config = train.model_config(settings, verse.tokenizer)
+    config = model_config(settings, verse.tokenizer)
     learner = train.Learner(config, settings, choose_machine("cuda", "bfloat16", False))
     learner.init_weights()
     batches = Batches(to_device(verse, "cuda").train, settings)

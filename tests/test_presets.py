@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from folio.optim import learning_rate_at
+from folio.plan import model_config
 from folio.settings import load
 from folio.tokenizers import CharTokenizer, GPT2Tokenizer
 from model import GPT, num_params
-from train import TrainConfig, model_config
+from train import TrainConfig
 
 CONFIG = Path(__file__).parent.parent / "config"
 CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # as many as tiny Shakespeare has

@@ -74,7 +74,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"process", "memory", "dataset", "optim", "sampling"},
     {"batches", "compile", "divergence", "generate", "trackers"},
     {"checkpoint"},
-    {"completion", "run_dir", "tracking"},
+    {"completion", "plan", "run_dir", "tracking"},
 )
 LIBRARY = {path.stem for path in (ROOT / "folio").glob("*.py")}
 TOP = {path.stem for path in ROOT.glob("*.py")}

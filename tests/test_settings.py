@@ -138,13 +138,22 @@ def test_synonyms_belong_to_settings_and_are_not_settings():
             assert not names & set(SYNONYMS[name].split()), name
 
 
-def test_a_config_file_reads_the_values_so_far():
-    file = config_file("warmup = steps // 10")
+def test_a_config_file_reads_the_values_so_far_and_those_of_flags_to_its_right():
+    file, other = config_file("warmup = steps // 10"), config_file("steps = 70", "b.py")
     assert load(Settings, ["--steps=50", file]).warmup == 5
-    assert load(Settings, [file, "--steps=50"]).warmup == 10
+    assert load(Settings, [file, "--steps=50"]).warmup == 5
+    assert load(Settings, [other, file]).warmup == 7
+    assert load(Settings, [file, other]).warmup == 10  # the default's tenth
 
 
-def resolve(device):
+def test_a_config_file_reads_names_that_are_not_settings():
+    file = config_file("warmup = double()")
+    resolvers = {"double": lambda values: lambda: 2 * values["steps"]}
+    assert load(Settings, [file, "--steps=4"], resolvers).warmup == 8
+
+
+def resolve(values):
+    device = values["device"]
     if device == "cuda":
         raise UserError("no CUDA GPU")
     return "mps" if device == "auto" else device

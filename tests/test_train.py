@@ -18,6 +18,7 @@ from folio.checkpoint import Checkpoint, Progress
 from folio.dataset import load_dataset
 from folio.device import choose_machine
 from folio.errors import UserError
+from folio.plan import model_config
 from folio.run_dir import RunDir
 from folio.tokenizers import GPT2Tokenizer
 from model import GPTConfig
@@ -287,10 +288,10 @@ def test_nanogpts_checkpoint_is_resumed_with_its_moments(nanogpt_files):
 
 
 def test_resuming_keeps_a_vocabulary_size_that_is_not_padded():
-    config = train.model_config(tiny.settings(), GPT2Tokenizer())
+    config = model_config(tiny.settings(), GPT2Tokenizer())
     assert config.vocab_size == 50304
     resumed = Checkpoint(replace(config, vocab_size=50257), {}, Progress(), {})
-    assert train.model_config(tiny.settings(), GPT2Tokenizer(), resumed).vocab_size == 50257
+    assert model_config(tiny.settings(), GPT2Tokenizer(), resumed).vocab_size == 50257
 
 
 # Compilation and GPUs

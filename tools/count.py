@@ -5,16 +5,16 @@ token; training takes three times as many (Chowdhery et al. 2022, "PaLM", append
 """
 
 from folio.dataset import load_tokenizer
-from folio.device import resolve_device
+from folio.plan import model_config
 from folio.settings import load
 from model import bigram_rows, flops_per_token
 from tools.runs import aligned
-from train import TrainConfig, model_config
+from train import RESOLVERS, TrainConfig
 
 
 def print_counts(arguments):
     """Prints the counts of the model that train.py would train with `arguments`."""
-    settings = load(TrainConfig, arguments, {"device": resolve_device})
+    settings = load(TrainConfig, arguments, RESOLVERS)
     tokenizer = load_tokenizer(settings.dataset)  # GPT-2's, if the dataset is not prepared
     config = model_config(settings, tokenizer)
     print(

@@ -12,12 +12,12 @@ import torch
 
 from folio.batches import Batches
 from folio.completion import load_trained
-from folio.device import DTYPES, kind_of, resolve_device
+from folio.device import DTYPES, device_of, kind_of
 from folio.run_dir import RunDir
 from folio.settings import load
 from model import flops_per_token
 from sample import SampleConfig, completions_of, continued, read_inputs
-from train import TrainConfig, setup
+from train import RESOLVERS, TrainConfig, setup
 
 STEPS = 10  # of training
 REPEATS = 5  # of each measurement
@@ -27,7 +27,7 @@ LARGE = 256 * 2**20  # bytes of an array that does not fit into caches
 
 def profile_training(arguments):
     """Prints the time of a step of train.py by operation, and its bound."""
-    run = setup(load(TrainConfig, arguments, {"device": resolve_device}))
+    run = setup(load(TrainConfig, arguments, RESOLVERS))
     learner, batches = run.learner, Batches(run.dataset.train, run.settings)
 
     def train_steps():
@@ -46,7 +46,7 @@ def profile_training(arguments):
 
 def profile_sampling(arguments):
     """Prints the time of a step of sample.py, one token of each text, and its bound."""
-    settings = replace(load(SampleConfig, arguments, {"device": resolve_device}), stop=None)
+    settings = replace(load(SampleConfig, arguments, {"device": device_of}), stop=None)
     trained = load_trained(
         RunDir(settings.out_dir), settings.device, settings.dtype, settings.compile
     )

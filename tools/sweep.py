@@ -60,14 +60,13 @@ if __name__ == "__main__":
     process.start(answer_help)  # --help must not wait for torch
 
 from folio.checkpoint import load
-from folio.device import resolve_device
 from folio.run_dir import RunDir
 from folio.tracking import run_settings
 from tools import runs
 from tools.crew import FINISHED, RUN_SETTINGS, STOPPED, Crew
 from tools.grid import Grid
 from tools.halving import Halving, rung_steps
-from train import TrainConfig
+from train import RESOLVERS, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
-    grid = Grid(SweepConfig, argv, {"device": resolve_device})
+    grid = Grid(SweepConfig, argv, RESOLVERS)
     check_names(grid.names)
     if not grid.first.random and grid.size >= RANGE_SIZE:
         raise UserError(f"there are {grid.size:,} combinations: use --random=N to train N of them")
