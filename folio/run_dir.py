@@ -139,6 +139,15 @@ class RunDir:
         self._pending = b""
         return None
 
+    def evaluations(self):
+        """Returns the evaluations in log.jsonl, in order. Skips damaged lines."""
+        events = []
+        with suppress(OSError):
+            for line in self.log.read_bytes().splitlines():
+                with suppress(ValueError):
+                    events.append(json.loads(line))
+        return [each for each in events if isinstance(each, dict) and each.get("split") == "val"]
+
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.
 

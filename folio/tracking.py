@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from folio.advice import advice
 from folio.process import SIGPIPE, STARTED, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
@@ -203,12 +204,12 @@ def print_start(settings, dataset, machine, config):
 def print_finished(progress, settings):
     """Prints how to continue a run that has finished earlier."""
     if progress.step < settings.max_iters:
-        advice = "increase --patience"
+        change = "increase --patience"
     elif settings.minutes:
-        advice = "use --minutes=None and a greater --max_iters"
+        change = "use --minutes=None and a greater --max_iters"
     else:
-        advice = "increase --max_iters"
-    print(f"finished at step {progress.step}; to continue, {advice}")
+        change = "increase --max_iters"
+    print(f"finished at step {progress.step}; to continue, {change}")
 
 
 def print_end(run):
@@ -219,4 +220,7 @@ def print_end(run):
     kept = "newest" if settings.always_save_checkpoint else "best"
     best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
     print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+    epochs = progress.step * settings.tokens_per_step / len(run.dataset.train)
+    if found := advice(run.run_dir.evaluations(), epochs):
+        print(found)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")

@@ -69,7 +69,7 @@ def test_constraints_pin_every_required_package():
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"errors", "model"},
-    {"fields"},
+    {"advice", "fields"},
     {"settings", "files", "tokenizers", "device"},
     {"process", "memory", "dataset", "optim", "sampling"},
     {"batches", "compile", "divergence", "generate", "trackers"},
