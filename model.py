@@ -67,11 +67,11 @@ class GPTConfig:
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if self.smear + self.bigrams >= self.block_size:
-            raise ValueError(f"smear={self.smear} is too large for block_size={self.block_size}")
+            names = f"smear={self.smear} and bigrams={self.bigrams}"
+            raise ValueError(f"{names} need more context than block_size={self.block_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
-        size = self.n_embd // self.n_head
-        if self.position == "rotary" and size % 2:
+        if self.position == "rotary" and (size := self.n_embd // self.n_head) % 2:
             raise ValueError(f"position=rotary needs an even head size n_embd / n_head, not {size}")
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:

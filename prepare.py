@@ -60,7 +60,7 @@ class PrepareConfig:
 if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
-from folio.dataset import DATA, dataset_folder, write_dataset
+from folio.dataset import DATA, FILES, dataset_folder, write_dataset
 from folio.files import Text, is_file, locked, read_text, replacing
 from folio.tokenizers import TOKENIZERS
 
@@ -72,7 +72,8 @@ def main(argv=None):
     kind = settings.tokenizer or ("char" if settings.input else KNOWN.get(name, "char"))
     tokenizer_class = TOKENIZERS[kind]
     if settings.input:
-        text = read_input(Path(settings.input), tokenizer_class.separator)
+        check_output(settings.input, folder)
+        text = read_input(settings.input, tokenizer_class.separator)
     else:
         text = known_corpus(name, settings.url)
     meta = write_dataset(folder, text, tokenizer_class.from_text(text.text))
@@ -86,25 +87,47 @@ def main(argv=None):
 # Sources of text
 
 
-def read_input(path, separator):
+def read_input(source, separator):
     """Returns the text of a UTF-8 file, or of all files in a folder, sorted by path.
 
     Hidden files are skipped. Any other file that is not UTF-8 text is an error.
     """
+    if "://" in source:
+        raise UserError(f"--input takes a local file or folder: download {source} first")
+    path = Path(source)
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-        return read_text(str(path))
-
-    def fail(error):
-        raise os_error("read", error.filename, error) from error
-
-    found = sorted(Path(at, n) for at, _, names in os.walk(path, onerror=fail) for n in names)
-    files = [f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+        return read_text(source)
+    files = sorted(files_in(path))
     if not files:
         raise UserError(f"{path} contains no files; hidden files are skipped")
     if odd := [f for f in files if not os.path.isfile(f)]:
         raise UserError(f"{odd[0]} is not a regular file; remove it from {path}")
     text = separator.join(read_text(file).text for file in files)
     return Text(text, f"{path} ({len(files)} files)", hashlib.sha256(text.encode()).hexdigest())
+
+
+def files_in(folder):
+    """Yields the paths of all files in a folder that are not hidden. Links are followed."""
+
+    def fail(error):
+        raise os_error("read", error.filename, error) from error
+
+    seen = set()
+    for at, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        real = os.path.realpath(at)
+        is_loop = real in seen  # a link to a folder that was read already
+        folders[:] = [] if is_loop else [n for n in folders if not n.startswith(".")]
+        seen.add(real)
+        yield from (Path(at, n) for n in names if not (is_loop or n.startswith(".")))
+
+
+def check_output(path, folder):
+    """Raises UserError if a dataset in `folder` would replace its text or become part of it."""
+    path, target = (Path(os.path.realpath(each)) for each in (path, folder))
+    if target.is_relative_to(path):
+        raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
+    if path in (target / name for name in FILES):
+        raise UserError(f"{path} would be replaced by the dataset: rename it")
 
 
 def known_corpus(name, url=None):

@@ -49,6 +49,10 @@ class Progress:
             self.best_step, self.best_val_loss = self.step, val_loss
         return is_best
 
+    def forget_best(self):
+        """Makes the next evaluation the best, because the file of the best one is gone."""
+        self.best_step, self.best_val_loss = self.evaluated, math.inf
+
     def is_due(self, interval):
         """Whether an action with an interval in steps (None: never) is due."""
         return bool(interval) and self.step % interval == 0

@@ -1,7 +1,7 @@
 """Faster execution of a model: torch.compile, CUDA graphs, packed linear layers."""
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -24,7 +24,8 @@ def compile_or_fall_back(function, trial):
         compiled = torch.compile(function)
         trial(compiled)
         return compiled
-    torch.compiler.reset()
+    with suppress(Exception):  # the compiler may not even be importable
+        torch.compiler.reset()
     return function
 
 

@@ -25,6 +25,7 @@ from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
 FORMAT = 1
 TOKEN = np.dtype("<u2")
 SPLITS = ("train", "val")
+FILES = ("meta.json", "train.bin", "val.bin")
 TRAIN_SHARE = 0.9
 DATA = Path("data")
 

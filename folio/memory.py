@@ -49,9 +49,10 @@ def check_memory(config, settings):
     needed = model + 2 * tokens * config.vocab_size  # 16-bit logits
     available = memory_bytes(settings.device)
     if available and needed > available:
+        advice = memory_advice(settings) if model < available else "decrease --n_layer or --n_embd"
         raise UserError(
             f"training needs more than {needed >> 30:,} GiB of memory, but {settings.device} has "
-            f"{available >> 30:,} GiB: {memory_advice(settings)}"
+            f"{available >> 30:,} GiB: {advice}"
         )
 
 

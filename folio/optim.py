@@ -38,7 +38,10 @@ def make_optimizers(model, settings):
     if embeddings:
         groups.append({"params": embeddings, "weight_decay": decay, "lr_scale": EMBEDDING_LR_SCALE})
     betas = (settings.beta1, settings.beta2)
-    adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=True)
+    try:
+        adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=True)
+    except OSError as error:  # torch imports its compiler here, which creates a folder
+        raise UserError(f"torch needs a temporary folder ({error}): set TMPDIR") from error
     if not matrices:
         return {"adamw": adamw}
     dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]

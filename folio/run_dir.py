@@ -43,7 +43,8 @@ class RunDir:
     def load_newest(self, required=True):
         """Returns the newest checkpoint, or None if there is none and it is not required.
 
-        If ckpt.pt has more steps than last.pt, it is the newest. Raises UserError if the two are
+        If ckpt.pt has more steps than last.pt, it is the newest. If it is missing or damaged, the
+        next evaluation replaces it. Raises UserError if the two are
         from different runs.
         """
         self._loaded = self._stamps()
@@ -55,11 +56,10 @@ class RunDir:
             if not is_file(self.best) or os.path.samefile(self.best, self.last):
                 raise
             raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
-        if not is_file(self.best) or os.path.samefile(self.best, self.last):
-            return newest
         try:
             best, last = self.load_best().progress, newest.progress
-        except UserError:  # it is damaged
+        except UserError:  # it is missing or damaged
+            newest.progress.forget_best()
             return newest
         if (best.step, best.evaluated) > (last.step, last.evaluated):  # such as nanoGPT's
             return self._load(self.best)

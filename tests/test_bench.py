@@ -200,3 +200,8 @@ def test_transformers_sample_refuses_other_models(changes):
     checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {}, path=Path("a.pt"))
     with pytest.raises(UserError, match=r"a\.pt is not a plain GPT-2"):
         transformers_sample.make_gpt2(checkpoint)
+
+
+def test_only_sampling_can_be_profiled():
+    with pytest.raises(UserError, match="--profile measures sampling: remove --score"):
+        bench.main(["--profile", "--script=sample", "--", "--score=verse.txt"])

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import pytest
 import tiny
 import torch
@@ -9,6 +11,7 @@ from folio.batches import Batches
 from folio.compile import (
     capture_cuda_graph,
     compile_model,
+    compile_or_fall_back,
     optimize_for_inference,
     step_accelerator,
 )
@@ -58,6 +61,13 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
         run.learner.update(norm, 1e-3)
         run.learner.evaluate(run.dataset, step)
     assert counter.frame_count == 2
+
+
+def test_a_compiler_that_cannot_be_imported_is_no_error(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=OSError("no cache folder")))
+    monkeypatch.setattr(torch.compiler, "reset", Mock(side_effect=AssertionError("half imported")))
+    assert compile_or_fall_back(plus_one, lambda compiled: None) is plus_one
+    assert "continuing without it (no cache folder)" in capsys.readouterr().err
 
 
 # Fixed-shape steps

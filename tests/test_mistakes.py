@@ -138,7 +138,7 @@ SETTINGS = {
     "one dash": (None, ["train.py", "-max_iters=3"], "write settings as --name="),
     "heads": (None, [*TRAIN, "--n_embd=15"], "n_embd=15 is not divisible by n_head=2"),
     "odd heads": (None, [*TRAIN, "--n_embd=6", "--position=rotary"], "needs an even head size"),
-    "smear": (None, [*TRAIN, "--smear=8"], "smear=8 is too large for block_size=8"),
+    "smear": (None, [*TRAIN, "--smear=8"], "smear=8 and bigrams=False need more context than"),
     "min_lr": (None, [*TRAIN, "--min_lr=0.1"], "min_lr must not be greater than learning_rate"),
     "url and input": (None, [*TEXT, "--url=http://localhost"], "--url applies to tiny Shakespeare"),
 }  # fmt: skip
@@ -282,6 +282,7 @@ INPUTS = {
     "not UTF-8": (b"caf\xe9 au lait\n" * 9, "text.txt is not UTF-8 text: byte 3 is 0xe9"),
     "UTF-16": (tiny.VERSE.encode("utf-16"), "text.txt is not UTF-8 text: byte 0 is 0xff"),
     "too short": (b"rose\n", "text.txt is too short to split"),
+    "an address": (None, "download https://x.org/a.txt first", "--input=https://x.org/a.txt"),
     "too many characters": (
         "".join(map(chr, range(0x10000, 0x20001))).encode(), "65,537 distinct characters, more",
     ),

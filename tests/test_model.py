@@ -381,8 +381,14 @@ def test_bfloat16_loss_is_computed_in_float32_from_bfloat16_logits():
         ({"n_head": 0}, "n_head must be at least 1, not 0"),
         ({"vocab_size": -1}, "vocab_size must be at least 1, not -1"),
         ({"n_layer": -1}, "n_layer must be at least 0, not -1"),
-        ({"smear": SMALL["block_size"]}, "smear=8 is too large for block_size=8"),
-        ({"smear": 7, "bigrams": True}, "smear=7 is too large for block_size=8"),
+        (
+            {"smear": SMALL["block_size"]},
+            "smear=8 and bigrams=False need more context",
+        ),
+        (
+            {"smear": 7, "bigrams": True},
+            "smear=7 and bigrams=True need more context",
+        ),
         ({"position": "rotary", "n_embd": 6}, "position=rotary needs an even head size .*, not 3"),
         ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, relu2, not swish"),
     ],

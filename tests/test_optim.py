@@ -1,9 +1,12 @@
+from unittest.mock import Mock
+
 import pytest
 import tiny
 import torch
 
 import train
 from folio.device import Machine
+from folio.errors import UserError
 from folio.optim import EMBEDDING_LR_SCALE, Muon, learning_rate_at, make_optimizers, orthogonalize
 from model import GPT, GPTConfig
 
@@ -20,6 +23,13 @@ def group_names(model, optimizer):
     """Returns the names of the parameters of each group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def test_an_unusable_temporary_folder_is_an_error_of_the_user(monkeypatch):
+    """torch's optimizers import its compiler, which creates a folder."""
+    monkeypatch.setattr(torch.optim, "AdamW", Mock(side_effect=FileNotFoundError("no folder")))
+    with pytest.raises(UserError, match=r"temporary folder \(no folder\): set TMPDIR"):
+        make_optimizers(tiny_model(), tiny.settings())
 
 
 # Learning rate

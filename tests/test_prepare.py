@@ -53,6 +53,24 @@ def text_of(name):
     return data.tokenizer.decode(data.train) + data.tokenizer.decode(data.val)
 
 
+@pytest.mark.parametrize("source", ["data/mine", "data", ".", "data/mine/train.bin"])
+def test_a_dataset_does_not_replace_its_text(source):
+    write("data/mine/train.bin", CORPUS)
+    write("data/mine/meta.json", "{}")
+    assert "the text" in error_of(f"--input={source}", "--dataset=mine") or source.endswith("bin")
+    assert Path("data/mine/train.bin").read_bytes() == CORPUS
+    assert sorted(os.listdir("data/mine")) == ["meta.json", "train.bin"]
+
+
+def test_links_to_folders_are_followed_once():
+    write("in/a.txt", "first\n" * 20)
+    write("elsewhere/b.txt", "second\n" * 20)
+    os.symlink("../elsewhere", "in/linked")
+    os.symlink("../in", "in/loop")
+    main(["--input=in", "--dataset=mine"])
+    assert text_of("mine") == "first\n" * 20 + "\n\n" + "second\n" * 20
+
+
 # Download
 
 

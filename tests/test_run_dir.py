@@ -120,10 +120,17 @@ def test_ckpt_pt_of_another_run_is_not_overwritten():
         RunDir("out").load_newest()
 
 
-def test_damaged_ckpt_pt_does_not_prevent_resuming():
-    write("out", "last.pt", step=40)
-    Path("out/ckpt.pt").write_bytes(b"damaged")
-    assert RunDir("out").load_newest().progress.step == 40
+@pytest.mark.parametrize("content", [None, b"damaged"])
+def test_ckpt_pt_that_is_missing_or_damaged_is_replaced_after_resuming(content):
+    checkpoint = checkpoint_at(40)
+    checkpoint.progress.record(1.5)
+    Path("out").mkdir()
+    checkpoints.save(Path("out", "last.pt"), checkpoint)
+    if content:
+        Path("out/ckpt.pt").write_bytes(content)
+    progress = RunDir("out").load_newest().progress
+    assert progress.step == progress.best_step == 40
+    assert progress.record(9.0)  # is the best
 
 
 def test_temporary_files_of_a_killed_run_are_removed():

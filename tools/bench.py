@@ -98,7 +98,7 @@ def compare(settings):
         medians[name] = {key: median(each[key] for each in found) for key in known}
     print(f"\nmedians of {settings.runs} alternating runs; {where()}\n")
     print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
-    if settings.vs:
+    if settings.vs is not None:
         print(f"    other: {settings.vs}")
     print_table(medians)
 
@@ -113,7 +113,7 @@ def measure_alternately(settings):
         if settings.script == "train":
             ours += [f"--out_dir={out_dir}", "--init_from=scratch", "--overwrite=True"]
         commands = {"folio": (ours, ".")}
-        if settings.vs:  # runs first, because it is the command that may be mistyped
+        if settings.vs is not None:  # runs first, because it is the command that may be mistyped
             commands = {"other": (split_command(settings.vs), settings.vs_dir)} | commands
         measured = {name: [] for name in commands}
         for turn in range(settings.runs):

@@ -56,6 +56,7 @@ def measure(command, folder):
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     values = read(lines, command)
     values["seconds"] = [(seconds, seconds)]
+    # On Linux, at least the peak of this process, which the command inherits.
     values["memory_gib"] = [(seconds, usage.ru_maxrss * unit / 2**30)]
     return values
 

@@ -13,6 +13,7 @@ import torch
 from folio.batches import Batches
 from folio.completion import load_trained
 from folio.device import DTYPES, device_of, kind_of
+from folio.errors import UserError
 from folio.run_dir import RunDir
 from folio.settings import load
 from model import flops_per_token
@@ -47,6 +48,8 @@ def profile_training(arguments):
 def profile_sampling(arguments):
     """Prints the time of a step of sample.py, one token of each text, and its bound."""
     settings = replace(load(SampleConfig, arguments, {"device": device_of}), stop=None)
+    if settings.score or settings.interactive:
+        raise UserError("--profile measures sampling: remove --score and --interactive")
     trained = load_trained(
         RunDir(settings.out_dir), settings.device, settings.dtype, settings.compile
     )
