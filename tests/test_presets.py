@@ -1,11 +1,13 @@
 """The presets in config/."""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from folio.dataset import DatasetSize
 from folio.optim import learning_rate_at
 from folio.plan import model_config
 from folio.settings import load
@@ -27,8 +29,11 @@ NANOGPT_ON_A_CPU = NANOGPT_ON_A_GPU | {
 }  # fmt: skip
 
 
-def load_preset(name, device="cuda"):
-    return load(TrainConfig, [str(CONFIG / name)], {"device": lambda _: device})
+def load_preset(name, device="cuda", *flags, tokens=1_003_854, vocab_size=65):
+    """Returns the settings of a preset, for a text of the size of tiny Shakespeare."""
+    size = DatasetSize(tokens, tokens // 9, tokens, vocab_size)
+    resolvers = {"device": lambda _: device, "dataset_size": lambda _: lambda: size}
+    return load(TrainConfig, [str(CONFIG / name), *flags], resolvers)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,41 @@ def test_the_fast_preset_has_the_stated_number_of_parameters(device, place):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("preset", ["shakespeare_char.py", "shakespeare_char_fast.py"])
+def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device):
+    fast, own = (
+        dataclasses.asdict(load_preset(name, device))
+        for name in ("shakespeare_char_fast.py", "own_text.py")
+    )
+    different = {name for name in fast if fast[name] != own[name]}
+    expected = {"out_dir", "dataset", "minutes", "eval_interval", "eval_iters"}
+    assert different <= expected
+
+
+def test_less_text_is_read_more_often_with_more_dropout():
+    sizes = [10_000, 100_000, 1_000_000, 10_000_000]
+    found = [load_preset("own_text.py", "cpu", tokens=tokens) for tokens in sizes]
+    steps = [each.max_iters for each in found]
+    passes = [count / size for count, size in zip(steps, sizes, strict=True)]
+    assert passes == sorted(passes, reverse=True)
+    dropouts = [each.dropout for each in found]
+    assert dropouts == sorted(dropouts, reverse=True)
+    assert dropouts[0] > dropouts[2] >= dropouts[3] == 0
+
+
+def test_a_large_vocabulary_has_no_table_of_pairs():
+    assert load_preset("own_text.py", "cpu").bigrams
+    assert not load_preset("own_text.py", "cpu", vocab_size=3000).bigrams
+
+
+def test_the_time_budget_has_a_default_and_can_be_removed():
+    flags = ([], ["--minutes=5"], ["--minutes=None"])
+    assert [load_preset("own_text.py", "cpu", *each).minutes for each in flags] == [2, 5, None]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "preset", ["shakespeare_char.py", "shakespeare_char_fast.py", "own_text.py"]
+)
 def test_the_shakespeare_presets_evaluate_at_least_eight_times(preset, device):
     settings = load_preset(preset, device)
     assert 8 <= -(-settings.max_iters // settings.eval_interval) <= 30
