@@ -1,8 +1,9 @@
 """Successive halving: trains all runs for a few steps, and only the best of them for longer.
 
 Jamieson and Talwalkar 2016, "Non-stochastic Best Arm Identification and Hyperparameter
-Optimization". With several runs at a time, a run is promoted before its rung is complete, as in
-ASHA (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning").
+Optimization". With several jobs, a run can be promoted before its rung is complete, as in ASHA (Li
+et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"), but only when a job would
+otherwise be idle.
 """
 
 import math
@@ -12,7 +13,8 @@ from collections import deque
 from folio.errors import UserError
 
 SEED = 1337  # of the order of runs
-RUNGS = 3  # with factor 3: a ninth, a third and all of the steps
+# Steps of each rung, in fifths of max_iters. Earlier, high learning rates look worse than they are.
+RUNGS = (1, 2, 5)
 
 
 def rung_steps(settings, factor):
@@ -23,56 +25,56 @@ def rung_steps(settings, factor):
     total, interval = settings.max_iters, settings.eval_interval
     if not factor:
         return [total]
-    shares = [total // factor**power for power in range(RUNGS - 1, 0, -1)]
-    steps = [share // interval * interval for share in shares] + [total]
-    if total < factor ** (RUNGS - 1):
-        raise UserError(f"--halving={factor} needs --max_iters={factor ** (RUNGS - 1)} or more")
-    if steps[0] < 1:
+    if total < RUNGS[-1]:
+        raise UserError(f"--halving needs --max_iters={RUNGS[-1]} or more")
+    first, *others = (total * rung // RUNGS[-1] for rung in RUNGS[:-1])
+    if first < interval:
         raise UserError(
-            f"--halving={factor} compares runs at step {shares[0]} of {total}, but eval_interval "
-            f"is {interval}: use --eval_interval={shares[0]} or less"
+            f"--halving compares runs at step {first} of {total}, but eval_interval is {interval}: "
+            f"use --eval_interval={first} or less"
         )
-    return steps
+    return [*(step // interval * interval for step in (first, *others)), total]
 
 
 class Halving:
-    """Decides which run is trained next, and up to which rung, a number from 0 to RUNGS - 1.
+    """Decides which run is trained next, and up to which rung, an index into RUNGS.
 
-    The best 1 / factor of the runs that were compared at a rung are promoted to the next one.
+    The best 1 / factor of the runs that were compared at a rung are promoted to the next one. A run
+    is promoted only when no run is left to start and no run can be promoted from a lower rung. So
+    each decision rests on as many comparisons as possible, and with one job, on all of them.
     """
 
-    def __init__(self, runs, factor=None, is_asynchronous=False):
+    def __init__(self, runs, factor=None):
         """Without a factor, each run is trained once, to the end."""
-        self.factor, self.is_asynchronous = factor, is_asynchronous
-        runs = list(runs)
-        if factor and is_asynchronous:  # in an order of values, too many of the first are promoted
+        self.factor, runs = factor, list(runs)
+        if factor:  # the last runs may be compared too late, so they should not be neighbors
             random.Random(SEED).shuffle(runs)
-        self.queue = deque((run, 0) for run in runs)
-        self.pending = dict(self.queue)  # {run: rung}, in the queue or training
-        self.losses = [{} for _ in range(RUNGS)]  # for each rung, {run: loss}
-        self.promoted = [set() for _ in range(RUNGS)]  # runs that have left each rung
+        self.queue = deque(runs)
+        self.reached = dict.fromkeys(runs, 0)  # {run: the rung up to which it is trained}
+        self.unreported = set(runs)
+        self.losses = [{} for _ in RUNGS]  # for each rung, {run: loss}
 
     def next(self):
         """Returns (run, rung), or None if nothing can start before another report."""
-        return self.queue.popleft() if self.queue else None
+        if self.queue:
+            return self.queue.popleft(), 0
+        for rung in range(len(RUNGS) - 1 if self.factor else 0):
+            for run in self._best(rung):
+                if self.reached[run] == rung:
+                    self.reached[run] += 1
+                    self.unreported.add(run)
+                    return run, rung + 1
+        return None
 
     def report(self, run, rung, loss):
         """Records the validation loss of a run at a rung; infinity if it failed."""
         self.losses[rung][run] = loss
-        del self.pending[run]
-        for each in range(RUNGS - 1 if self.factor else 0):
-            self._promote(each)
+        self.unreported.remove(run)
 
-    def _promote(self, rung):
+    def _best(self, rung):
         losses = self.losses[rung]
         count = len(losses) // self.factor
-        if all(other > rung for other in self.pending.values()):  # no other run can enter the rung
+        if all(self.reached[run] > rung for run in self.unreported):  # the rung is complete
             count = max(1, count)
-        elif not self.is_asynchronous:
-            return
-        best = [run for run in sorted(losses, key=losses.get)[:count] if math.isfinite(losses[run])]
-        for run in best:
-            if run not in self.promoted[rung]:
-                self.promoted[rung].add(run)
-                self.pending[run] = rung + 1
-                self.queue.appendleft((run, rung + 1))
+        best = sorted(losses, key=losses.get)[:count]
+        return [run for run in best if math.isfinite(losses[run])]

@@ -46,7 +46,7 @@ class SweepSettings:
     )
     random: int | None = setting(None, "combinations to draw at random; None: all", "[1, inf)")
     halving: int | None = setting(
-        None, "compare runs after 1/N² and 1/N of the steps; the best 1/N continue", "[2, inf)"
+        None, "compare runs after 1/5 and 2/5 of the steps; the best 1/N continue", "[2, inf)"
     )
 
 
@@ -157,7 +157,7 @@ def train_all(planned, jobs, factor=None):
     print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
     steps = {folder: rung_steps(settings, factor) for folder, settings in planned.items()}
     jobs = min(jobs, len(planned))
-    scheduler, crew = Halving(planned, factor, is_asynchronous=jobs > 1), Crew(jobs)
+    scheduler, crew = Halving(planned, factor), Crew(jobs)
     results, active = {}, {}
     try:
         while True:
