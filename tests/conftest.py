@@ -1,7 +1,9 @@
 """Shared fixtures: hypothesis settings, a small dataset, and GPT-2's tokenizer."""
 
+import json
 import os
 import signal
+from concurrent.futures import Future
 
 import pytest
 import tiktoken
@@ -11,6 +13,8 @@ from hypothesis import settings
 
 from folio.dataset import load_dataset
 from folio.tokenizers import END_OF_TEXT, GPT2Tokenizer
+from folio.tracking import run_settings
+from tools import runs, trainer
 
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None)
@@ -58,3 +62,44 @@ def gpt2_of_bytes(monkeypatch):
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
     return GPT2Tokenizer()
+
+
+class FakeCrew:
+    """Writes the log of each run of a sweep at once, instead of training it."""
+
+    def __init__(self):
+        self.loss_of = lambda settings: 1.0  # None: the run fails
+        self.started = []  # (name of the run, step)
+
+    def start(self, folder, settings, stop_at):
+        self.started.append((folder.name, stop_at))
+        future, loss = Future(), self.loss_of(settings)
+        future.set_result("train.py: it failed" if loss is None else trainer.FINISHED)
+        if loss is not None:
+            first = {"split": "start", "parameters": 1, "settings": run_settings(settings)}
+            event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
+            folder.mkdir(exist_ok=True)
+            with open(folder / "log.jsonl", "a") as log:
+                log.write(f"{json.dumps(first)}\n{json.dumps(event)}\n")
+        return future
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def fake_crew(folder, monkeypatch):
+    """A FakeCrew that sweeps in `folder` use."""
+
+    def final_loss(folder, settings):
+        val = runs.read(folder).val if (folder / "log.jsonl").exists() else []
+        return next((e["loss"] for e in val if e["step"] == settings.max_iters), None)
+
+    def crew_of(size):
+        crew.size = size
+        return crew
+
+    crew = FakeCrew()
+    monkeypatch.setattr(trainer, "Crew", crew_of)
+    monkeypatch.setattr(trainer, "final_loss", final_loss)
+    return crew

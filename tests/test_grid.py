@@ -14,6 +14,7 @@ from tools.grid import Grid, draw
 
 @dataclass(frozen=True)
 class Settings:
+    seed: int = setting(1, "seed")
     device: str = setting("auto", "device")
     steps: int = setting(100, "steps")
     warmup: int | None = setting(None, "warmup steps")
@@ -31,11 +32,16 @@ def write(text, name="a.py"):
     Path(name).write_text(text)
 
 
+def runs(grid, count=None):
+    """Returns {name: settings} of the runs of all combinations."""
+    return {name: each for found in grid.combinations(count) for name, each in found.items()}
+
+
 def values(*argv, **options):
     """Returns the names that vary, and their values in each combination."""
     grid = Grid(Settings, argv, **options)
-    found = grid.combinations().values()
-    return grid.names, [tuple(getattr(each, name) for name in grid.names) for each in found]
+    names = list(grid.values)
+    return names, [tuple(getattr(each, name) for name in names) for each in runs(grid).values()]
 
 
 def test_flags_and_config_files_are_combined():
@@ -68,7 +74,7 @@ def test_equal_values_make_one_combination():
 
 def test_config_file_reads_values_of_its_combination(capsys):
     write("print('hello')\nwarmup = steps // 10")
-    found = Grid(Settings, ["--steps=10,20", "a.py"]).combinations().values()
+    found = runs(Grid(Settings, ["--steps=10,20", "a.py"])).values()
     assert [(each.steps, each.warmup) for each in found] == [(10, 1), (20, 2)]
     assert capsys.readouterr().out == "hello\n"  # once
 
@@ -80,6 +86,18 @@ def test_values_but_not_their_number_may_depend_on_another_setting():
     write("warmup = [1] * steps")
     with pytest.raises(UserError, match="the number of values of warmup depends on another"):
         Grid(Settings, ["--steps=3,5", "a.py"])
+
+
+def test_seeds_are_repeats_of_one_combination():
+    grid = Grid(Settings, ["--seed=1,2,3", "--steps=10,20"])
+    assert grid.size == 2
+    assert [list(each) for each in grid.combinations()] == [
+        [f"seed={seed},steps={steps}" for seed in (1, 2, 3)] for steps in (10, 20)
+    ]
+    [found] = grid.combinations(1)
+    assert len(found) == 3
+    [found] = Grid(Settings, ["--seed=1,2"]).combinations()
+    assert [settings.seed for settings in found.values()] == [1, 2]
 
 
 def test_list_may_replace_a_list_of_another_length():
@@ -105,7 +123,7 @@ def test_invalid_values_are_reported_though_they_are_not_first(argv, message):
 def test_run_names_are_folder_names():
     grid = Grid(Settings, ["--device=a b,a/c", "--steps=1,2"])
     names = ["device=a_b,steps=1", "device=a_b,steps=2", "device=a_c,steps=1", "device=a_c,steps=2"]
-    assert list(grid.combinations()) == names
+    assert list(runs(grid)) == names
     with pytest.raises(UserError, match="two runs would share the folder device=a_b"):
         Grid(Settings, ["--device=a b,a_b"]).combinations()
 
@@ -118,20 +136,20 @@ def test_random_combinations_are_reproducible_and_nested():
     assert draw([10] * 30, 5) == draw([10] * 30, 5)
     grid = Grid(Settings, ["--steps=1,2,3", "--rate=0.1,0.2"])
     assert len(grid.combinations(2)) == 2
-    assert grid.combinations(2).items() <= grid.combinations(4).items()
+    assert runs(grid, 2).items() <= runs(grid, 4).items()
 
 
 def test_values_of_ranges_are_drawn_evenly():
     write("steps = 'uniform:10:20'")
     grid = Grid(Settings, ["a.py", "--rate=log:1e-4:1e-2"])
-    assert grid.names == ["rate", "steps"]
+    assert list(grid.values) == ["rate", "steps"]
     assert grid.size == 11 * 200
-    found = list(grid.combinations(200).values())
+    found = list(runs(grid, 200).values())
     assert len(found) == 200
     assert {each.steps for each in found} == set(range(10, 21))
     assert all(1e-4 <= each.rate <= 1e-2 for each in found)
     assert 80 < sum(each.rate < 1e-3 for each in found) < 120  # the geometric mean
-    assert set(grid.combinations(3).values()) < set(found)
+    assert set(runs(grid, 3).values()) < set(found)
 
 
 @pytest.mark.parametrize("text", ["log:0:1", "log:1", "log:a:1", "uniform:1:0", "even:0:1"])

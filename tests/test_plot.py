@@ -1,4 +1,4 @@
-"""tools.plot, tools.runs and tools.attention: reading logs, comparing runs, drawing attention."""
+"""tools.plot, runs, table and attention: reading logs, comparing runs, drawing attention."""
 
 import copy
 import json
@@ -13,6 +13,8 @@ import train
 from folio.compile import optimize_for_inference
 from folio.errors import UserError
 from tools import attention, plot, runs
+from tools.groups import grouped
+from tools.table import NOTE, table
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("folder")
@@ -48,7 +50,7 @@ def test_table_has_best_run_first_and_only_settings_that_differ():
     write_run("out-a", [4.0, 2.5, 2.0, 2.25])
     write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
     write_run("out-c", [])
-    lines = runs.table(runs.read_all(["out-a", "out-b", "out-c"]))
+    lines = table(grouped(runs.read_all(["out-a", "out-b", "out-c"])))
     assert "\n".join(lines) == TABLE.strip()
 
 
@@ -68,19 +70,46 @@ def headings(lines):
 def test_table_fits_into_the_terminal(columns, shown, note, monkeypatch, capsys):
     write_run("out-a", [4.0, 2.5])
     write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
-    found = runs.read_all(["out-a", "out-b"])
+    found = grouped(runs.read_all(["out-a", "out-b"]))
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert runs.table(found) == runs.table(found, fit=False)  # not a terminal
+    assert table(found) == table(found, fit=False)  # not a terminal
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    whole, lines = runs.table(found, fit=False), runs.table(found)
+    whole, lines = table(found, fit=False), table(found)
     assert headings(lines) == headings(whole)[:shown]
     assert lines[4:] == note
     if shown > 2:
         assert max(map(len, lines)) <= columns
-    first = headings(runs.table(found, ["seed", "n_layer"]))
+    first = headings(table(found, ["seed", "n_layer"]))
     assert first[:4] == ["run", "seed", "n_layer", "best val loss"]
     plot.main(["out-a", "out-b", "--all"])
     assert capsys.readouterr().out.splitlines()[:4] == whole
+
+
+def write_seeds(name, losses, **settings):
+    """Writes a run for each seed, whose last loss is one of `losses`."""
+    for seed, loss in enumerate(losses):
+        write_run(f"{name},seed={seed}", [4.0 + seed, loss], seed=seed, **settings)
+
+
+REPEATED_TABLE = """\
+| run            | n_layer |     best val loss | seeds | at step |
+| -------------- | ------: | ----------------: | ----: | ------: |
+| out-s/a,seed=* |       2 | 1.5000 ± 0.0100   |     3 |      10 |
+| out-s/b,seed=* |       4 | 1.5050 ± 0.0100   |     3 |      10 |
+| out-s/d,seed=0 |       8 | 1.5100            |     1 |      10 |
+| out-s/c,seed=* |       6 | 1.6000 ± 0.0100 * |     3 |      10 |
+"""
+
+
+def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
+    write_seeds("out-s/a", [1.49, 1.5, 1.51])
+    write_seeds("out-s/b", [1.495, 1.505, 1.515], n_layer=4, wandb_run_name="b")
+    write_seeds("out-s/c", [1.61, 1.6, 1.59], n_layer=6)
+    write_seeds("out-s/d", [1.51], n_layer=8)
+    *lines, note = table(grouped(runs.read_all(["out-s"])), ["n_layer", "seed"])
+    width = REPEATED_TABLE.index("\n")
+    assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
+    assert note == NOTE
 
 
 def test_settings_changed_on_resuming_replace_earlier_ones():
@@ -132,7 +161,7 @@ def drawn(figure):
 def test_picture_has_curves_of_each_run(axis, x):
     write_run("out-a", [4.0, 2.0, 2.25])
     write_run("out-b", [4.0, 3.5])
-    curves = drawn(plot.draw_runs(runs.read_all(["out-a", "out-b"]), axis))
+    curves = drawn(plot.draw_losses(grouped(runs.read_all(["out-a", "out-b"])), axis))
     training, validation, best = curves["out-a"]
     assert curves["out-b"][1] == [[x[0], 4.0], [x[1], 3.5]]
     assert validation == [[x[0], 4.0], [x[1], 2.0], [x[2], 2.25]]
@@ -140,9 +169,26 @@ def test_picture_has_curves_of_each_run(axis, x):
     assert best == [validation[1]]
 
 
+def test_curve_of_a_group_is_the_mean_of_its_seeds():
+    write_run("out-a1", [4.0, 2.0, 3.0, 1.0], seed=1)
+    write_run("out-a2", [6.0, 4.0, 3.0], seed=2)
+    write_run("out-a3", [], seed=3)
+    write_run("out-b", [5.0, 4.0], n_layer=4)
+    figure = plot.draw_losses(
+        grouped(runs.read_all(["out-a1", "out-a2", "out-a3", "out-b"])), "steps"
+    )
+    training, validation, best = drawn(figure)["out-a*"]
+    assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
+    assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
+    assert best == [validation[1]]
+    [band] = figure.axes[0].collections  # the other group has a single run
+    corners = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
+    assert corners == {(0, 3.5858), (0, 6.4142), (10, 1.5858), (10, 4.4142), (20, 3.0)}
+
+
 def test_long_training_curves_are_averaged():
     write_run("out-a", [4 + (-1) ** n for n in range(1000)])
-    training = drawn(plot.draw_runs([runs.read("out-a")], "steps"))["out-a"][0]
+    training = drawn(plot.draw_losses(grouped([runs.read("out-a")]), "steps"))["out-a"][0]
     assert len(training) == plot.POINTS
     assert [loss for _, loss in training] == pytest.approx([3.9] * plot.POINTS)
 
@@ -151,9 +197,9 @@ def test_long_training_curves_are_averaged():
 def test_ticks_are_at_evaluations_of_the_longest_run(count, every):
     write_run("out-a", [4.0] * count)
     write_run("out-b", [3.0])
-    found = runs.read_all(["out-a", "out-b"])
+    found = grouped(runs.read_all(["out-a", "out-b"]))
     for axis, size in (("steps", 10), ("tokens", 1000)):
-        [axes] = plot.draw_runs(found, axis).axes
+        [axes] = plot.draw_losses(found, axis).axes
         assert axes.get_xticks().tolist() == list(range(0, size * count, size * every))
 
 

@@ -72,7 +72,7 @@ import torch
 
 from tools import count, roofline
 from tools.measure import figures, measure
-from tools.runs import aligned
+from tools.table import aligned
 
 
 def main(argv=None):

@@ -8,7 +8,7 @@ from folio.dataset import load_tokenizer
 from folio.plan import model_config
 from folio.settings import load
 from model import bigram_rows, flops_per_token
-from tools.runs import aligned
+from tools.table import aligned
 from train import RESOLVERS, TrainConfig
 
 

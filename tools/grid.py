@@ -11,49 +11,64 @@ import re
 
 from folio.errors import UserError
 from folio.settings import load
+from tools.groups import REPEATED
 
 MAX_NAME = 255  # bytes of a folder's name
 SEED = 1337  # of the random choice, which is the same when a sweep continues
 
 
 class Grid:
-    """Settings with several values. `names` are those that vary; `first` has their first values."""
+    """Settings with several values. `first` has the first value of each.
+
+    `values` has the values of each setting that varies, with the first of every other list. Those
+    of the seed are repeats of a combination of the others, `compared`.
+    """
 
     def __init__(self, settings_class, argv, resolvers=None):
         """Raises UserError like settings.load."""
         self._arguments = settings_class, argv, resolvers
         self._sizes = {}  # name: number of values
+        self._found = {}  # name of a run: settings
         self.first = load(*self._arguments, choose=self._add)
+        values = {name: self._values_of(name) for name in self._sizes}
         # A flag or file further to the right may have replaced a list.
-        self.names = [name for name in self._sizes if self._has_effect(name)]
+        self.values = {name: each for name, each in values.items() if len(set(each)) > 1}
+        self.compared = [name for name in self.values if name != REPEATED]
 
     @property
     def size(self):
         """The number of all combinations."""
-        return math.prod(self._sizes[name] for name in self.names)
+        return math.prod(len(self.values[name]) for name in self.compared)
 
     def combinations(self, count=None):
-        """Returns {name of the run: settings} of all combinations, or of `count` drawn at random.
+        """Returns all combinations, or `count` drawn at random, as a list of `runs_at`.
 
         The last of the settings varies fastest. Equal combinations count once.
         """
-        found = {}
-        for indices in draw([self._sizes[name] for name in self.names], count):
-            settings = self._at(dict(zip(self.names, indices, strict=True)))
-            name = run_name(settings, self.names)
+        rows = draw([len(self.values[name]) for name in self.compared], count)
+        found = [self.runs_at(dict(zip(self.compared, row, strict=True))) for row in rows]
+        return list({tuple(runs): runs for runs in found}.values())
+
+    def runs_at(self, indices):
+        """Returns {name of the run: settings} for each seed and the values at `indices`."""
+        runs = {}
+        for seed in range(len(self.values.get(REPEATED, [None]))):
+            settings = self._at(indices | {REPEATED: seed})
+            name = run_name(settings, self.values)
             if len(name.encode()) > MAX_NAME:
                 raise UserError(f"the name of a run would be too long: {name[:50]}…")
-            if found.setdefault(name, settings) != settings:
+            if self._found.setdefault(name, settings) != settings:
                 raise UserError(f"two runs would share the folder {name}: change one of the values")
-        return found
+            runs[name] = settings
+        return runs
 
     def _add(self, name, values):
         self._sizes[name] = max(len(values), self._sizes.get(name, 0))
         return values[0]
 
-    def _has_effect(self, name):
+    def _values_of(self, name):
         others = [self._at({name: index}) for index in range(1, self._sizes[name])]
-        return any(getattr(each, name) != getattr(self.first, name) for each in others)
+        return [getattr(each, name) for each in (self.first, *others)]
 
     def _at(self, indices):
         """Returns the settings with the values at `indices`, and the first of every other list."""

@@ -57,59 +57,68 @@ if __name__ == "__main__":
 import numpy as np
 
 from tools import attention
-from tools import runs as runs_of
+from tools.groups import grouped
+from tools.runs import read_all
+from tools.table import table
 
 
 def main(argv=None):
     settings = load(PlotConfig, argv)
     if not settings.attention:
-        runs = runs_of.best_first(runs_of.read_all(settings.runs))
-        print("\n".join(runs_of.table(runs, fit=not settings.all)), flush=True)
+        groups = grouped(read_all(settings.runs))
+        print("\n".join(table(groups, fit=not settings.all)), flush=True)
     if not find_spec("matplotlib"):
         raise UserError("plots need matplotlib: pip install matplotlib")
     if settings.attention:
         folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
         path, figure = "attention.png", attention.draw(folder, settings.start)
     else:
-        path, figure = "runs.png", draw_runs(runs, settings.x)
+        path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or path
     with replacing(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
 
 
-def draw_runs(runs, axis):
-    """Returns a matplotlib figure of the runs' losses. `axis` is a key of AXES."""
+def draw_losses(groups, axis):
+    """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    runs = [run for run in runs if run.val]
-    if not runs:
+    curves = [(each, each.curve("val", AXES[axis])) for each in groups if each.evaluated]
+    curves = [(group, val) for group, val in curves if val.size]
+    if not curves:
         raise UserError("there is nothing to draw: the runs have no losses yet")
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot(xlabel=axis, ylabel="loss (nats per token)")
     highest = []
-    for number, run in enumerate(runs):
-        color = f"C{number}" if len(runs) <= 10 else colormaps["turbo"](number / len(runs))
-        train, val = averaged(curve(run.train, axis)), curve(run.val, axis)
-        axes.plot(*train, color=color, alpha=0.35, linewidth=1)
-        axes.plot(*val, ".-", color=color, linewidth=1.8, label=run.folder)
-        axes.plot(*curve([run.best], axis), "o", color=color)
-        x, loss = np.concatenate((train, val), axis=1)
+    for number, (group, val) in enumerate(curves):
+        color = f"C{number}" if len(curves) <= 10 else colormaps["turbo"](number / len(curves))
+        train = averaged(group.curve("train", AXES[axis])[:2])
+        draw_group(axes, train, val, color=color, label=group.name)
+        x, loss = np.concatenate((train, val[:2]), axis=1)
         highest.append(loss[x >= x.min() + START * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
-    x = max((curve(run.val, axis)[0] for run in runs), key=lambda x: x[-1])
+    x = max((val[0] for _, val in curves), key=lambda x: x[-1])
     if axis != "seconds" and len(x) > 1:  # seconds of evaluations are not round
         axes.set_xticks(x[:: math.ceil(len(x) / MAX_TICKS)])
     axes.grid(alpha=0.25)
-    axes.legend(title="line: validation; faint: training; dot: best", frameon=False)
+    title = "line: validation; faint: training; dot: best"
+    is_repeated = any(len(group.runs) > 1 for group in groups)
+    title += "\nmeans over seeds; band: ± standard deviation" * is_repeated
+    axes.legend(title=title, frameon=False)
     return figure
 
 
-def curve(events, axis):
-    """Returns x and loss of events, (2, events)."""
-    points = [(event[AXES[axis]], event["loss"]) for event in events]
-    return np.array(points, float).reshape(-1, 2).T
+def draw_group(axes, train, val, color, label):
+    """Draws the curves of a group: `train`, (2, points), and `val`, (3, evaluations)."""
+    x, loss, spread = val
+    best = loss.argmin()
+    axes.plot(*train, color=color, alpha=0.35, linewidth=1)
+    axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
+    axes.plot(x[best], loss[best], "o", color=color)
+    if spread.any():
+        axes.fill_between(x, loss - spread, loss + spread, color=color, alpha=0.2, linewidth=0)
 
 
 def averaged(points):

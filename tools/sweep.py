@@ -10,12 +10,10 @@ continues a sweep that was stopped: finished runs are kept, stopped and failed r
 `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
-import math
+import itertools
 import os
 import re
 import sys
-from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +22,6 @@ from folio import process
 from folio.errors import UserError
 from folio.fields import RANGE_SIZE, setting
 from folio.files import is_file, locked
-from folio.process import Interrupted
 from folio.settings import changed, names_in, parse_arguments
 
 
@@ -35,6 +32,7 @@ class SweepSettings:
     In a flag, several values are separated by commas: --learning_rate=1e-3,3e-4
     In a config file, they are a list: learning_rate = [1e-3, 3e-4]
     With --random, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
+    The values of seed repeat each combination, which is compared by its mean loss: --seed=1,2,3
     All settings of train.py except those about files can have several: see python train.py --help
     """
 
@@ -59,13 +57,15 @@ def answer_help():
 if __name__ == "__main__":
     process.start(answer_help)  # --help must not wait for torch
 
-from folio.checkpoint import load
 from folio.run_dir import RunDir
 from folio.tracking import run_settings
 from tools import runs
-from tools.crew import FINISHED, RUN_SETTINGS, STOPPED, Crew
+from tools.crew import RUN_SETTINGS
 from tools.grid import Grid
+from tools.groups import grouped
 from tools.halving import Halving, rung_steps
+from tools.table import table
+from tools.trainer import Trainer, failures, final_loss
 from train import RESOLVERS, TrainConfig
 
 
@@ -87,19 +87,18 @@ def main(argv=None):
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
     grid = Grid(SweepConfig, argv, RESOLVERS)
-    check_names(grid.names)
-    if not grid.first.random and grid.size >= RANGE_SIZE:
+    first = grid.first
+    check_names(grid.values)
+    if not first.random and grid.size >= RANGE_SIZE:
         raise UserError(f"there are {grid.size:,} combinations: use --random=N to train N of them")
-    sweep_dir, found = Path(grid.first.sweep_dir), grid.combinations(grid.first.random)
-    planned = {sweep_dir / name: settings for name, settings in found.items()}
-    with locked(sweep_dir):
-        check_earlier_runs(planned)
-        results = train_all(planned, grid.first.jobs, grid.first.halving)
-        folders = [folder for folder in planned if is_file(RunDir(folder).log)]
-        print("\n" + "\n".join(runs.table(list(map(runs.read, folders)), grid.names)))
+    combinations = [located(each, first.sweep_dir) for each in grid.combinations(first.random)]
+    with locked(first.sweep_dir):
+        results = train_all(combinations, first)
+        folders = [folder for folder in sorted(results) if is_file(RunDir(folder).log)]
+        print("\n" + "\n".join(table(grouped(map(runs.read, folders)), grid.values)))
     if failed := failures(results):
         raise UserError(
-            f"{len(failed)} of {len(planned)} runs failed: {'; '.join(failed)}; to try them again, "
+            f"{len(failed)} of {len(results)} runs failed: {'; '.join(failed)}; to try them again, "
             "run the same command"
         )
 
@@ -116,92 +115,35 @@ def check_names(names):
         )
 
 
-def check_earlier_runs(planned):
-    """Raises UserError if a folder contains a run with other settings."""
-    may_change = names_in(TrainConfig, "machine", "display") | {"max_iters"}
-    for folder, settings in planned.items():
-        if not os.path.exists(RunDir(folder).log):
-            continue
-        now = run_settings(settings)
-        for name, before in runs.read(folder).settings.items():
-            if name in now.keys() - may_change and now[name] not in (before, "auto"):
-                raise UserError(
-                    f"{folder} contains a run with other settings: {name} was {before!r}, now "
-                    f"{now[name]!r}; choose another --sweep_dir"
-                )
-
-
-def final_loss(folder, settings):
-    """Returns the best validation loss of a finished run, or None if the run is not finished."""
-    with suppress(UserError, FileNotFoundError):
-        progress = load(RunDir(folder).last, optimizers=False).progress
-        if progress.is_finished(settings) and is_file(RunDir(folder).best):
-            return progress.best_val_loss
-    return None
-
-
-def loss_at(folder, settings, step):
-    """Returns the validation loss of a run at a step, or None if it has not come so far.
-
-    The loss of a finished run is its best.
-    """
-    loss = final_loss(folder, settings)
-    if loss is None and step < settings.max_iters and is_file(RunDir(folder).log):
-        loss = next((e["loss"] for e in runs.read(folder).val if e["step"] == step), None)
-    return loss
-
-
-def train_all(planned, jobs, factor=None):
-    """Trains the runs that are not finished, even if one fails. Returns {folder: result}."""
-    finished = sum(final_loss(*run) is not None for run in planned.items())
+def train_all(combinations, settings):
+    """Trains all combinations with the settings of the sweep. Returns {folder: result}."""
+    planned, factor = list(itertools.chain(*combinations)), settings.halving
+    for run in planned:
+        check_run(*run)
+    finished = sum(final_loss(*run) is not None for run in planned)
     print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
-    steps = {folder: rung_steps(settings, factor) for folder, settings in planned.items()}
-    jobs = min(jobs, len(planned))
-    scheduler, crew = Halving(planned, factor), Crew(jobs)
-    results, active = {}, {}
-    try:
-        while True:
-            while len(active) < jobs and (task := scheduler.next()):
-                folder, rung = task
-                loss = loss_at(folder, planned[folder], steps[folder][rung])
-                if loss is None:
-                    future = crew.start(folder, planned[folder], steps[folder][rung])
-                    active[future] = task
-                else:
-                    results[folder] = FINISHED
-                    scheduler.report(folder, rung, loss)
-            if not active:
-                return results
-            for future in wait(active, return_when=FIRST_COMPLETED).done:
-                folder, rung = active.pop(future)
-                results[folder] = future.result()
-                loss = loss_at(folder, planned[folder], steps[folder][rung])
-                scheduler.report(folder, rung, math.inf if loss is None else loss)
-                about = describe(folder, results[folder])
-                place = "" if factor else f"{len(results)} of {len(planned)}: "
-                print(f"{place}{folder.name}: {about}", flush=True)
-    except Interrupted as error:
-        crew.stop()
-        failed = failures({k: f.result() for f, (k, _) in active.items() if not f.cancelled()})
-        outcome = f", but {'; '.join(failed)}" if failed else " and saved"
-        message = f"stopped{outcome}; to continue, run the same command"
-        raise Interrupted(error.number, message) from error
-    finally:
-        crew.stop()
+    jobs, total = min(settings.jobs, len(planned)), None if factor else len(planned)
+    return Trainer(Halving(combinations, factor), jobs, factor, total).train()
 
 
-def failures(results):
-    """Returns 'NAME: error' for each run that has failed."""
-    expected = (FINISHED, STOPPED)
-    return [f"{folder.name}: {each}" for folder, each in results.items() if each not in expected]
+def located(runs, sweep_dir):
+    """Returns a combination as Trainer takes it, from one of Grid."""
+    return tuple((Path(sweep_dir, name), settings) for name, settings in runs.items())
 
 
-def describe(folder, result):
-    """Returns the result of a run as text: its best loss if it has finished."""
-    if result == FINISHED:
-        best = runs.read(folder).best
-        return f"best val loss {best['loss']:.4f} at step {best['step']:,}"
-    return result if result == STOPPED else f"failed: {result}"
+def check_run(folder, settings):
+    """Raises UserError if a run has no rungs, or its folder contains a run with other settings."""
+    rung_steps(settings, settings.halving)
+    if not os.path.exists(RunDir(folder).log):
+        return
+    may_change = names_in(TrainConfig, "machine", "display") | {"max_iters"}
+    now = run_settings(settings)
+    for name, before in runs.read(folder).settings.items():
+        if name in now.keys() - may_change and now[name] not in (before, "auto"):
+            raise UserError(
+                f"{folder} contains a run with other settings: {name} was {before!r}, now "
+                f"{now[name]!r}; choose another --sweep_dir"
+            )
 
 
 if __name__ == "__main__":

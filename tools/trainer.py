@@ -1,0 +1,119 @@
+"""Trains the combinations that a scheduler chooses, several runs at a time."""
+
+import math
+from collections import defaultdict, deque
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
+from statistics import fmean
+
+from folio.checkpoint import load
+from folio.errors import UserError
+from folio.files import is_file
+from folio.process import Interrupted
+from folio.run_dir import RunDir
+from tools import runs
+from tools.crew import FINISHED, STOPPED, Crew
+from tools.halving import rung_steps
+
+
+class Trainer:
+    """Trains combinations, each a tuple of (folder, settings) with a run for each seed.
+
+    A scheduler has two methods. `next()` returns a task, (combination, rung), or None if nothing
+    can start before another report. `report(combination, rung, loss)` receives the mean validation
+    loss of the runs, or infinity if one of them failed.
+    """
+
+    def __init__(self, scheduler, jobs, factor=None, total=None):
+        """`factor` is that of rung_steps. `total`, the number of runs, is printed if known."""
+        self.scheduler, self.crew = scheduler, Crew(jobs)
+        self.factor, self.total = factor, total
+        self.queue = deque()  # runs of tasks that have started: (task, folder, settings)
+        self.active = {}  # {future: run}
+        self.losses = defaultdict(list)  # {task: losses of its runs at the rung}
+        self.results = {}  # {folder: result}
+
+    def train(self):
+        """Trains the runs that are not finished, even if one fails. Returns {folder: result}."""
+        try:
+            self._start_runs()
+            while self.active:
+                for future in wait(self.active, return_when=FIRST_COMPLETED).done:
+                    self._end_run(future)
+                self._start_runs()
+            return self.results
+        except Interrupted as error:
+            self.crew.stop()
+            ended = {future: run for future, run in self.active.items() if not future.cancelled()}
+            failed = failures({run[1]: future.result() for future, run in ended.items()})
+            outcome = f", but {'; '.join(failed)}" if failed else " and saved"
+            message = f"stopped{outcome}; to continue, run the same command"
+            raise Interrupted(error.number, message) from error
+        finally:
+            self.crew.stop()
+
+    def _next(self):
+        if not self.queue and (task := self.scheduler.next()):
+            self.queue.extend((task, *run) for run in task[0])
+        return self.queue.popleft() if self.queue else None
+
+    def _start_runs(self):
+        while len(self.active) < self.crew.size and (run := self._next()):
+            (_, rung), folder, settings = run
+            step = rung_steps(settings, self.factor)[rung]
+            loss = loss_at(folder, settings, step)
+            if loss is None:
+                self.active[self.crew.start(folder, settings, step)] = run
+            else:
+                self.results[folder] = FINISHED
+                self._report(run, loss)
+
+    def _end_run(self, future):
+        run = self.active.pop(future)
+        (_, rung), folder, settings = run
+        self.results[folder] = future.result()
+        loss = loss_at(folder, settings, rung_steps(settings, self.factor)[rung])
+        place = f"{len(self.results)} of {self.total}: " if self.total else ""
+        print(f"{place}{folder.name}: {describe(folder, self.results[folder])}", flush=True)
+        self._report(run, math.inf if loss is None else loss)
+
+    def _report(self, run, loss):
+        """Reports the loss of a task to the scheduler when all of its runs have one."""
+        task = combination, rung = run[0]
+        self.losses[task].append(loss)
+        if len(self.losses[task]) == len(combination):
+            self.scheduler.report(combination, rung, fmean(self.losses[task]))
+
+
+def final_loss(folder, settings):
+    """Returns the best validation loss of a finished run, or None if the run is not finished."""
+    with suppress(UserError, FileNotFoundError):
+        progress = load(RunDir(folder).last, optimizers=False).progress
+        if progress.is_finished(settings) and is_file(RunDir(folder).best):
+            return progress.best_val_loss
+    return None
+
+
+def loss_at(folder, settings, step):
+    """Returns the validation loss of a run at a step, or None if it has not come so far.
+
+    The loss of a finished run is its best.
+    """
+    loss = final_loss(folder, settings)
+    if loss is None and step < settings.max_iters and is_file(RunDir(folder).log):
+        loss = next((e["loss"] for e in runs.read(folder).val if e["step"] == step), None)
+    return loss
+
+
+def failures(results):
+    """Returns 'NAME: error' for each run that has failed."""
+    expected = (FINISHED, STOPPED)
+    return [f"{folder.name}: {each}" for folder, each in results.items() if each not in expected]
+
+
+def describe(folder, result):
+    """Returns the result of a run as text: its best loss if it has finished."""
+    if result == FINISHED:
+        best = runs.read(folder).best
+        return f"best val loss {best['loss']:.4f} at step {best['step']:,}"
+    return result if result == STOPPED else f"failed: {result}"
