@@ -13,8 +13,8 @@ from hypothesis import settings
 
 from folio.dataset import load_dataset
 from folio.tokenizers import END_OF_TEXT, GPT2Tokenizer
-from folio.tracking import run_settings
 from tools import runs, trainer
+from tools.crew import RUN_SETTINGS
 
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None)
@@ -76,7 +76,8 @@ class FakeCrew:
         future, loss = Future(), self.loss_of(settings)
         future.set_result("train.py: it failed" if loss is None else trainer.FINISHED)
         if loss is not None:
-            first = {"split": "start", "parameters": 1, "settings": run_settings(settings)}
+            known = {name: getattr(settings, name) for name in RUN_SETTINGS}
+            first = {"split": "start", "parameters": 1, "settings": known}
             event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
             folder.mkdir(exist_ok=True)
             with open(folder / "log.jsonl", "a") as log:

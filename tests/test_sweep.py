@@ -93,7 +93,7 @@ def test_signal_during_imports_ends_a_tool_without_a_traceback(tool, number):
     [
         ("bench", "script runs target vs vs_dir profile count"),
         ("plot", "x all out attention out_dir start"),
-        ("sweep", "sweep_dir jobs random halving"),
+        ("sweep", "sweep_dir jobs trials search halving"),
     ],
 )
 def test_help_of_a_tool_is_printed_without_torch(tool, names):
@@ -174,7 +174,9 @@ def test_failed_run_is_reported_and_the_others_continue(verse, capsys):
         (["--seed=1,2", "--init_from=resume"], "resumes runs automatically: remove init_from"),
         (["--jobs=1,2"], "jobs has several values"),
         ([f"--wandb_run_name={'x' * 300},b"], "the name of a run would be too long"),
-        (["--dropout=uniform:0:0.3"], "there are 200 combinations: use --random=N"),
+        (["--dropout=uniform:0:0.3"], "there are 200 combinations: use --trials=N"),
+        (["--seed=1,2", "--search=tpe"], "--search=tpe needs .*: add --trials=N"),
+        (["--seed=1,2", "--search=tpe", "--trials=2", "--halving=3"], "remove --halving"),
         (["--seed=1,2", "--sweep_dir="], "sweep_dir must not be empty"),
         (["--seed=1,x"], "--seed must be int, not 'x'"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr must not be greater than"),

@@ -1,9 +1,9 @@
 """Successive halving: trains all runs for a few steps, and only the best of them for longer.
 
 Jamieson and Talwalkar 2016, "Non-stochastic Best Arm Identification and Hyperparameter
-Optimization". With several jobs, a run can be promoted before its rung is complete, as in ASHA (Li
-et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"), but only when a job would
-otherwise be idle.
+Optimization". With several jobs, a combination can be promoted before its rung is complete, as in
+ASHA (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"), but only when a job
+would otherwise be idle.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections import deque
 
 from folio.errors import UserError
 
-SEED = 1337  # of the order of runs
+SEED = 1337  # of the order
 # Steps of each rung, in fifths of max_iters. Earlier, high learning rates look worse than they are.
 RUNGS = (1, 2, 5)
 
@@ -37,44 +37,44 @@ def rung_steps(settings, factor):
 
 
 class Halving:
-    """Decides which run is trained next, and up to which rung, an index into RUNGS.
+    """Decides which combination is trained next, and up to which rung, an index into RUNGS.
 
-    The best 1 / factor of the runs that were compared at a rung are promoted to the next one. A run
-    is promoted only when no run is left to start and no run can be promoted from a lower rung. So
-    each decision rests on as many comparisons as possible, and with one job, on all of them.
+    The best 1 / factor of those that were compared at a rung are promoted to the next one. This
+    happens only when no combination is left to start, and when none can be promoted from a lower
+    rung. So each decision rests on as many comparisons as possible; with one job, on all of them.
     """
 
-    def __init__(self, runs, factor=None):
-        """Without a factor, each run is trained once, to the end."""
-        self.factor, runs = factor, list(runs)
-        if factor:  # the last runs may be compared too late, so they should not be neighbors
-            random.Random(SEED).shuffle(runs)
-        self.queue = deque(runs)
-        self.reached = dict.fromkeys(runs, 0)  # {run: the rung up to which it is trained}
-        self.unreported = set(runs)
-        self.losses = [{} for _ in RUNGS]  # for each rung, {run: loss}
+    def __init__(self, combinations, factor=None):
+        """Without a factor, each combination is trained once, to the end."""
+        self.factor, combinations = factor, list(combinations)
+        if factor:  # with several jobs, the last ones are compared late: they must not be similar
+            random.Random(SEED).shuffle(combinations)
+        self.queue = deque(combinations)
+        self.reached = dict.fromkeys(combinations, 0)  # {combination: rung, the highest started}
+        self.unreported = set(combinations)
+        self.losses = [{} for _ in RUNGS]  # for each rung, {combination: loss}
 
     def next(self):
-        """Returns (run, rung), or None if nothing can start before another report."""
+        """Returns (combination, rung), or None if nothing can start before another report."""
         if self.queue:
             return self.queue.popleft(), 0
         for rung in range(len(RUNGS) - 1 if self.factor else 0):
-            for run in self._best(rung):
-                if self.reached[run] == rung:
-                    self.reached[run] += 1
-                    self.unreported.add(run)
-                    return run, rung + 1
+            for combination in self._best(rung):
+                if self.reached[combination] == rung:
+                    self.reached[combination] += 1
+                    self.unreported.add(combination)
+                    return combination, rung + 1
         return None
 
-    def report(self, run, rung, loss):
-        """Records the validation loss of a run at a rung; infinity if it failed."""
-        self.losses[rung][run] = loss
-        self.unreported.remove(run)
+    def report(self, combination, rung, loss):
+        """Records the validation loss of a combination at a rung; infinity if a run failed."""
+        self.losses[rung][combination] = loss
+        self.unreported.remove(combination)
 
     def _best(self, rung):
         losses = self.losses[rung]
         count = len(losses) // self.factor
-        if all(self.reached[run] > rung for run in self.unreported):  # the rung is complete
+        if all(self.reached[each] > rung for each in self.unreported):  # the rung is complete
             count = max(1, count)
         best = sorted(losses, key=losses.get)[:count]
-        return [run for run in best if math.isfinite(losses[run])]
+        return [each for each in best if math.isfinite(losses[each])]

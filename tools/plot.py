@@ -4,7 +4,8 @@
     python -m tools.plot out-sweep --x=seconds --out=losses.png
     python -m tools.plot --attention out-a --start="To be, or not"
 
-Plots are PNG files and need matplotlib.
+Runs that differ only in their seed are one row and one curve. Plots are PNG files and need
+matplotlib.
 """
 
 import math

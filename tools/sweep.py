@@ -1,9 +1,11 @@
 """Train every combination of settings that have several values, and compare the runs.
 
     python -m tools.sweep config/shakespeare_char.py --learning_rate=1e-3,3e-4 --n_layer=4,6
-    python -m tools.sweep config/shakespeare_char.py config/mine.py --random=10 --jobs=2
-    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --random=24 \\
+    python -m tools.sweep config/shakespeare_char.py config/mine.py --seed=1,2,3 --jobs=2
+    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
         --eval_interval=200 --halving=3
+    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
+        --search=tpe
 
 In a config file, several values are a list: learning_rate = [1e-3, 3e-4]. The same command
 continues a sweep that was stopped: finished runs are kept, stopped and failed runs are resumed.
@@ -15,8 +17,9 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from folio import process
 from folio.errors import UserError
@@ -31,7 +34,7 @@ class SweepSettings:
 
     In a flag, several values are separated by commas: --learning_rate=1e-3,3e-4
     In a config file, they are a list: learning_rate = [1e-3, 3e-4]
-    With --random, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
+    With --trials, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
     The values of seed repeat each combination, which is compared by its mean loss: --seed=1,2,3
     All settings of train.py except those about files can have several: see python train.py --help
     """
@@ -42,7 +45,10 @@ class SweepSettings:
     jobs: int = setting(
         1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
     )
-    random: int | None = setting(None, "combinations to draw at random; None: all", "[1, inf)")
+    trials: int | None = setting(None, "combinations to try; None: all", "[1, inf)")
+    search: Literal["random", "tpe"] = setting(
+        "random", "how trials are chosen; tpe: Optuna's tree-structured Parzen estimator"
+    )
     halving: int | None = setting(
         None, "compare runs after 1/5 and 2/5 of the steps; the best 1/N continue", "[2, inf)"
     )
@@ -62,8 +68,9 @@ from folio.tracking import run_settings
 from tools import runs
 from tools.crew import RUN_SETTINGS
 from tools.grid import Grid
-from tools.groups import grouped
+from tools.groups import REPEATED, grouped
 from tools.halving import Halving, rung_steps
+from tools.search import Search
 from tools.table import table
 from tools.trainer import Trainer, failures, final_loss
 from train import RESOLVERS, TrainConfig
@@ -77,9 +84,19 @@ class SweepConfig(TrainConfig, SweepSettings):
         super().__post_init__()
         if not self.sweep_dir:
             raise UserError("sweep_dir must not be empty")
+        if self.search == "tpe":
+            self._check_tpe()
         refused = names_in(TrainConfig, "files") - {"out_dir"}  # which presets set
         if wrong := sorted(refused & changed(self).keys()):
             raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
+
+    def _check_tpe(self):
+        if not self.trials:
+            raise UserError("--search=tpe needs the number of combinations to try: add --trials=N")
+        if self.halving:
+            raise UserError("--search=tpe trains all runs to the end: remove --halving")
+        if not find_spec("optuna"):
+            raise UserError("--search=tpe needs Optuna: pip install optuna")
 
 
 def main(argv=None):
@@ -89,11 +106,12 @@ def main(argv=None):
     grid = Grid(SweepConfig, argv, RESOLVERS)
     first = grid.first
     check_names(grid.values)
-    if not first.random and grid.size >= RANGE_SIZE:
-        raise UserError(f"there are {grid.size:,} combinations: use --random=N to train N of them")
-    combinations = [located(each, first.sweep_dir) for each in grid.combinations(first.random)]
+    if not first.trials and grid.size >= RANGE_SIZE:
+        raise UserError(f"there are {grid.size:,} combinations: use --trials=N to train N of them")
+    if first.search == "random":
+        combinations = [located(each, first.sweep_dir) for each in grid.combinations(first.trials)]
     with locked(first.sweep_dir):
-        results = train_all(combinations, first)
+        results = search(grid) if first.search == "tpe" else train_all(combinations, first)
         folders = [folder for folder in sorted(results) if is_file(RunDir(folder).log)]
         print("\n" + "\n".join(table(grouped(map(runs.read, folders)), grid.values)))
     if failed := failures(results):
@@ -124,6 +142,22 @@ def train_all(combinations, settings):
     print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
     jobs, total = min(settings.jobs, len(planned)), None if factor else len(planned)
     return Trainer(Halving(combinations, factor), jobs, factor, total).train()
+
+
+def search(grid):
+    """Trains combinations that Optuna chooses. Returns {folder: result}."""
+    settings = grid.first
+
+    def locate(indices):
+        combination = located(grid.runs_at(indices), settings.sweep_dir)
+        for run in combination:
+            check_run(*run)
+        return combination
+
+    scheduler = Search(grid, settings.sweep_dir, locate)
+    print(f"{settings.trials} trials, {scheduler.complete} of them already complete", flush=True)
+    total = settings.trials * len(grid.values.get(REPEATED, [None]))
+    return Trainer(scheduler, min(settings.jobs, total), total=total).train()
 
 
 def located(runs, sweep_dir):
