@@ -12,6 +12,7 @@ from typing import Literal
 from folio.errors import UserError
 
 RANGE_SIZE = 200
+MAX_VALUES = 1000  # of a setting
 Scope = Literal["run", "files", "machine", "display"]
 
 
@@ -46,22 +47,25 @@ def range_values(field, text):
     """Returns the values of a range, "uniform:LOW:HIGH" or "log:LOW:HIGH", or None for other text.
 
     They are RANGE_SIZE evenly spaced numbers of four digits, or all integers that result from
-    rounding them. For "log", the logarithms of the numbers are evenly spaced.
+    rounding them. For "log", the logarithms of the numbers are evenly spaced. Raises UserError if
+    the ends of the range are invalid.
     """
     options, (kind, *ends) = _options(field.type), text.split(":")
-    if kind not in ("uniform", "log") or len(ends) != 2 or not {int, float} & set(options):
+    if kind not in ("uniform", "log") or not {int, float} & set(options):
         return None
-    with suppress(ValueError, OverflowError):
+    try:
         low, high = map(float, ends)
-        if not (low < high < math.inf and (kind == "uniform" or low > 0)):
-            return None
-        shares = [place / (RANGE_SIZE - 1) for place in range(RANGE_SIZE)]
-        values = [low + (high - low) * share for share in shares]
-        if kind == "log":
-            values = [low * (high / low) ** share for share in shares]
-        digits = (lambda x: float(f"{x:.4g}")) if float in options else round
-        return list(dict.fromkeys(min(max(digits(x), low), high) for x in values))
-    return None
+        if not (low < high and math.isfinite(high - low) and (kind == "uniform" or low > 0)):
+            raise ValueError
+    except ValueError as error:
+        rule = "LOW < HIGH" if kind == "uniform" else "0 < LOW < HIGH"
+        raise UserError(f"{text} is not a range: write {kind}:LOW:HIGH, {rule}") from error
+    shares = [place / (RANGE_SIZE - 1) for place in range(RANGE_SIZE)]
+    values = [low + (high - low) * share for share in shares]
+    if kind == "log":
+        values = [low * (high / low) ** share for share in shares]
+    digits = (lambda x: float(f"{x:.4g}")) if float in options else round
+    return list(dict.fromkeys(min(max(digits(x), low), high) for x in values))
 
 
 def check_value(field, value, label):

@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from folio.errors import UserError, nearest
-from folio.fields import check_value, parse_value, range_values, type_name
+from folio.fields import MAX_VALUES, check_value, parse_value, range_values, type_name
 
 ROOT = Path(__file__).parent.parent  # of the repository
 PRESETS = ROOT / "config"
@@ -197,6 +197,8 @@ def _run_config_file(fields, values, path, choose):
             if choose and isinstance(value, str):
                 value = range_values(fields[name], value) or value
             if choose and value and isinstance(value, list | tuple | range):
+                if len(value) > MAX_VALUES:
+                    raise UserError(f"{path}: {name} has more than {MAX_VALUES:,} values")
                 value = choose(name, list(value))
             found[name] = value
         elif not (name.startswith("_") or callable(value)):

@@ -152,7 +152,23 @@ def test_values_of_ranges_are_drawn_evenly():
     assert set(runs(grid, 3).values()) < set(found)
 
 
-@pytest.mark.parametrize("text", ["log:0:1", "log:1", "log:a:1", "uniform:1:0", "even:0:1"])
-def test_invalid_range_is_an_error(text):
-    with pytest.raises(UserError, match="--rate must be float"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("log:0:1", "log:0:1 is not a range: write log:LOW:HIGH, 0 < LOW < HIGH"),
+        ("log:1", "log:1 is not a range: write log:LOW:HIGH"),
+        ("log:a:1", "log:a:1 is not a range: write log:LOW:HIGH"),
+        ("uniform:1:0", "uniform:1:0 is not a range: write uniform:LOW:HIGH, LOW < HIGH"),
+        ("uniform:-1e308:1e308", "is not a range"),
+        ("even:0:1", "--rate must be float"),
+    ],
+)
+def test_invalid_range_is_an_error(text, message):
+    with pytest.raises(UserError, match=message):
         Grid(Settings, [f"--rate={text}"])
+
+
+def test_a_list_with_too_many_values_is_an_error():
+    write("steps = range(10**9)")
+    with pytest.raises(UserError, match="a.py: steps has more than 1,000 values"):
+        Grid(Settings, ["a.py"])

@@ -9,17 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import tiny
 
 import train
+from folio import plan
 from folio.errors import UserError
 from folio.files import InUseError, locked
 from folio.settings import ROOT
 from tools import crew, runs, sweep
 from tools.table import NOTE
+from tools.trainer import final_loss
 
 LOSS = ["best val loss", "seeds"]  # columns of repeated runs
 
@@ -177,6 +180,7 @@ def test_failed_run_is_reported_and_the_others_continue(verse, capsys):
         (["--dropout=uniform:0:0.3"], "there are 200 combinations: use --trials=N"),
         (["--seed=1,2", "--search=tpe"], "--search=tpe needs .*: add --trials=N"),
         (["--seed=1,2", "--search=tpe", "--trials=2", "--halving=3"], "remove --halving"),
+        (["--seed=1,2", "--halving=3", "--minutes=1"], "same step: add --minutes=None"),
         (["--seed=1,2", "--sweep_dir="], "sweep_dir must not be empty"),
         (["--seed=1,x"], "--seed must be int, not 'x'"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr must not be greater than"),
@@ -198,6 +202,41 @@ def test_run_with_other_settings_is_refused():
     Path("out-sweep/seed=1/log.jsonl").write_text(json.dumps(event))
     with pytest.raises(UserError, match="other settings: batch_size was 4, now 3; choose another"):
         sweep.main([*flags(batch_size=3, dtype="auto", max_iters=9), "--seed=1,2"])
+
+
+@pytest.mark.slow
+def test_run_on_other_content_of_the_dataset_is_refused(verse):
+    sweep.main([*flags(max_iters=1), "--seed=1,2"])
+    tiny.prepare_verse(text=tiny.VERSE * 30)
+    sweep.fingerprint.cache_clear()
+    with pytest.raises(UserError, match="content of dataset verse has changed since out-sweep/see"):
+        sweep.main([*flags(max_iters=1), "--seed=1,2,3"])
+
+
+def test_a_run_is_finished_after_the_steps_that_fit_into_its_time_budget(verse, monkeypatch):
+    monkeypatch.setattr(plan, "seconds_per_step", lambda *_: 0.01)
+    budget = {"minutes": 0.01, "max_iters": 1000, "eval_interval": 500}
+    arguments, planned = tiny.flags(**budget), tiny.settings(**budget)
+    train.main([*arguments, "--stop_at=3"])
+    assert final_loss(Path("out"), planned) is None
+    train.main([*arguments, "--init_from=resume"])
+    assert final_loss(Path("out"), planned) == tiny.saved()["best_val_loss"]
+    sweep.check_run(Path("out"), planned)  # does not raise: the same settings
+
+
+def test_run_that_is_stopped_from_outside_is_a_failure(fake_crew, monkeypatch):
+    start = fake_crew.start
+
+    def stopped(folder, *arguments):
+        future = start(folder, *arguments)
+        if folder.name == "seed=2":
+            future = Future()
+            future.set_result(crew.STOPPED)
+        return future
+
+    monkeypatch.setattr(fake_crew, "start", stopped)
+    with pytest.raises(UserError, match="1 of 2 runs failed: seed=2: stopped; to try them again"):
+        sweep.main([*flags(), "--seed=1,2"])
 
 
 # Interruption

@@ -8,6 +8,7 @@ from statistics import fmean, variance
 
 import numpy as np
 
+from folio.plan import STEP_COUNTS
 from folio.settings import names_in
 from train import TrainConfig
 
@@ -79,7 +80,9 @@ def grouped(runs):
     """
     groups, seen = defaultdict(list), Counter()
     for run in runs:
-        values = sorted((k, repr(v)) for k, v in run.settings.items() if k not in IGNORED)
+        # With a time budget, the numbers of steps depend on the measured speed.
+        ignored = IGNORED | set(STEP_COUNTS if run.settings.get("minutes") else ())
+        values = sorted((k, repr(v)) for k, v in run.settings.items() if k not in ignored)
         seed = (*values, run.settings.get(REPEATED))
         seen[seed] += 1
         groups[*values, seen[seed]].append(run)

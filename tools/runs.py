@@ -40,8 +40,8 @@ class Run:
             case "resume":
                 self.settings |= {name: new for name, (_, new) in event["changed"].items()}
             case "train" | "val" as split:
-                getattr(self, split).append(event)
-                self.newest = event
+                self.newest = {name: event[name] for name in NUMBERS[split]}
+                getattr(self, split).append(self.newest)
 
     @property
     def best(self):
@@ -56,14 +56,14 @@ def read(folder):
         if not is_file(path):
             available = ", ".join(map(str, inside("."))) or "none"
             raise UserError(f"there is no log {path}; available runs: {available}")
-        lines = path.read_bytes().splitlines()
+        run = Run(str(folder))
+        with open(path, "rb") as lines:
+            for line in lines:
+                with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    run.add(json.loads(line))  # skips a line that is incomplete or damaged
+        return run
     except OSError as error:
         raise os_error("read", path, error) from error
-    run = Run(str(folder))
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            run.add(json.loads(line))  # skips a line that is incomplete or damaged
-    return run
 
 
 def inside(folder):

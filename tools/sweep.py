@@ -16,7 +16,9 @@ import itertools
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -63,6 +65,9 @@ def answer_help():
 if __name__ == "__main__":
     process.start(answer_help)  # --help must not wait for torch
 
+from folio.checkpoint import load
+from folio.dataset import load_dataset
+from folio.plan import STEP_COUNTS
 from folio.run_dir import RunDir
 from folio.tracking import run_settings
 from tools import runs
@@ -86,6 +91,8 @@ class SweepConfig(TrainConfig, SweepSettings):
             raise UserError("sweep_dir must not be empty")
         if self.search == "tpe":
             self._check_tpe()
+        if self.halving and self.minutes:
+            raise UserError("--halving compares runs at the same step: add --minutes=None")
         refused = names_in(TrainConfig, "files") - {"out_dir"}  # which presets set
         if wrong := sorted(refused & changed(self).keys()):
             raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
@@ -166,11 +173,13 @@ def located(runs, sweep_dir):
 
 
 def check_run(folder, settings):
-    """Raises UserError if a run has no rungs, or its folder contains a run with other settings."""
+    """Raises UserError if a run has no rungs, or if its folder contains another run."""
     rung_steps(settings, settings.halving)
     if not os.path.exists(RunDir(folder).log):
         return
+    check_data(folder, settings)
     may_change = names_in(TrainConfig, "machine", "display") | {"max_iters"}
+    may_change |= set(STEP_COUNTS if settings.minutes else ())
     now = run_settings(settings)
     for name, before in runs.read(folder).settings.items():
         if name in now.keys() - may_change and now[name] not in (before, "auto"):
@@ -178,6 +187,22 @@ def check_run(folder, settings):
                 f"{folder} contains a run with other settings: {name} was {before!r}, now "
                 f"{now[name]!r}; choose another --sweep_dir"
             )
+
+
+def check_data(folder, settings):
+    """Raises UserError if a run was trained on another version of its dataset."""
+    with suppress(FileNotFoundError):
+        data = load(RunDir(folder).last, optimizers=False).data
+        if data not in (None, fingerprint(settings.dataset)):
+            raise UserError(
+                f"the content of dataset {settings.dataset} has changed since {folder} was "
+                "trained; choose another --sweep_dir"
+            )
+
+
+@cache
+def fingerprint(dataset):
+    return load_dataset(dataset).fingerprint
 
 
 if __name__ == "__main__":

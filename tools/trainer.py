@@ -9,6 +9,7 @@ from statistics import fmean
 from folio.checkpoint import load
 from folio.errors import UserError
 from folio.files import is_file
+from folio.plan import with_steps_of
 from folio.process import Interrupted
 from folio.run_dir import RunDir
 from tools import runs
@@ -45,7 +46,8 @@ class Trainer:
         except Interrupted as error:
             self.crew.stop()
             ended = {future: run for future, run in self.active.items() if not future.cancelled()}
-            failed = failures({run[1]: future.result() for future, run in ended.items()})
+            found = {run[1]: future.result() for future, run in ended.items()}
+            failed = failures({folder: each for folder, each in found.items() if each != STOPPED})
             outcome = f", but {'; '.join(failed)}" if failed else " and saved"
             message = f"stopped{outcome}; to continue, run the same command"
             raise Interrupted(error.number, message) from error
@@ -88,9 +90,11 @@ class Trainer:
 def final_loss(folder, settings):
     """Returns the best validation loss of a finished run, or None if the run is not finished."""
     with suppress(UserError, FileNotFoundError):
-        progress = load(RunDir(folder).last, optimizers=False).progress
-        if progress.is_finished(settings) and is_file(RunDir(folder).best):
-            return progress.best_val_loss
+        last = load(RunDir(folder).last, optimizers=False)
+        if settings.minutes:
+            settings = with_steps_of(last.settings, settings)
+        if last.progress.is_finished(settings) and is_file(RunDir(folder).best):
+            return last.progress.best_val_loss
     return None
 
 
@@ -106,9 +110,8 @@ def loss_at(folder, settings, step):
 
 
 def failures(results):
-    """Returns 'NAME: error' for each run that has failed."""
-    expected = (FINISHED, STOPPED)
-    return [f"{folder.name}: {each}" for folder, each in results.items() if each not in expected]
+    """Returns 'NAME: error' for each run that has not finished."""
+    return [f"{folder.name}: {each}" for folder, each in results.items() if each != FINISHED]
 
 
 def describe(folder, result):
