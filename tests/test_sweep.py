@@ -19,7 +19,7 @@ import train
 from folio import plan
 from folio.errors import UserError
 from folio.files import InUseError, locked
-from folio.settings import ROOT
+from folio.settings import ROOT, load
 from tools import crew, runs, sweep
 from tools.table import NOTE
 from tools.trainer import final_loss
@@ -216,7 +216,7 @@ def test_run_on_other_content_of_the_dataset_is_refused(verse):
 def test_a_run_is_finished_after_the_steps_that_fit_into_its_time_budget(verse, monkeypatch):
     monkeypatch.setattr(plan, "seconds_per_step", lambda *_: 0.01)
     budget = {"minutes": 0.01, "max_iters": 1000, "eval_interval": 500}
-    arguments, planned = tiny.flags(**budget), tiny.settings(**budget)
+    arguments, planned = tiny.flags(**budget), load(sweep.SweepConfig, tiny.flags(**budget))
     train.main([*arguments, "--stop_at=3"])
     assert final_loss(Path("out"), planned) is None
     train.main([*arguments, "--init_from=resume"])
