@@ -47,7 +47,7 @@ def plain_adamw(monkeypatch):
 def preset(path, device):
     """Returns the settings and the GPTConfig of a preset, with fewer batches and layers."""
     argv = [str(path), "--dtype=float32", "--eval_iters=2"]
-    settings = load(train.TrainConfig, argv, {"device": lambda _: device}, quiet=True)
+    settings = load(train.TrainConfig, argv, tiny.preset_resolvers(device), quiet=True)
     config = model_config(settings, TOKENIZER)
     return settings, dataclasses.replace(config, n_layer=min(config.n_layer, 2))
 

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
-from folio.dataset import DatasetSize
 from folio.optim import learning_rate_at
 from folio.plan import model_config
 from folio.settings import load
@@ -29,11 +29,8 @@ NANOGPT_ON_A_CPU = NANOGPT_ON_A_GPU | {
 }  # fmt: skip
 
 
-def load_preset(name, device="cuda", *flags, tokens=1_003_854, vocab_size=65):
-    """Returns the settings of a preset, for a text of the size of tiny Shakespeare."""
-    size = DatasetSize(tokens, tokens // 9, tokens, vocab_size)
-    resolvers = {"device": lambda _: device, "dataset_size": lambda _: lambda: size}
-    return load(TrainConfig, [str(CONFIG / name), *flags], resolvers)
+def load_preset(name, device="cuda", *flags, **size):
+    return load(TrainConfig, [str(CONFIG / name), *flags], tiny.preset_resolvers(device, **size))
 
 
 @pytest.mark.parametrize(
