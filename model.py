@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from folio.dropout import Dropout, apply_dropout
+
 
 def relu2(x):
     """Squared ReLU (So et al. 2021, "Primer")."""
@@ -127,7 +129,7 @@ def explicit_attention(q, k, v, mask, dropout):
     """
     flat_q, flat_k, flat_v = (each.flatten(0, 1) for each in (q, k, v))
     scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-    weights = F.dropout(scores.softmax(dim=-1), dropout)
+    weights = apply_dropout(scores.softmax(dim=-1), dropout)
     return (weights @ flat_v).unflatten(0, q.shape[:2])
 
 
@@ -154,13 +156,12 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.window = config.n_head, config.window
         self.dropout = config.dropout
-        self.window = config.window
         self.qk_norm = NORMS[config.norm] if config.qk_norm else None
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.resid_dropout = nn.Dropout(config.dropout)
+        self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x, rotation=None, attend=None):
         """x: (B, T, C) -> (B, T, C). See GPT.trunk for `attend`."""
@@ -196,7 +197,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
@@ -258,7 +259,7 @@ class GPT(nn.Module):
             parts["wpe"] = embedding(config.block_size, config.n_embd)
         if config.bigrams or config.smear:
             parts["context"] = LocalContext(config)
-        parts["drop"] = nn.Dropout(config.dropout)
+        parts["drop"] = Dropout(config.dropout)
         parts["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         parts["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(parts)
@@ -372,9 +373,8 @@ def flops_per_token(config):
     2 FLOPs per multiplication with a weight, in attention scores and in sums of values (Chowdhery
     et al. 2022, "PaLM", appendix B), masked or not. Embeddings count as 0.
     """
-    C, L = config.n_embd, config.n_layer
+    C, L, T, window = config.n_embd, config.n_layer, config.block_size, config.window
     weights = L * 12 * C * C + config.vocab_size * C
-    T, window = config.block_size, config.window
     pairs = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # query and key
     attention = L * 2 * C * pairs / T
     return 3 * 2 * (weights + attention)

@@ -68,8 +68,8 @@ def test_constraints_pin_every_required_package():
 # Imports
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
-    {"errors", "model"},
-    {"advice", "fields"},
+    {"advice", "dropout", "errors"},
+    {"fields", "model"},
     {"settings", "files", "tokenizers", "device"},
     {"process", "memory", "dataset", "optim", "sampling"},
     {"batches", "compile", "divergence", "generate", "trackers"},
