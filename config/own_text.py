@@ -39,24 +39,33 @@ beta2 = 0.95
 grad_clip = 0.0
 gradient_accumulation_steps = 1
 
-# Less text is read more often, and needs more dropout against memorization.
-max_iters = round(1900 * _share**0.55)
-dropout = min(0.4, max(0.0, -0.2 * log10(_share)))
+# Less text is read more often, and needs more dropout against memorization. The sizes of models are
+# those for 65 characters.
+_steps = _share**0.55
+_dropout = max(0.0, -0.2 * log10(_share))
 
-# 1.0 M parameters for 65 characters, and 2,048 tokens per step
-n_layer = 2
-n_head = 2
-n_embd = 128
-batch_size = 2
-
-# 12.3 M parameters and 16,384 tokens per step, for a GPU. Not measured yet.
-if device != "cpu":
+if device != "cpu":  # 12.3 M parameters, 16,384 tokens per step. Not measured yet.
     n_layer = 6
     n_head = 3
     n_embd = 384
     batch_size = 16
-    max_iters = round(1500 * _share**0.55)
-    dropout = min(0.5, 0.2 + dropout)
+    max_iters = round(1500 * _steps)
+    dropout = min(0.5, 0.2 + _dropout)
+elif minutes < 8 or _share < 0.5:  # 1.0 M parameters, 2,048 or 4,096 tokens per step
+    n_layer = 2
+    n_head = 2
+    n_embd = 128
+    batch_size = 2 if _share < 2 else 4
+    max_iters = round(3800 / batch_size * _steps)
+    dropout = min(0.4, _dropout)
+else:  # 4.3 M parameters, 4,096 tokens per step
+    n_layer = 4
+    n_head = 4
+    n_embd = 256
+    batch_size = 4
+    max_iters = round(1800 * _steps)
+    dropout = min(0.4, 0.1 + _dropout)
+    learning_rate = 6e-3
 
 eval_interval = max(1, max_iters // 8)
 eval_iters = 110 // batch_size  # 112,640 tokens of each split, or all of it
