@@ -59,16 +59,17 @@ def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device):
         dataclasses.asdict(load_preset(name, device))
         for name in ("shakespeare_char_fast.py", "own_text.py")
     )
+    assert own["max_iters"] == pytest.approx(fast["max_iters"], rel=0.01)
     different = {name for name in fast if fast[name] != own[name]}
-    expected = {"out_dir", "dataset", "minutes", "eval_interval", "eval_iters"}
+    expected = {"out_dir", "dataset", "minutes", "max_iters", "eval_interval", "eval_iters"}
     assert different <= expected
 
 
 def test_less_text_is_read_more_often_with_more_dropout():
     sizes = [10_000, 100_000, 1_000_000, 10_000_000]
     found = [load_preset("own_text.py", "cpu", tokens=tokens) for tokens in sizes]
-    steps = [each.max_iters for each in found]
-    passes = [count / size for count, size in zip(steps, sizes, strict=True)]
+    steps = [each.max_iters * each.tokens_per_step for each in found]
+    passes = [tokens / size for tokens, size in zip(steps, sizes, strict=True)]
     assert passes == sorted(passes, reverse=True)
     dropouts = [each.dropout for each in found]
     assert dropouts == sorted(dropouts, reverse=True)
@@ -78,6 +79,15 @@ def test_less_text_is_read_more_often_with_more_dropout():
 def test_a_large_vocabulary_has_no_table_of_pairs():
     assert load_preset("own_text.py", "cpu").bigrams
     assert not load_preset("own_text.py", "cpu", vocab_size=3000).bigrams
+
+
+@pytest.mark.parametrize("tokens", [100, 1_000, 20_000])
+@pytest.mark.parametrize("vocab_size", [2, 65, 50_257])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_preset_for_any_text_suits_short_texts(device, vocab_size, tokens):
+    settings = load_preset("own_text.py", device, tokens=tokens, vocab_size=vocab_size)
+    assert settings.block_size < tokens // 9  # the validation split
+    assert settings.eval_interval < settings.max_iters
 
 
 def test_the_time_budget_has_a_default_and_can_be_removed():
