@@ -116,7 +116,7 @@ def files_in(folder):
     for at, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         real = os.path.realpath(at)
         is_loop = real in seen  # a link to a folder that was read already
-        folders[:] = [] if is_loop else [n for n in folders if not n.startswith(".")]
+        folders[:] = [] if is_loop else sorted(n for n in folders if not n.startswith("."))
         seen.add(real)
         yield from (Path(at, n) for n in names if not (is_loop or n.startswith(".")))
 

@@ -96,7 +96,7 @@ from folio.completion import (
     score_text,
     stop_texts,
 )
-from folio.device import device_of, useful_threads
+from folio.device import resolve_device, useful_threads
 from folio.files import read_text
 from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
@@ -107,7 +107,7 @@ SEPARATOR = "---------------"
 
 
 def main(argv=None):
-    settings = load(SampleConfig, argv, {"device": device_of})
+    settings = load(SampleConfig, argv, {"device": resolve_device})
     inputs = read_inputs(settings)
     with explained_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
         run_dir = RunDir(settings.out_dir)

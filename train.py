@@ -122,24 +122,23 @@ import torch
 
 from folio import checkpoint as checkpoints
 from folio.batches import Batches, dropout_seed, to_device
+from folio.budget import fit_to_minutes
 from folio.checkpoint import Checkpoint, Progress
 from folio.compile import compile_model
 from folio.completion import sample_text
-from folio.dataset import Dataset, load_dataset, size_reader
-from folio.device import choose_machine, device_of, kind_of
+from folio.dataset import Dataset, load_dataset
+from folio.device import choose_machine, kind_of, resolve_device
 from folio.divergence import DivergenceMonitor
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
-from folio.plan import check_resumable, fit_to_minutes, model_config
+from folio.plan import check_resumable, model_config
 from folio.run_dir import RunDir
 from folio.tracking import Tracking, evaluation_line, print_end, print_finished, print_start
 from model import GPT
 
-RESOLVERS = {"device": device_of, "dataset_size": size_reader}  # for config files
-
 
 def main(argv=None):
-    settings = load(TrainConfig, argv, RESOLVERS)
+    settings = load(TrainConfig, argv, {"device": resolve_device})
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("folio trains in one process: start it with python, not torchrun")
     with explained_out_of_memory(settings.device, memory_advice(settings)):
@@ -147,7 +146,9 @@ def main(argv=None):
         if settings.eval_only:
             losses = run.learner.evaluate(run.dataset, run.progress.step)
             print(evaluation_line(run.progress.step, losses))
-        elif run.progress.is_finished(run.settings):
+            return
+        fit_to_minutes(run)
+        if run.progress.is_finished(run.settings):
             print_finished(run.progress, run.settings)
         else:
             train(run)
@@ -158,8 +159,11 @@ def main(argv=None):
 
 @dataclass
 class Run:
-    """A training run. `settings` are resolved for the machine; `dataset` has a Split per split."""
+    """A training run. `dataset` has a Split per split. `settings` are `requested` ones, with fewer
+    steps if there is a time budget.
+    """
 
+    requested: TrainConfig  # resolved for the machine
     settings: TrainConfig
     run_dir: RunDir
     dataset: Dataset
@@ -195,10 +199,8 @@ def setup(settings):
     dataset = to_device(dataset, machine.device)
     if machine.compile:
         learner.compile(dataset.train)
-    if settings.minutes:
-        settings = fit_to_minutes(settings, learner, dataset, resumed)
     progress = resumed.progress if resumed else Progress()
-    return Run(settings, run_dir, dataset, learner, progress, resumed)
+    return Run(settings, settings, run_dir, dataset, learner, progress, resumed)
 
 
 # Training loop
@@ -248,7 +250,7 @@ def save(run, tracking, best=False):
     run.progress.elapsed_s = tracking.elapsed_s()
     checkpoint = Checkpoint(
         progress=run.progress,
-        settings=dataclasses.asdict(run.settings),
+        settings=dataclasses.asdict(run.requested),
         tokenizer=run.dataset.tokenizer.to_dict(),
         data=run.dataset.fingerprint,
         **run.learner.state_dict(),

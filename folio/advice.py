@@ -27,5 +27,5 @@ def advice(evaluations, epochs):
     gap = f"the gap between validation and training loss went from {gaps[1]:.2f} to {gaps[-1]:.2f}"
     if gaps[-1] > gaps[1] + MEMORIZED:
         return f"{gap} (memorization): more text would help most"
-    help_by = "more steps" if epochs < 1 else "a larger model or more steps"
+    help_by = "longer training" if epochs < 1 else "a larger model or longer training"
     return f"{gap} in {epochs:.2g} passes over the text: {help_by} would help most"

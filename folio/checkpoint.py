@@ -1,9 +1,9 @@
 """The format of a checkpoint file, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
-format, muon, scaler, evaluated, best_step, elapsed_s, tokenizer, data and log_bytes. `optimizer` is
-AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they have their
-default values, so that nanoGPT can read folio's checkpoints of such models.
+format, muon, scaler, evaluated, best_step, elapsed_s, fitted_iters, tokenizer, data and log_bytes.
+`optimizer` is AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they
+have their default values, so that nanoGPT can read folio's checkpoints of such models.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ class Progress:
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
     elapsed_s: float = 0.0  # wall time of all processes of the run
+    fitted_iters: int | None = None  # max_iters that fits into the time budget, if there is one
 
     def record(self, val_loss):
         """Adds the evaluation at this step. Returns whether it is the best."""
@@ -51,7 +52,7 @@ class Progress:
 
     def forget_best(self):
         """Makes the next evaluation the best, because the file of the best one is gone."""
-        self.best_step, self.best_val_loss = self.evaluated, math.inf
+        self.evaluated, self.best_step, self.best_val_loss = -1, -1, math.inf
 
     def is_due(self, interval):
         """Whether an action with an interval in steps (None: never) is due."""
@@ -187,6 +188,7 @@ def _from_plain(plain, path):
             best_step=int(plain.get("best_step", evaluated)),
             best_val_loss=float(plain["best_val_loss"]),  # a tensor in nanoGPT's
             elapsed_s=float(plain.get("elapsed_s", 0.0)),
+            fitted_iters=int(plain.get("fitted_iters") or 0) or None,
         ),
         settings=dict(plain["config"]),
         optimizers={name: plain[key] for name, key in OPTIMIZER_KEYS.items() if plain.get(key)},

@@ -12,7 +12,6 @@ import pickle
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +155,12 @@ def dataset_size(name):
     return DatasetSize(*counts, meta["train"]["bytes"] if meta else None, tokenizer.vocab_size)
 
 
-def size_reader(values):
-    """Returns dataset_size() for the dataset in a dict of settings, as a config file calls it."""
-    return partial(dataset_size, values["dataset"])
+def fingerprint(name):
+    """Returns Dataset.fingerprint of data/NAME, without reading the tokens if meta.json has it."""
+    meta, _ = _read_meta(dataset_folder(name))
+    if not meta:
+        return load_dataset(name).fingerprint
+    return {split: meta[split]["crc32"] for split in SPLITS}
 
 
 def load_tokenizer(name):

@@ -128,11 +128,6 @@ def resolve_device(name):
     return name
 
 
-def device_of(values):
-    """Returns the resolved device of a dict of settings."""
-    return resolve_device(values["device"])
-
-
 def kind_of(device):
     """Returns a device's type, "cuda" for "cuda:1", as torch.autocast expects it."""
     return torch.device(device).type

@@ -17,7 +17,7 @@ def apply_dropout(x, rate):
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, rate)
-    dropped = round(rate * LEVELS)
+    dropped = min(round(rate * LEVELS), LEVELS - 1)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     numbers = bits.view(torch.int16)[: x.numel()].view(x.shape)  # uniform in -2^15 … 2^15 - 1
     kept = (numbers >= dropped - LEVELS // 2).to(x.dtype)

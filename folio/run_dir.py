@@ -43,9 +43,9 @@ class RunDir:
     def load_newest(self, required=True):
         """Returns the newest checkpoint, or None if there is none and it is not required.
 
-        If ckpt.pt has more steps than last.pt, it is the newest. If it is missing or damaged, the
-        next evaluation replaces it. Raises UserError if the two are
-        from different runs.
+        If ckpt.pt has more steps than last.pt, it is the newest. If it is missing, the next
+        evaluation writes it. Raises UserError if one of them is damaged, or if they are from
+        different runs.
         """
         self._loaded = self._stamps()
         if not is_file(self.last):
@@ -56,11 +56,15 @@ class RunDir:
             if not is_file(self.best) or os.path.samefile(self.best, self.last):
                 raise
             raise UserError(f"{error}; move {self.last} away to resume from {BEST}") from error
-        try:
-            best, last = self.load_best().progress, newest.progress
-        except UserError:  # it is missing or damaged
+        if not is_file(self.best):
             newest.progress.forget_best()
             return newest
+        if os.path.samefile(self.best, self.last):
+            return newest
+        try:
+            best, last = self.load_best().progress, newest.progress
+        except UserError as error:
+            raise UserError(f"{error}; move {self.best} away to resume without it") from error
         if (best.step, best.evaluated) > (last.step, last.evaluated):  # such as nanoGPT's
             return self._load(self.best)
         if best.best_val_loss != last.best_val_loss:

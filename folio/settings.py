@@ -25,6 +25,7 @@ PRESETS = ROOT / "config"
 SYNONYMS = {  # setting: its names in other tools
     "learning_rate": "lr max_lr peak_lr",
     "max_iters": "epochs num_epochs steps max_steps num_steps iters n_iters iterations",
+    "minutes": "time_budget time_limit max_time max_minutes",
     "batch_size": "bs batch micro_batch_size",
     "block_size": "ctx n_ctx context context_length ctx_len seq_len max_seq_len sequence_length",
     "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation_steps",
@@ -69,8 +70,8 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
 
     Args:
         argv: the arguments. Default: those of the process.
-        resolvers: {name: function of all values}. If `name` is a setting, the result replaces
-            its value, such as "cpu" for "auto". Otherwise, it is a name that config files read.
+        resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config files
+            read the resolved value.
         choose: allows several values, as a list in a config file or separated by commas in a flag.
             `choose(name, values)` returns the value to use.
         quiet: suppresses what config files print.
@@ -80,26 +81,24 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     labels = {name: name for name in fields}  # where each value is from, for errors
 
     def resolved(values):
-        found = {}
-        for name, function in resolvers.items():
-            if name in fields:
-                check_value(fields[name], values[name], labels[name])
-            found[name] = function(values)
-        return values | found
+        return values | {
+            name: resolve(check_value(fields[name], values[name], labels[name]))
+            for name, resolve in resolvers.items()
+        }
 
     steps = parse_arguments(settings_class, argv, choose)
     for place, (name, value) in enumerate(steps):
         if name is not None:
             values[name], labels[name] = value, f"--{name}"
             continue
-        flags = {key: each for key, each in steps[place:] if key is not None}
-        seen = resolved(values | flags)
+        flags_to_the_right = {key: each for key, each in steps[place:] if key is not None}
+        seen = resolved(values | flags_to_the_right)
         with redirect_stdout(io.StringIO() if quiet else sys.stdout):
             found = _run_config_file(fields, seen, value, choose)
         values |= found
         labels |= {name: f"{value}: {name}" for name in found if found[name] is not seen[name]}
     values = {name: check_value(fields[name], values[name], labels[name]) for name in fields}
-    values = {name: value for name, value in resolved(values).items() if name in fields}
+    values = resolved(values)
     return settings_class(**values)
 
 

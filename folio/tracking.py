@@ -43,7 +43,7 @@ class Tracking:
             leave=False,
             disable=not self.on_terminal,
         )
-        self.trackers = Trackers(run.settings, run_settings(run.settings), run.resumed, self.warn)
+        self.trackers = Trackers(run.settings, run_settings(run.requested), run.resumed, self.warn)
         self.started_at = self.counted_at = time.perf_counter()
 
     def __enter__(self):
@@ -59,7 +59,7 @@ class Tracking:
 
     def begin(self, moved_to=None):
         """Logs the settings, or what changed on resuming. `moved_to`: see RunDir.begin."""
-        settings, resumed = run_settings(self.settings), self.run.resumed
+        settings, resumed = run_settings(self.run.requested), self.run.resumed
         if moved_to:
             advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
             folder = self.settings.out_dir
@@ -205,8 +205,8 @@ def print_finished(progress, settings):
     """Prints how to continue a run that has finished earlier."""
     if progress.step < settings.max_iters:
         change = "increase --patience"
-    elif settings.minutes:
-        change = "use --minutes=None and a greater --max_iters"
+    elif progress.fitted_iters:
+        change = "increase --minutes and --max_iters"
     else:
         change = "increase --max_iters"
     print(f"finished at step {progress.step}; to continue, {change}")

@@ -11,7 +11,8 @@ import tiny
 import torch
 from hypothesis import settings
 
-from folio.dataset import load_dataset
+from folio import dataset
+from folio.dataset import DatasetSize, load_dataset
 from folio.tokenizers import END_OF_TEXT, GPT2Tokenizer
 from tools import runs, trainer
 from tools.crew import RUN_SETTINGS
@@ -62,6 +63,18 @@ def gpt2_of_bytes(monkeypatch):
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
     return GPT2Tokenizer()
+
+
+@pytest.fixture
+def text_size(monkeypatch):
+    """A function that sets the size of every dataset. At first, it is that of tiny Shakespeare."""
+
+    def set_size(tokens=1_003_854, vocab_size=65):
+        size = DatasetSize(tokens, tokens // 9, tokens, vocab_size)
+        monkeypatch.setattr(dataset, "dataset_size", lambda name: size)
+
+    set_size()
+    return set_size
 
 
 class FakeCrew:

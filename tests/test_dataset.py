@@ -13,7 +13,15 @@ import tiny
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from folio.dataset import DATA, load_dataset, load_tokenizer, write_dataset
+from folio.dataset import (
+    DATA,
+    DatasetSize,
+    dataset_size,
+    fingerprint,
+    load_dataset,
+    load_tokenizer,
+    write_dataset,
+)
 from folio.errors import UserError
 from folio.files import LOCK, Text
 from folio.tokenizers import TOKENIZERS, CharTokenizer
@@ -194,3 +202,23 @@ def test_meta_pkl_that_is_not_nanogpts_is_refused(changes):
     tiny.write_nanogpt_dataset("nano")
     write("data/nano/meta.pkl", pickle.dumps(TABLE | changes))
     assert error_of("nano").startswith("data/nano/meta.pkl")
+
+
+def test_size_and_fingerprint_are_known_without_reading_the_tokens(verse):
+    size = dataset_size("verse")
+    assert (size.train_tokens, size.val_tokens) == (len(verse.train), len(verse.val))
+    assert (size.train_bytes, size.vocab_size) == (len(verse.train), verse.tokenizer.vocab_size)
+    assert fingerprint("verse") == verse.fingerprint
+
+
+def test_size_and_fingerprint_of_nanogpts_dataset(folder):
+    vocab_size = tiny.write_nanogpt_dataset()
+    loaded = load_dataset("verse")
+    expected = DatasetSize(len(loaded.train), len(loaded.val), None, vocab_size)
+    assert dataset_size("verse") == expected
+    assert fingerprint("verse") == loaded.fingerprint
+
+
+def test_size_of_a_missing_dataset_is_an_error(folder):
+    with pytest.raises(UserError, match="data/nope/train.bin is missing"):
+        dataset_size("nope")

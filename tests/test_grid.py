@@ -62,9 +62,7 @@ def test_values_of_every_type():
     assert values("--bias=True,False")[1] == [(True,), (False,)]
     assert values("--warmup=None,3")[1] == [(None,), (3,)]
     assert values("--norm=rmsnorm,layernorm")[1] == [("rmsnorm",), ("layernorm",)]
-    resolved = values(
-        "--device=cpu,mps", resolvers={"device": lambda values: values["device"].upper()}
-    )
+    resolved = values("--device=cpu,mps", resolvers={"device": str.upper})
     assert resolved == (["device"], [("CPU",), ("MPS",)])
 
 

@@ -23,6 +23,7 @@ from folio.sampling import Controls
 from folio.settings import PRESETS, load
 from model import GPT
 
+pytestmark = pytest.mark.usefixtures("text_size")
 META = Machine("meta", "float32", False, "")
 PATHS = sorted(PRESETS.rglob("[!_]*.py"))
 TOKENIZER = SimpleNamespace(padded_vocab_size=50_304)
@@ -47,7 +48,7 @@ def plain_adamw(monkeypatch):
 def preset(path, device):
     """Returns the settings and the GPTConfig of a preset, with fewer batches and layers."""
     argv = [str(path), "--dtype=float32", "--eval_iters=2"]
-    settings = load(train.TrainConfig, argv, tiny.preset_resolvers(device), quiet=True)
+    settings = load(train.TrainConfig, argv, {"device": lambda _: device}, quiet=True)
     config = model_config(settings, TOKENIZER)
     return settings, dataclasses.replace(config, n_layer=min(config.n_layer, 2))
 
@@ -101,7 +102,7 @@ def test_a_run_reads_values_only_at_log_lines(verse, optimizer, switches):
     progress = Progress(step=6, evaluated=6)
     dataset = to_device(verse, "meta")
     with pytest.raises(RuntimeError, match="meta"):
-        train.train(train.Run(settings, RunDir("out"), dataset, learner, progress))
+        train.train(train.Run(settings, settings, RunDir("out"), dataset, learner, progress))
     assert progress.step == 10
 
 

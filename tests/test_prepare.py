@@ -53,11 +53,19 @@ def text_of(name):
     return data.tokenizer.decode(data.train) + data.tokenizer.decode(data.val)
 
 
-@pytest.mark.parametrize("source", ["data/mine", "data", ".", "data/mine/train.bin"])
-def test_a_dataset_does_not_replace_its_text(source):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("data/mine", "data/mine is inside the folder of the text: move the text elsewhere"),
+        ("data", "data/mine is inside the folder of the text"),
+        (".", "data/mine is inside the folder of the text"),
+        ("data/mine/train.bin", "data/mine/train.bin would be replaced by the dataset: rename it"),
+    ],
+)
+def test_a_dataset_does_not_replace_its_text(source, message):
     write("data/mine/train.bin", CORPUS)
     write("data/mine/meta.json", "{}")
-    assert "the text" in error_of(f"--input={source}", "--dataset=mine") or source.endswith("bin")
+    assert message in error_of(f"--input={source}", "--dataset=mine")
     assert Path("data/mine/train.bin").read_bytes() == CORPUS
     assert sorted(os.listdir("data/mine")) == ["meta.json", "train.bin"]
 

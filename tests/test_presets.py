@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
 from folio.optim import learning_rate_at
@@ -15,6 +14,7 @@ from folio.tokenizers import CharTokenizer, GPT2Tokenizer
 from model import GPT, num_params
 from train import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("text_size")
 CONFIG = Path(__file__).parent.parent / "config"
 CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # as many as tiny Shakespeare has
 
@@ -29,8 +29,8 @@ NANOGPT_ON_A_CPU = NANOGPT_ON_A_GPU | {
 }  # fmt: skip
 
 
-def load_preset(name, device="cuda", *flags, **size):
-    return load(TrainConfig, [str(CONFIG / name), *flags], tiny.preset_resolvers(device, **size))
+def load_preset(name, device="cuda", *flags):
+    return load(TrainConfig, [str(CONFIG / name), *flags], {"device": lambda _: device})
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,11 @@ def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device):
     assert different <= expected
 
 
-def test_less_text_is_read_more_often_with_more_dropout():
-    sizes = [10_000, 100_000, 1_000_000, 10_000_000]
-    found = [load_preset("own_text.py", "cpu", tokens=tokens) for tokens in sizes]
+def test_less_text_is_read_more_often_with_more_dropout(text_size):
+    sizes, found = [20_000, 100_000, 1_000_000, 10_000_000], []
+    for tokens in sizes:
+        text_size(tokens)
+        found.append(load_preset("own_text.py", "cpu"))
     steps = [each.max_iters * each.tokens_per_step for each in found]
     passes = [tokens / size for tokens, size in zip(steps, sizes, strict=True)]
     assert passes == sorted(passes, reverse=True)
@@ -76,16 +78,18 @@ def test_less_text_is_read_more_often_with_more_dropout():
     assert dropouts[0] > dropouts[2] >= dropouts[3] == 0
 
 
-def test_a_large_vocabulary_has_no_table_of_pairs():
+def test_a_large_vocabulary_has_no_table_of_pairs(text_size):
     assert load_preset("own_text.py", "cpu").bigrams
-    assert not load_preset("own_text.py", "cpu", vocab_size=3000).bigrams
+    text_size(vocab_size=3000)
+    assert not load_preset("own_text.py", "cpu").bigrams
 
 
 @pytest.mark.parametrize("tokens", [100, 1_000, 20_000])
 @pytest.mark.parametrize("vocab_size", [2, 65, 50_257])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_preset_for_any_text_suits_short_texts(device, vocab_size, tokens):
-    settings = load_preset("own_text.py", device, tokens=tokens, vocab_size=vocab_size)
+def test_the_preset_for_any_text_suits_short_texts(text_size, device, vocab_size, tokens):
+    text_size(tokens, vocab_size)
+    settings = load_preset("own_text.py", device)
     assert settings.block_size < tokens // 9  # the validation split
     assert settings.eval_interval < settings.max_iters
 

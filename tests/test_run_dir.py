@@ -120,17 +120,23 @@ def test_ckpt_pt_of_another_run_is_not_overwritten():
         RunDir("out").load_newest()
 
 
-@pytest.mark.parametrize("content", [None, b"damaged"])
-def test_ckpt_pt_that_is_missing_or_damaged_is_replaced_after_resuming(content):
+def test_ckpt_pt_that_is_missing_is_written_after_resuming():
     checkpoint = checkpoint_at(40)
     checkpoint.progress.record(1.5)
     Path("out").mkdir()
     checkpoints.save(Path("out", "last.pt"), checkpoint)
-    if content:
-        Path("out/ckpt.pt").write_bytes(content)
     progress = RunDir("out").load_newest().progress
-    assert progress.step == progress.best_step == 40
+    assert progress.step == 40
+    assert progress.needs_evaluation(tiny.settings(max_iters=40))  # also at the end of a run
+    assert not progress.is_finished(tiny.settings(max_iters=40, patience=1))
     assert progress.record(9.0)  # is the best
+
+
+def test_ckpt_pt_that_is_damaged_is_not_replaced():
+    write("out", "last.pt", step=40)
+    Path("out/ckpt.pt").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="ckpt.pt is damaged .*; move out/ckpt.pt away to resume"):
+        RunDir("out").load_newest()
 
 
 def test_temporary_files_of_a_killed_run_are_removed():

@@ -73,7 +73,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"settings", "files", "tokenizers", "device"},
     {"process", "memory", "dataset", "optim", "sampling"},
     {"batches", "compile", "divergence", "generate", "trackers"},
-    {"checkpoint"},
+    {"budget", "checkpoint"},
     {"completion", "plan", "run_dir", "tracking"},
 )
 LIBRARY = {path.stem for path in (ROOT / "folio").glob("*.py")}

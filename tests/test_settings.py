@@ -146,14 +146,7 @@ def test_a_config_file_reads_the_values_so_far_and_those_of_flags_to_its_right()
     assert load(Settings, [file, other]).warmup == 10  # the default's tenth
 
 
-def test_a_config_file_reads_names_that_are_not_settings():
-    file = config_file("warmup = double()")
-    resolvers = {"double": lambda values: lambda: 2 * values["steps"]}
-    assert load(Settings, [file, "--steps=4"], resolvers).warmup == 8
-
-
-def resolve(values):
-    device = values["device"]
+def resolve(device):
     if device == "cuda":
         raise UserError("no CUDA GPU")
     return "mps" if device == "auto" else device

@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 import train
-from folio import plan
+from folio import budget as budgets
 from folio.errors import UserError
 from folio.files import InUseError, locked
 from folio.settings import ROOT, load
@@ -208,13 +208,12 @@ def test_run_with_other_settings_is_refused():
 def test_run_on_other_content_of_the_dataset_is_refused(verse):
     sweep.main([*flags(max_iters=1), "--seed=1,2"])
     tiny.prepare_verse(text=tiny.VERSE * 30)
-    sweep.fingerprint.cache_clear()
     with pytest.raises(UserError, match="content of dataset verse has changed since out-sweep/see"):
         sweep.main([*flags(max_iters=1), "--seed=1,2,3"])
 
 
 def test_a_run_is_finished_after_the_steps_that_fit_into_its_time_budget(verse, monkeypatch):
-    monkeypatch.setattr(plan, "seconds_per_step", lambda *_: 0.01)
+    monkeypatch.setattr(budgets, "seconds_per_step", lambda *_: 0.01)
     budget = {"minutes": 0.01, "max_iters": 1000, "eval_interval": 500}
     arguments, planned = tiny.flags(**budget), load(sweep.SweepConfig, tiny.flags(**budget))
     train.main([*arguments, "--stop_at=3"])

@@ -80,6 +80,7 @@ def run(folder):
     (folder / "out").mkdir()
     settings = tiny.settings(log_interval=2, eval_interval=10, max_iters=20)
     return SimpleNamespace(
+        requested=settings,
         settings=settings,
         run_dir=RunDir("out"),
         learner=SimpleNamespace(

@@ -182,7 +182,7 @@ def test_patience_ends_a_run_that_does_not_improve(verse, fake_losses, capsys):
         "stopped at step 9: no improvement since step 3\n"
         "done; best val loss 2.0000 at step 3; the best model is in out/ckpt.pt\n"
         "the gap between validation and training loss went from 1.00 to 1.00 in 0.2 passes over "
-        "the text: more steps would help most\n"
+        "the text: longer training would help most\n"
         "generate text: python sample.py --out_dir=out\n"
     )
 

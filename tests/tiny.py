@@ -9,7 +9,6 @@ import torch
 
 import prepare
 import train
-from folio.dataset import DatasetSize
 from folio.optim import make_optimizers
 from folio.settings import load
 from model import GPT, GPTConfig
@@ -78,12 +77,6 @@ def random_ids(model, rows=3, length=None):
 def flags(**settings):
     """Returns SETTINGS with changes, as arguments of train.py."""
     return [f"--{name}={value}" for name, value in (SETTINGS | settings).items()]
-
-
-def preset_resolvers(device, tokens=1_003_854, vocab_size=65):
-    """Returns resolvers for a preset, on a device and for a text of the size of Shakespeare."""
-    size = DatasetSize(tokens, tokens // 9, tokens, vocab_size)
-    return {"device": lambda _: device, "dataset_size": lambda _: lambda: size}
 
 
 def settings(**changes):

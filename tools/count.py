@@ -5,16 +5,17 @@ token; training takes three times as many (Chowdhery et al. 2022, "PaLM", append
 """
 
 from folio.dataset import load_tokenizer
+from folio.device import resolve_device
 from folio.plan import model_config
 from folio.settings import load
 from model import bigram_rows, flops_per_token
 from tools.table import aligned
-from train import RESOLVERS, TrainConfig
+from train import TrainConfig
 
 
 def print_counts(arguments):
     """Prints the counts of the model that train.py would train with `arguments`."""
-    settings = load(TrainConfig, arguments, RESOLVERS)
+    settings = load(TrainConfig, arguments, {"device": resolve_device})
     tokenizer = load_tokenizer(settings.dataset)  # GPT-2's, if the dataset is not prepared
     config = model_config(settings, tokenizer)
     print(

@@ -8,12 +8,11 @@ from statistics import fmean, variance
 
 import numpy as np
 
-from folio.plan import STEP_COUNTS
 from folio.settings import names_in
 from train import TrainConfig
 
 REPEATED = "seed"  # the setting whose values are repeats of one combination
-IGNORED = {REPEATED} | names_in(TrainConfig, "machine", "display")
+IGNORED = {REPEATED} | names_in(TrainConfig, "display")
 SIGNIFICANT = 0.05  # largest p-value at which two groups are said to differ
 
 
@@ -61,13 +60,14 @@ class Group:
     def curve(self, split, key):
         """Returns means of `key` and of the loss, and the loss's standard deviation, (3, events).
 
-        They are over the evaluated runs, of which there must be one, for the events of the split,
-        "train" or "val", that all of them have.
+        They are over the evaluated runs, of which there must be one, for the first event of the
+        split, "train" or "val", the second, and so on, as far as all runs have come.
         """
-        runs = [{event["step"]: event for event in getattr(run, split)} for run in self.evaluated]
-        steps = [step for step in runs[0] if all(step in run for run in runs)]
-        points = [[(run[step][key], run[step]["loss"]) for run in runs] for step in steps]
-        points = np.array(points, float).reshape(len(steps), len(runs), 2)
+        runs = [getattr(run, split) for run in self.evaluated]
+        points = [
+            [(event[key], event["loss"]) for event in each] for each in zip(*runs, strict=False)
+        ]
+        points = np.array(points, float).reshape(len(points), len(runs), 2)
         spread = points[..., 1].std(axis=1, ddof=int(len(runs) > 1))
         return np.stack([*points.mean(axis=1).T, spread])
 
@@ -75,17 +75,16 @@ class Group:
 def grouped(runs):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
-    A run with the same seed as an earlier one is no repeat: it belongs to another group, such as
-    that of a second sweep.
+    Runs of a group are in the same folder, such as that of a sweep. A run with the same seed as an
+    earlier one is no repeat: it belongs to another group.
     """
     groups, seen = defaultdict(list), Counter()
     for run in runs:
-        # With a time budget, the numbers of steps depend on the measured speed.
-        ignored = IGNORED | set(STEP_COUNTS if run.settings.get("minutes") else ())
-        values = sorted((k, repr(v)) for k, v in run.settings.items() if k not in ignored)
-        seed = (*values, run.settings.get(REPEATED))
+        values = sorted((k, repr(v)) for k, v in run.settings.items() if k not in IGNORED)
+        key = (os.path.dirname(run.folder), *values)
+        seed = (*key, run.settings.get(REPEATED))
         seen[seed] += 1
-        groups[*values, seen[seed]].append(run)
+        groups[*key, seen[seed]].append(run)
     return sorted(map(Group, groups.values()), key=lambda group: group.mean)
 
 

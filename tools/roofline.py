@@ -12,13 +12,13 @@ import torch
 
 from folio.batches import Batches
 from folio.completion import load_trained
-from folio.device import DTYPES, device_of, kind_of
+from folio.device import DTYPES, kind_of, resolve_device
 from folio.errors import UserError
 from folio.run_dir import RunDir
 from folio.settings import load
 from model import flops_per_token
 from sample import SampleConfig, completions_of, continued, read_inputs
-from train import RESOLVERS, TrainConfig, setup
+from train import TrainConfig, setup
 
 STEPS = 10  # of training
 REPEATS = 5  # of each measurement
@@ -28,7 +28,7 @@ LARGE = 256 * 2**20  # bytes of an array that does not fit into caches
 
 def profile_training(arguments):
     """Prints the time of a step of train.py by operation, and its bound."""
-    run = setup(load(TrainConfig, arguments, RESOLVERS))
+    run = setup(load(TrainConfig, arguments, {"device": resolve_device}))
     learner, batches = run.learner, Batches(run.dataset.train, run.settings)
 
     def train_steps():
@@ -47,7 +47,7 @@ def profile_training(arguments):
 
 def profile_sampling(arguments):
     """Prints the time of a step of sample.py, one token of each text, and its bound."""
-    settings = replace(load(SampleConfig, arguments, {"device": device_of}), stop=None)
+    settings = replace(load(SampleConfig, arguments, {"device": resolve_device}), stop=None)
     if settings.score or settings.interactive:
         raise UserError("--profile measures sampling: remove --score and --interactive")
     trained = load_trained(

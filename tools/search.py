@@ -15,6 +15,7 @@ from folio.settings import names_in
 from tools.grid import SEED
 from train import TrainConfig
 
+RANDOM_TRIALS = 5  # before the estimator starts
 JOURNAL = "optuna.journal"  # file in the folder of a sweep
 
 
@@ -141,7 +142,9 @@ def open_study(journal, name):
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{journal} is damaged: delete it; finished runs are kept") from error
     seed = SEED + len(study.trials)  # the same seed would suggest the same combinations again
-    study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+    study.sampler = optuna.samplers.TPESampler(
+        n_startup_trials=RANDOM_TRIALS, seed=seed, multivariate=True, constant_liar=True
+    )
     return study
 
 

@@ -18,7 +18,6 @@ import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -66,8 +65,8 @@ if __name__ == "__main__":
     process.start(answer_help)  # --help must not wait for torch
 
 from folio.checkpoint import load
-from folio.dataset import load_dataset
-from folio.plan import STEP_COUNTS
+from folio.dataset import fingerprint
+from folio.device import resolve_device
 from folio.run_dir import RunDir
 from folio.tracking import run_settings
 from tools import runs
@@ -78,7 +77,7 @@ from tools.halving import Halving, rung_steps
 from tools.search import Search
 from tools.table import table
 from tools.trainer import Trainer, failures, final_loss
-from train import RESOLVERS, TrainConfig
+from train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
-    grid = Grid(SweepConfig, argv, RESOLVERS)
+    grid = Grid(SweepConfig, argv, {"device": resolve_device})
     first = grid.first
     check_names(grid.values)
     if not first.trials and grid.size >= RANGE_SIZE:
@@ -179,7 +178,6 @@ def check_run(folder, settings):
         return
     check_data(folder, settings)
     may_change = names_in(TrainConfig, "machine", "display") | {"max_iters"}
-    may_change |= set(STEP_COUNTS if settings.minutes else ())
     now = run_settings(settings)
     for name, before in runs.read(folder).settings.items():
         if name in now.keys() - may_change and now[name] not in (before, "auto"):
@@ -191,18 +189,14 @@ def check_run(folder, settings):
 
 def check_data(folder, settings):
     """Raises UserError if a run was trained on another version of its dataset."""
-    with suppress(FileNotFoundError):
+    data = None
+    with suppress(FileNotFoundError, UserError):  # train.py reports a damaged file
         data = load(RunDir(folder).last, optimizers=False).data
-        if data not in (None, fingerprint(settings.dataset)):
-            raise UserError(
-                f"the content of dataset {settings.dataset} has changed since {folder} was "
-                "trained; choose another --sweep_dir"
-            )
-
-
-@cache
-def fingerprint(dataset):
-    return load_dataset(dataset).fingerprint
+    if data not in (None, fingerprint(settings.dataset)):
+        raise UserError(
+            f"the content of dataset {settings.dataset} has changed since {folder} was trained; "
+            "choose another --sweep_dir"
+        )
 
 
 if __name__ == "__main__":

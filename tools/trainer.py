@@ -6,10 +6,10 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from statistics import fmean
 
+from folio.budget import is_same_request, with_max_iters
 from folio.checkpoint import load
 from folio.errors import UserError
 from folio.files import is_file
-from folio.plan import with_steps_of
 from folio.process import Interrupted
 from folio.run_dir import RunDir
 from tools import runs
@@ -91,8 +91,8 @@ def final_loss(folder, settings):
     """Returns the best validation loss of a finished run, or None if the run is not finished."""
     with suppress(UserError, FileNotFoundError):
         last = load(RunDir(folder).last, optimizers=False)
-        if settings.minutes:
-            settings = with_steps_of(last.settings, settings)
+        if is_same_request(settings, last):
+            settings = with_max_iters(last.progress.fitted_iters, settings)
         if last.progress.is_finished(settings) and is_file(RunDir(folder).best):
             return last.progress.best_val_loss
     return None
@@ -101,12 +101,13 @@ def final_loss(folder, settings):
 def loss_at(folder, settings, step):
     """Returns the validation loss of a run at a step, or None if it has not come so far.
 
-    The loss of a finished run is its best.
+    At the last step, and for a run that has ended before the step, it is the best loss.
     """
-    loss = final_loss(folder, settings)
-    if loss is None and step < settings.max_iters and is_file(RunDir(folder).log):
-        loss = next((e["loss"] for e in runs.read(folder).val if e["step"] == step), None)
-    return loss
+    if step < settings.max_iters and is_file(RunDir(folder).log):
+        losses = {event["step"]: event["loss"] for event in runs.read(folder).val}
+        if step in losses:
+            return losses[step]
+    return final_loss(folder, settings)
 
 
 def failures(results):

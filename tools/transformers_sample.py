@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from folio.device import DTYPES, device_of, resolve_dtype
+from folio.device import DTYPES, resolve_device, resolve_dtype
 from folio.errors import UserError
 from folio.run_dir import RunDir
 from folio.settings import load
@@ -30,7 +30,7 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transformers h
 
 
 def main(argv=None):
-    settings = load(SampleConfig, argv, {"device": device_of})
+    settings = load(SampleConfig, argv, {"device": resolve_device})
     model = make_gpt2(RunDir(settings.out_dir).load_best())
     dtype = resolve_dtype(settings.dtype, settings.device)
     model = model.to(settings.device, DTYPES[dtype])

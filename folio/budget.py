@@ -1,0 +1,91 @@
+"""The number of steps that fit into a time budget, --minutes."""
+
+import copy
+import dataclasses
+import time
+from statistics import median
+
+from folio.batches import Batches
+from folio.errors import UserError
+
+STEP_COUNTS = ("max_iters", "eval_interval", "warmup_iters", "lr_decay_iters")
+WARMUP_STEPS, MEASURED_STEPS = 2, 20
+MEASURED_FRACTION = 0.05  # of the budget, at most
+FORWARD_FRACTION = 1 / 3  # of a training step; a backward pass takes twice as long
+
+
+def fit_to_minutes(run):
+    """Reduces all step counts of a train.Run in proportion, if it would take too long.
+
+    A resumed run keeps its step counts, so that its results do not depend on the speed of the
+    machine, unless the budget or the requested number of steps has changed.
+    """
+    requested, progress = run.requested, run.progress
+    if not requested.minutes:
+        progress.fitted_iters = None
+    elif not is_same_request(requested, run.resumed):
+        progress.fitted_iters = steps_within(requested, run.learner, run.dataset)
+    run.settings = with_max_iters(progress.fitted_iters, requested)
+    run.learner.divergence.settings = run.settings
+
+
+def is_same_request(settings, checkpoint):
+    """Whether settings ask for as many steps in as much time as a Checkpoint's, if there is one."""
+    names = ("minutes", "max_iters")
+    return bool(checkpoint) and all(
+        checkpoint.settings.get(name) == getattr(settings, name) for name in names
+    )
+
+
+def steps_within(settings, learner, dataset):
+    """Returns how many of max_iters steps fit into the budget. Prints the time they take."""
+    step_s = seconds_per_step(settings, learner, dataset)
+    tokens = sum(evaluated_tokens(split, settings) for split in (dataset.train, dataset.val))
+    evaluation_s = step_s * FORWARD_FRACTION * tokens / settings.tokens_per_step
+    evaluations = -(-settings.max_iters // settings.eval_interval) + 1  # the first is at step 0
+    steps = int((60 * settings.minutes - evaluations * evaluation_s) / step_s)
+    if steps < evaluations:
+        raise UserError(
+            f"--minutes={settings.minutes:g} is too short for {evaluations} evaluations of "
+            f"{evaluation_s:.2g} s and steps of {step_s:.2g} s: increase it, increase "
+            "--eval_interval or decrease --eval_iters"
+        )
+    steps = min(steps, settings.max_iters)
+    minutes = (steps * step_s + evaluations * evaluation_s) / 60
+    print(f"time: about {minutes:.2g} minutes for {steps:,} steps", flush=True)
+    return steps
+
+
+def with_max_iters(max_iters, settings):
+    """Returns the settings with all step counts in proportion to `max_iters`, if it is given."""
+    if max_iters is None:
+        return settings
+    counts = {name: getattr(settings, name) for name in STEP_COUNTS}
+    counts = {k: n and -(-n * max_iters // settings.max_iters) for k, n in counts.items()}
+    return dataclasses.replace(settings, **counts)
+
+
+def seconds_per_step(settings, learner, dataset):
+    """Returns the median time of a training step. The learner's state does not change."""
+    batches = Batches(dataset.train, settings)
+    states = copy.deepcopy([each.state_dict() for each in learner.optimizers.values()])
+    scaler, seconds = learner.scaler.state_dict(), []
+    limit_s = MEASURED_FRACTION * 60 * settings.minutes
+    for step in range(WARMUP_STEPS + MEASURED_STEPS):
+        if step > WARMUP_STEPS and sum(seconds) > limit_s:
+            break
+        start = time.perf_counter()
+        _, norm = learner.gradient(batches.at(step), step)
+        learner.update(norm, lr=0.0)  # does not change the weights
+        learner.machine.synchronize()
+        seconds.append(time.perf_counter() - start)
+    for optimizer, state in zip(learner.optimizers.values(), states, strict=True):
+        optimizer.load_state_dict(state)
+    learner.scaler.load_state_dict(scaler)
+    learner.divergence.check()
+    return median(seconds[WARMUP_STEPS:])
+
+
+def evaluated_tokens(split, settings):
+    """Returns how many tokens of a split an evaluation reads."""
+    return min(len(split), settings.eval_iters * settings.batch_size * settings.block_size)

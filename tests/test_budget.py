@@ -1,0 +1,153 @@
+"""Time budgets: --minutes."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import tiny
+
+import train
+from folio import budget
+from folio.batches import to_device
+from folio.budget import STEP_COUNTS, fit_to_minutes, seconds_per_step, with_max_iters
+from folio.checkpoint import Progress
+from folio.errors import UserError
+
+SETTINGS = {"max_iters": 600, "eval_interval": 100, "warmup_iters": 50, "lr_decay_iters": 500}
+SHORT = {"minutes": 0.01, "max_iters": 1000, "eval_interval": 500, "warmup_iters": 0}
+
+
+@pytest.fixture
+def one_second(monkeypatch):
+    """Every step takes a second, and an evaluation none."""
+    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 1.0)
+    monkeypatch.setattr(budget, "evaluated_tokens", lambda *_: 0)
+
+
+def fitted(verse, resumed=None, **changes):
+    """Returns the settings of a run after fit_to_minutes, and its progress."""
+    requested = tiny.settings(**SETTINGS | changes)
+    progress = resumed.progress if resumed else Progress()
+    learner = SimpleNamespace(divergence=SimpleNamespace())
+    run = train.Run(requested, requested, None, verse, learner, progress, resumed)
+    fit_to_minutes(run)
+    assert learner.divergence.settings is run.settings
+    return run.settings, progress
+
+
+def counts(settings):
+    return tuple(getattr(settings, name) for name in STEP_COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "expected"),
+    [(20, (600, 100, 50, 500)), (10, (600, 100, 50, 500)), (5, (300, 50, 25, 250))],
+)
+def test_step_counts_are_reduced_in_proportion(verse, one_second, minutes, expected):
+    assert counts(fitted(verse, minutes=minutes)[0]) == expected
+
+
+def test_counts_that_are_none_or_zero_stay(verse, one_second):
+    settings, _ = fitted(verse, minutes=5, warmup_iters=0, lr_decay_iters=None)
+    assert counts(settings) == (300, 50, 0, None)
+
+
+@pytest.mark.parametrize(("total", "interval"), [(1900, 237), (600, 100), (1902, 190), (7, 3)])
+@pytest.mark.parametrize("part", [1.0, 0.29, 0.1, 0.02])
+def test_fewer_steps_have_no_more_evaluations(total, interval, part):
+    before = tiny.settings(max_iters=total, eval_interval=interval)
+    after = with_max_iters(max(1, int(part * total)), before)
+    numbers = [-(-each.max_iters // each.eval_interval) + 1 for each in (before, after)]
+    assert numbers[1] <= numbers[0]
+
+
+def test_evaluations_count_as_forward_passes(verse, monkeypatch):
+    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 1.0)
+    tokens = tiny.settings().tokens_per_step  # the forward pass of a step takes a third of it
+    monkeypatch.setattr(budget, "evaluated_tokens", lambda *_: 15 * tokens)  # of each split
+    assert fitted(verse, minutes=5)[0].max_iters == 300 - 7 * 10
+    assert fitted(verse, minutes=5, eval_interval=130)[0].max_iters == 300 - 6 * 10
+
+
+def test_a_budget_that_is_too_small_is_an_error(verse, one_second):
+    message = r"--minutes=0.1 is too short for 7 evaluations of 0 s and steps of 1 s: increase it"
+    with pytest.raises(UserError, match=message):
+        fitted(verse, minutes=0.1)
+
+
+def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_second):
+    settings, progress = fitted(verse, minutes=2)
+    progress.fitted_iters = 90  # on a slower machine
+
+    def resumed(**changes):
+        saved = SimpleNamespace(progress=copy.copy(progress), settings=SETTINGS | {"minutes": 2})
+        return fitted(verse, saved, **changes)[0]
+
+    assert settings.max_iters == 120
+    assert resumed(minutes=2).max_iters == 90
+    assert resumed(minutes=2, eval_interval=200).eval_interval == 30
+    assert resumed(minutes=4).max_iters == 240
+    assert resumed(minutes=2, max_iters=60).max_iters == 60
+    assert resumed(minutes=None).max_iters == 600
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_measuring_does_not_change_a_learner(verse, optimizer):
+    settings = tiny.settings(optimizer=optimizer, dropout=0.1, minutes=1)
+    run = train.setup(settings)
+    for step in range(2):
+        learner = run.learner
+        before = copy.deepcopy(learner.state_dict())
+        assert seconds_per_step(settings, learner, to_device(verse, "cpu")) > 0
+        assert tiny.same(learner.state_dict(), before)
+        batches = train.Batches(run.dataset.train, settings).at(step)
+        _, norm = learner.gradient(batches, step)
+        learner.update(norm, 0.01)
+        assert not tiny.same(learner.state_dict()["weights"], before["weights"])
+
+
+def test_measuring_takes_a_small_part_of_the_budget(verse, monkeypatch):
+    settings = tiny.settings(minutes=1e-9)
+    run, steps = train.setup(settings), []
+    update = run.learner.update
+    monkeypatch.setattr(run.learner, "update", lambda *a, **k: steps.append(update(*a, **k)))
+    seconds_per_step(settings, run.learner, run.dataset)
+    assert len(steps) == 3
+
+
+def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):
+    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.01)
+    train.main(tiny.flags(out_dir="out-a", **SHORT, stop_at=7))
+    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.02)  # a busy machine
+    train.main(tiny.flags(out_dir="out-a", **SHORT, init_from="resume"))
+    saved = tiny.saved("last.pt", "out-a")
+    assert saved["config"]["max_iters"] == 1000
+    assert 7 < saved["fitted_iters"] == saved["iter_num"] < 60
+    settings = with_max_iters(saved["fitted_iters"], tiny.settings(**SHORT))
+    fewer = {name: getattr(settings, name) for name in SHORT} | {"minutes": None}
+    train.main(tiny.flags(out_dir="out-b", **fewer))
+    assert tiny.same(saved["model"], tiny.saved("last.pt", "out-b")["model"])
+    assert tiny.untimed_log("out-a")[1:] == tiny.untimed_log("out-b")[1:]
+
+
+def test_a_finished_run_continues_after_a_greater_request(verse, monkeypatch, capsys):
+    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.01)
+
+    def run(*flags, **changes):
+        train.main([*tiny.flags(**SHORT | changes), *flags])
+        return capsys.readouterr().out.splitlines()[-1]
+
+    run()
+    steps = tiny.saved("last.pt")["iter_num"]
+    end = run("--init_from=resume")
+    assert end == f"finished at step {steps}; to continue, increase --minutes and --max_iters"
+    run("--init_from=resume", minutes=0.02)
+    assert tiny.saved("last.pt")["iter_num"] > steps
+    run(out_dir="out-b", minutes=5, max_iters=6, eval_interval=3)  # the budget has no effect
+    run("--init_from=resume", out_dir="out-b", minutes=5, max_iters=12, eval_interval=3)
+    assert tiny.saved("last.pt", "out-b")["iter_num"] == 12
+
+
+def test_an_evaluation_alone_measures_no_steps(verse, monkeypatch):
+    monkeypatch.delattr(budget, "seconds_per_step")
+    train.main(tiny.flags(minutes=1, eval_only=True))
