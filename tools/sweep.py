@@ -192,7 +192,7 @@ def check_data(folder, settings):
     data = None
     with suppress(FileNotFoundError, UserError):  # train.py reports a damaged file
         data = load(RunDir(folder).last, optimizers=False).data
-    if data not in (None, fingerprint(settings.dataset)):
+    if data and data != fingerprint(settings.dataset):
         raise UserError(
             f"the content of dataset {settings.dataset} has changed since {folder} was trained; "
             "choose another --sweep_dir"
