@@ -30,7 +30,7 @@ class Search:
     def __init__(self, grid, folder, locate):
         self.journal, self.locate = Path(folder, JOURNAL), locate
         self.indices = {name: sorted_indices(grid.values[name]) for name in grid.compared}
-        with self._reported():
+        with self._using_study():
             self.space = {name: distribution(grid.values[name]) for name in grid.compared}
             self.study = open_study(self.journal, study_name(grid))
             complete, failed = end_trials(self.study)
@@ -67,12 +67,12 @@ class Search:
 
         self.losses[combination] = loss
         result = {"values": loss} if math.isfinite(loss) else {"state": TrialState.FAIL}
-        with self._reported():
+        with self._using_study():
             for trial in self.waiting.pop(combination, ()):
                 self.study.tell(trial, **result)
 
     def _ask(self):
-        with self._reported():
+        with self._using_study():
             if self.retries:
                 self.study.enqueue_trial(self.retries.popleft())
             return self.study.ask(self.space)
@@ -81,7 +81,7 @@ class Search:
         return self.locate({name: self.indices[name][place] for name, place in params.items()})
 
     @contextmanager
-    def _reported(self):
+    def _using_study(self):
         """Silences Optuna's warnings. Raises UserError if the study cannot be written."""
         try:
             with warnings.catch_warnings(action="ignore"):

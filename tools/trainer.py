@@ -4,7 +4,9 @@ import math
 from collections import defaultdict, deque
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
+from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from folio.budget import is_same_request, with_max_iters
 from folio.checkpoint import load
@@ -15,13 +17,27 @@ from folio.run_dir import RunDir
 from tools import runs
 from tools.crew import FINISHED, STOPPED, Crew
 from tools.halving import rung_steps
+from train import TrainConfig
+
+
+class Task(NamedTuple):
+    """Training a run up to a rung, together with the other runs of its combination."""
+
+    combination: tuple
+    rung: int
+    folder: Path
+    settings: TrainConfig
+
+    @property
+    def key(self):
+        return self.combination, self.rung
 
 
 class Trainer:
     """Trains combinations, each a tuple of (folder, settings) with a run for each seed.
 
-    A scheduler has two methods. `next()` returns a task, (combination, rung), or None if nothing
-    can start before another report. `report(combination, rung, loss)` receives the mean validation
+    A scheduler has two methods. `next()` returns (combination, rung), or None if nothing can start
+    before another report. `report(combination, rung, loss)` receives the mean validation
     loss of the runs, or infinity if one of them failed.
     """
 
@@ -29,9 +45,9 @@ class Trainer:
         """`factor` is that of rung_steps. `total`, the number of runs, is printed if known."""
         self.scheduler, self.crew = scheduler, Crew(jobs)
         self.factor, self.total = factor, total
-        self.queue = deque()  # runs of tasks that have started: (task, folder, settings)
-        self.active = {}  # {future: run}
-        self.losses = defaultdict(list)  # {task: losses of its runs at the rung}
+        self.queue = deque()  # tasks whose combination has started
+        self.active = {}  # {future: task}
+        self.losses = defaultdict(list)  # {(combination, rung): losses of its runs}
         self.results = {}  # {folder: result}
 
     def train(self):
@@ -45,8 +61,8 @@ class Trainer:
             return self.results
         except Interrupted as error:
             self.crew.stop()
-            ended = {future: run for future, run in self.active.items() if not future.cancelled()}
-            found = {run[1]: future.result() for future, run in ended.items()}
+            ended = {each: task for each, task in self.active.items() if not each.cancelled()}
+            found = {task.folder: future.result() for future, task in ended.items()}
             failed = failures({folder: each for folder, each in found.items() if each != STOPPED})
             outcome = f", but {'; '.join(failed)}" if failed else " and saved"
             message = f"stopped{outcome}; to continue, run the same command"
@@ -55,36 +71,41 @@ class Trainer:
             self.crew.stop()
 
     def _next(self):
-        if not self.queue and (task := self.scheduler.next()):
-            self.queue.extend((task, *run) for run in task[0])
+        if not self.queue and (found := self.scheduler.next()):
+            self.queue.extend(Task(*found, *run) for run in found[0])
         return self.queue.popleft() if self.queue else None
 
     def _start_runs(self):
-        while len(self.active) < self.crew.size and (run := self._next()):
-            (_, rung), folder, settings = run
-            step = rung_steps(settings, self.factor)[rung]
-            loss = loss_at(folder, settings, step)
+        while len(self.active) < self.crew.size and (task := self._next()):
+            loss = self._loss(task)
             if loss is None:
-                self.active[self.crew.start(folder, settings, step)] = run
+                future = self.crew.start(task.folder, task.settings, self._last_step(task))
+                self.active[future] = task
             else:
-                self.results[folder] = FINISHED
-                self._report(run, loss)
+                self.results[task.folder] = FINISHED
+                self._report(task, loss)
 
     def _end_run(self, future):
-        run = self.active.pop(future)
-        (_, rung), folder, settings = run
-        self.results[folder] = future.result()
-        loss = loss_at(folder, settings, rung_steps(settings, self.factor)[rung])
+        task = self.active.pop(future)
+        self.results[task.folder] = future.result()
+        loss = self._loss(task)
         place = f"{len(self.results)} of {self.total}: " if self.total else ""
-        print(f"{place}{folder.name}: {describe(folder, self.results[folder])}", flush=True)
-        self._report(run, math.inf if loss is None else loss)
+        about = describe(task.folder, self.results[task.folder])
+        print(f"{place}{task.folder.name}: {about}", flush=True)
+        self._report(task, math.inf if loss is None else loss)
 
-    def _report(self, run, loss):
-        """Reports the loss of a task to the scheduler when all of its runs have one."""
-        task = combination, rung = run[0]
-        self.losses[task].append(loss)
-        if len(self.losses[task]) == len(combination):
-            self.scheduler.report(combination, rung, fmean(self.losses[task]))
+    def _last_step(self, task):
+        return rung_steps(task.settings, self.factor)[task.rung]
+
+    def _loss(self, task):
+        return loss_at(task.folder, task.settings, self._last_step(task))
+
+    def _report(self, task, loss):
+        """Reports the mean loss to the scheduler when all runs of a combination have one."""
+        losses = self.losses[task.key]
+        losses.append(loss)
+        if len(losses) == len(task.combination):
+            self.scheduler.report(task.combination, task.rung, fmean(losses))
 
 
 def final_loss(folder, settings):
