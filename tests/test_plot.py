@@ -1,5 +1,6 @@
 """tools.plot, runs, table and attention: reading logs, comparing runs, drawing attention."""
 
+import builtins
 import copy
 import json
 import sys
@@ -305,3 +306,17 @@ def test_damaged_lines_of_a_log_are_skipped(verse, line):
     with open("out/log.jsonl", "a") as log:
         log.write(f"{line}\n")
     assert runs.read("out") == before
+
+
+def test_matplotlib_without_a_writable_folder_is_an_error(monkeypatch):
+    failure = OSError("Matplotlib requires access to a writable cache directory")
+    real = builtins.__import__
+
+    def fail(name, *arguments, **keywords):
+        if name == "matplotlib.figure":
+            raise failure
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with pytest.raises(UserError, match="matplotlib cannot be imported: Matplotlib requires"):
+        plot.check_matplotlib()

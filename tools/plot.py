@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import ClassVar, Literal
 
 from folio import process
-from folio.errors import UserError
+from folio.errors import UserError, cause_of
 from folio.fields import setting
 from folio.files import replacing
 from folio.settings import load, parse_arguments
@@ -68,8 +68,7 @@ def main(argv=None):
     if not settings.attention:
         groups = grouped(read_all(settings.runs))
         print("\n".join(table(groups, fit=not settings.all)), flush=True)
-    if not find_spec("matplotlib"):
-        raise UserError("plots need matplotlib: pip install matplotlib")
+    check_matplotlib()
     if settings.attention:
         folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
         path, figure = "attention.png", attention.draw(folder, settings.start)
@@ -79,6 +78,16 @@ def main(argv=None):
     with replacing(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
+
+
+def check_matplotlib():
+    """Raises UserError if matplotlib is missing or cannot be imported."""
+    if not find_spec("matplotlib"):
+        raise UserError("plots need matplotlib: pip install matplotlib")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except OSError as error:  # it needs a folder for its settings
+        raise UserError(f"matplotlib cannot be imported: {cause_of(error)}") from error
 
 
 def draw_losses(groups, axis):
