@@ -149,7 +149,7 @@ def main(argv=None):
             return
         fit_to_minutes(run)
         if run.progress.is_finished(run.settings):
-            print_finished(run.progress, run.settings)
+            print_finished(run)
         else:
             train(run)
 

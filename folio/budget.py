@@ -43,14 +43,14 @@ def steps_within(settings, learner, dataset):
     tokens = sum(evaluated_tokens(split, settings) for split in (dataset.train, dataset.val))
     evaluation_s = step_s * FORWARD_FRACTION * tokens / settings.tokens_per_step
     evaluations = -(-settings.max_iters // settings.eval_interval) + 1  # the first is at step 0
-    steps = int((60 * settings.minutes - evaluations * evaluation_s) / step_s)
-    if steps < evaluations:
+    fitting = (60 * settings.minutes - evaluations * evaluation_s) / step_s
+    steps = int(min(fitting, settings.max_iters))
+    if fitting < evaluations:
         raise UserError(
             f"--minutes={settings.minutes:g} is too short for {evaluations} evaluations of "
             f"{evaluation_s:.2g} s and steps of {step_s:.2g} s: increase it, increase "
             "--eval_interval or decrease --eval_iters"
         )
-    steps = min(steps, settings.max_iters)
     minutes = (steps * step_s + evaluations * evaluation_s) / 60
     print(f"time: about {minutes:.2g} minutes for {steps:,} steps", flush=True)
     return steps

@@ -152,6 +152,8 @@ def dataset_size(name):
     for split in SPLITS:
         with _reading(folder / f"{split}.bin") as path:
             counts.append(path.stat().st_size // TOKEN.itemsize)
+            if not counts[-1]:
+                raise ValueError("it is empty")
     return DatasetSize(*counts, meta["train"]["bytes"] if meta else None, tokenizer.vocab_size)
 
 

@@ -201,15 +201,14 @@ def print_start(settings, dataset, machine, config):
     )
 
 
-def print_finished(progress, settings):
+def print_finished(run):
     """Prints how to continue a run that has finished earlier."""
-    if progress.step < settings.max_iters:
-        change = "increase --patience"
-    elif progress.fitted_iters:
-        change = "increase --minutes and --max_iters"
+    step = run.progress.step
+    if step < run.settings.max_iters:
+        name = "patience"
     else:
-        change = "increase --max_iters"
-    print(f"finished at step {progress.step}; to continue, {change}")
+        name = "max_iters" if step >= run.requested.max_iters else "minutes"
+    print(f"finished at step {step}; to continue, increase --{name}")
 
 
 def print_end(run):

@@ -91,6 +91,10 @@ def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_sec
     assert resumed(minutes=None).max_iters == 600
 
 
+def test_a_huge_budget_has_no_effect(verse, one_second):
+    assert fitted(verse, minutes=1e308)[0].max_iters == 600
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_measuring_does_not_change_a_learner(verse, optimizer):
     settings = tiny.settings(optimizer=optimizer, dropout=0.1, minutes=1)
@@ -140,10 +144,12 @@ def test_a_finished_run_continues_after_a_greater_request(verse, monkeypatch, ca
     run()
     steps = tiny.saved("last.pt")["iter_num"]
     end = run("--init_from=resume")
-    assert end == f"finished at step {steps}; to continue, increase --minutes and --max_iters"
+    assert end == f"finished at step {steps}; to continue, increase --minutes"
     run("--init_from=resume", minutes=0.02)
     assert tiny.saved("last.pt")["iter_num"] > steps
-    run(out_dir="out-b", minutes=5, max_iters=6, eval_interval=3)  # the budget has no effect
+    whole = {"out_dir": "out-b", "minutes": 5, "max_iters": 6, "eval_interval": 3}
+    run(**whole)  # the budget has no effect
+    assert run("--init_from=resume", **whole).endswith("to continue, increase --max_iters")
     run("--init_from=resume", out_dir="out-b", minutes=5, max_iters=12, eval_interval=3)
     assert tiny.saved("last.pt", "out-b")["iter_num"] == 12
 

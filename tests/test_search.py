@@ -145,9 +145,11 @@ def test_lock_of_a_killed_sweep_is_removed(crew):
     assert len(crew.started) == 2
 
 
-def test_damaged_study_is_reported(crew):
+@pytest.mark.parametrize("damage", [lambda raw: b"x\ny\n", lambda raw: raw[:-20]])
+def test_damaged_study_is_reported(crew, damage):
     sweep.main(flags(1))
-    Path("out-sweep/optuna.journal").write_text("x\ny\n")
+    journal = Path("out-sweep/optuna.journal")
+    journal.write_bytes(damage(journal.read_bytes()))
     with pytest.raises(UserError, match="optuna.journal is damaged: delete it"):
         sweep.main(flags(1))
 

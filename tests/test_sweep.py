@@ -22,7 +22,7 @@ from folio.files import InUseError, locked
 from folio.settings import ROOT, load
 from tools import crew, runs, sweep
 from tools.table import NOTE
-from tools.trainer import final_loss
+from tools.trainer import best_loss, describe, final_loss
 
 LOSS = ["best val loss", "seeds"]  # columns of repeated runs
 
@@ -312,3 +312,11 @@ def test_runs_share_cores_and_gpus(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" not in crew.environment("cuda:1", 0, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert crew.environment("cuda", 1, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
+
+
+def test_a_run_whose_log_is_gone_still_has_its_best_loss(verse):
+    assert best_loss(Path("out")) is None
+    train.main(tiny.flags(stop_at=3))
+    assert best_loss(Path("out")) == tiny.saved()["best_val_loss"]
+    Path("out/log.jsonl").write_text("damaged")
+    assert describe(Path("out"), crew.FINISHED) == "finished"

@@ -82,12 +82,15 @@ class Search:
 
     @contextmanager
     def _using_study(self):
-        """Silences Optuna's warnings. Raises UserError if the study cannot be written."""
+        """Silences Optuna's warnings. Raises UserError if the study is damaged or read-only."""
         try:
             with warnings.catch_warnings(action="ignore"):
                 yield
         except OSError as error:
             raise os_error("write", self.journal, error) from error
+        except (ValueError, KeyError, TypeError) as error:  # such as an incomplete last line
+            message = f"{self.journal} is damaged: delete it; finished runs are kept"
+            raise UserError(message) from error
 
 
 # Parameters
@@ -136,11 +139,8 @@ def open_study(journal, name):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     lock = journals.JournalFileOpenLock(str(journal))
     Path(f"{journal}.lock").unlink(missing_ok=True)  # left by a sweep that was killed
-    try:
-        storage = journals.JournalStorage(journals.JournalFileBackend(str(journal), lock))
-        study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{journal} is damaged: delete it; finished runs are kept") from error
+    storage = journals.JournalStorage(journals.JournalFileBackend(str(journal), lock))
+    study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True)
     seed = SEED + len(study.trials)  # the same seed would suggest the same combinations again
     study.sampler = optuna.samplers.TPESampler(
         n_startup_trials=RANDOM_TRIALS, seed=seed, multivariate=True, constant_liar=True

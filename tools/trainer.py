@@ -89,6 +89,8 @@ class Trainer:
         task = self.active.pop(future)
         self.results[task.folder] = future.result()
         loss = self._loss(task)
+        if loss is None and self.results[task.folder] == FINISHED:
+            loss = best_loss(task.folder)  # its log is gone, or its time budget has changed
         place = f"{len(self.results)} of {self.total}: " if self.total else ""
         about = describe(task.folder, self.results[task.folder])
         print(f"{place}{task.folder.name}: {about}", flush=True)
@@ -106,6 +108,13 @@ class Trainer:
         losses.append(loss)
         if len(losses) == len(task.combination):
             self.scheduler.report(task.combination, task.rung, fmean(losses))
+
+
+def best_loss(folder):
+    """Returns the best validation loss so far, or None if there is no checkpoint."""
+    with suppress(UserError, FileNotFoundError):
+        return load(RunDir(folder).last, optimizers=False).progress.best_val_loss
+    return None
 
 
 def final_loss(folder, settings):
@@ -138,7 +147,8 @@ def failures(results):
 
 def describe(folder, result):
     """Returns the result of a run as text: its best loss if it has finished."""
-    if result == FINISHED:
-        best = runs.read(folder).best
+    if result == FINISHED and (best := runs.read(folder).best):
         return f"best val loss {best['loss']:.4f} at step {best['step']:,}"
+    if result == FINISHED:
+        return FINISHED
     return result if result == STOPPED else f"failed: {result}"
