@@ -1,7 +1,7 @@
 """What would improve the model of a finished run, judged from its loss curves."""
 
 RISE = 0.02  # of the validation loss from its best, nats: above, the run overfits
-MEMORIZED = 0.05  # growth of the gap between validation and training loss, nats
+MEMORIZED = 0.1  # growth of the gap between validation and training loss, nats
 
 
 def advice(evaluations, epochs):
