@@ -44,7 +44,7 @@ def _columns(groups, first):
     names = dict.fromkeys(name for group in groups for run in group.runs for name in run.settings)
     values = {name: [group.values(name) for group in groups] for name in (*first, *names)}
     shared = {name for name, sets in values.items() if all(len(each) == 1 for each in sets)}
-    differing = {name for name in shared if len(set.union(*values[name])) > 1}
+    differing = {name for name in shared if len(set().union(*values[name])) > 1}
     first = [name for name in first if name in shared]
     return first, [name for name in names if name in differing and name not in first]
 
