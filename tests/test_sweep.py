@@ -223,10 +223,11 @@ def test_a_run_is_finished_after_the_steps_that_fit_into_its_time_budget(verse, 
     sweep.check_run(Path("out"), planned)  # does not raise: the same settings
 
 
-def test_a_sweep_whose_runs_all_fail_ends_in_one_line(fake_crew):
+def test_a_sweep_whose_runs_all_fail_has_no_table(fake_crew, capsys):
     fake_crew.loss_of = lambda settings: None
     with pytest.raises(UserError, match="2 of 2 runs failed: seed=1: train.py: it failed"):
         sweep.main([*flags(), "--seed=1,2"])
+    assert "| run" not in capsys.readouterr().out
 
 
 def test_run_that_is_stopped_from_outside_is_a_failure(fake_crew, monkeypatch):

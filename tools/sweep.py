@@ -119,7 +119,8 @@ def main(argv=None):
     with locked(first.sweep_dir):
         results = search(grid) if first.search == "tpe" else train_all(combinations, first)
         folders = [folder for folder in sorted(results) if is_file(RunDir(folder).log)]
-        print("\n" + "\n".join(table(grouped(map(runs.read, folders)), grid.values)))
+        if folders:
+            print("", *table(grouped(map(runs.read, folders)), grid.values), sep="\n")
     if failed := failures(results):
         raise UserError(
             f"{len(failed)} of {len(results)} runs failed: {'; '.join(failed)}; to try them again, "
