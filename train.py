@@ -159,12 +159,10 @@ def main(argv=None):
 
 @dataclass
 class Run:
-    """A training run. `dataset` has a Split per split. `settings` are `requested` ones, with fewer
-    steps if there is a time budget.
-    """
+    """A training run. `dataset` has a Split per split."""
 
     requested: TrainConfig  # resolved for the machine
-    settings: TrainConfig
+    settings: TrainConfig  # the same with the steps that fit into --minutes
     run_dir: RunDir
     dataset: Dataset
     learner: "Learner"

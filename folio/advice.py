@@ -12,17 +12,18 @@ def advice(evaluations, epochs):
     which makes the gap grow.
 
     Args:
-        evaluations: the log's events of evaluations, in order; the first is before any training.
+        evaluations: see RunDir.evaluations; the first is before any training.
         epochs: how often the run has read the training text.
     """
     if len(evaluations) < 3:
         return None
-    gaps = [each["loss"] - each["train_loss"] for each in evaluations]
-    last, best = evaluations[-1], min(evaluations, key=lambda each: each["loss"])
-    if last["loss"] > best["loss"] + RISE:
+    gaps = [val_loss - train_loss for _, train_loss, val_loss in evaluations]
+    lowest, best_step = min((val_loss, step) for step, _, val_loss in evaluations)
+    rise = evaluations[-1][2] - lowest
+    if rise > RISE:
         return (
-            f"the validation loss has risen by {last['loss'] - best['loss']:.2f} since step "
-            f"{best['step']:,} (overfitting): use more text, a higher --dropout or fewer steps"
+            f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
+            "use more text, a higher --dropout or fewer steps"
         )
     gap = f"the gap between validation and training loss went from {gaps[1]:.2f} to {gaps[-1]:.2f}"
     if gaps[-1] > gaps[1] + MEMORIZED:

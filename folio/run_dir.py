@@ -144,13 +144,18 @@ class RunDir:
         return None
 
     def evaluations(self):
-        """Returns the evaluations in log.jsonl, in order. Skips damaged lines."""
-        events = []
+        """Returns (step, training loss, validation loss) of each evaluation in log.jsonl, in order.
+
+        Skips damaged lines.
+        """
+        found = []
         with suppress(OSError):
             for line in self.log.read_bytes().splitlines():
-                with suppress(ValueError):
-                    events.append(json.loads(line))
-        return [each for each in events if isinstance(each, dict) and each.get("split") == "val"]
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                    event = json.loads(line)
+                    if event["split"] == "val":
+                        found.append((event["step"], event["train_loss"], event["loss"]))
+        return found
 
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.

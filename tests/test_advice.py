@@ -13,7 +13,7 @@ from folio.run_dir import RunDir
 
 def events(train_losses, val_losses):
     pairs = enumerate(zip(train_losses, val_losses, strict=True))
-    return [{"step": 100 * i, "train_loss": a, "loss": b} for i, (a, b) in pairs]
+    return [(100 * i, *losses) for i, losses in pairs]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,8 @@ def test_a_resumed_run_is_judged_from_its_whole_log(verse, capsys):
 
 
 def test_damaged_lines_of_a_log_are_skipped(folder):
-    lines = [json.dumps({"split": "val", "step": 1}), "[1]", "{", '{"split": "train"}', "\0"]
+    event = {"split": "val", "step": 1, "train_loss": 2.0, "loss": 3.0}
+    lines = [json.dumps(event), "[1]", "{", '{"split": "train"}', '{"split": "val"}', "\0"]
     Path("log.jsonl").write_text("\n".join(lines))
-    assert RunDir(".").evaluations() == [{"split": "val", "step": 1}]
+    assert RunDir(".").evaluations() == [(1, 2.0, 3.0)]
     assert RunDir("nowhere").evaluations() == []
