@@ -45,6 +45,7 @@ class SampleConfig:
     stop: str | None = setting(None, "end a text at this string, or at any string of a JSON list")
     seed: int = setting(1337, "seed of each prompt's first text, then seed + 1", "[0, inf)")
     score: str | None = setting(None, "text file to score, or - for standard input")
+    allow_special: bool = setting(False, "encode <|endoftext|> in a text as the special token")
 
     temperature: float = setting(
         0.8, "sampling temperature; 0 is greedy", "[0, inf)", group="Sampling"
@@ -144,7 +145,8 @@ def read_inputs(settings):
 def completions_of(prompts, settings, tokenizer):
     """Returns an iterator of num_samples empty completions per prompt, with consecutive seeds."""
     prompts = [prompt or tokenizer.start for prompt in prompts]
-    pairs = [(prompt, tokenizer.encode(prompt).tolist()) for prompt in prompts]
+    ids = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
+    pairs = list(zip(prompts, ids, strict=True))
     seeds = range(settings.seed, settings.seed + settings.num_samples)
     stops = stop_texts(settings.stop)
     return (Completion(*pair, seed, tokenizer, stops) for pair in pairs for seed in seeds)
@@ -212,7 +214,7 @@ def converse(trained, settings):
     while True:
         try:
             prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
-            ids = trained.tokenizer.encode(prompt).tolist()
+            ids = trained.tokenizer.encode(prompt, settings.allow_special).tolist()
             completion = Completion(prompt, ids, seed, trained.tokenizer, stops)
             text, seed, completion.printed = prompt, seed + 1, len(prompt)
             for _ in continued(trained, settings, [completion]):
@@ -233,7 +235,7 @@ def converse(trained, settings):
 
 def print_score(trained, text, settings):
     """Prints loss, perplexity and bits per byte of a text."""
-    scores = score_text(trained, text, settings.context_stride)
+    scores = score_text(trained, text, settings.context_stride, settings.allow_special)
     if settings.json:
         print(json.dumps(scores))
     else:

@@ -121,7 +121,7 @@ import numpy as np
 import torch
 
 from folio import checkpoint as checkpoints
-from folio.batches import Batches, dropout_seed, to_device
+from folio.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts, to_device
 from folio.budget import fit_to_minutes
 from folio.checkpoint import Checkpoint, Progress
 from folio.compile import compile_model
@@ -361,33 +361,30 @@ class Learner:
             self.divergence.check()  # an earlier step may be the cause
             raise self.divergence.error(step, f"train loss {train:.3g}, val loss {val:.3g}")
         losses = {"train_loss": train, "loss": val, "perplexity": math.exp(min(val, 700))}
-        if dataset.val_bytes_per_token:
-            losses["bits_per_byte"] = val / math.log(2) / dataset.val_bytes_per_token
+        if size := bytes_per_target(dataset, self.settings):
+            losses["bits_per_byte"] = val / math.log(2) / size
         return losses
 
     @torch.no_grad()
     def split_loss(self, split, stop=None):
-        """Returns the mean loss of evenly spaced windows, a scalar tensor.
+        """Returns the mean loss of the evaluated windows, a scalar tensor.
 
-        The windows are eval_iters batches, or the whole split if that is less. They do not overlap,
-        so at most block_size - 1 tokens of a whole split are left out. The last batch is padded
-        with targets that do not count, for a constant shape.
+        The last batch is padded with targets that do not count, for a constant shape.
         """
         B, T = self.settings.batch_size, self.settings.block_size
-        count = min((len(split) - 1) // T, self.settings.eval_iters * B)
-        starts = np.linspace(0, len(split) - 1 - T, count).astype(np.int64)
+        starts = evaluation_starts(split, self.settings)
         total = torch.zeros((), device=self.machine.device)
         self.model.eval()
-        for first in range(0, count, B):
+        for first in range(0, len(starts), B):
             if stop:
                 break
-            rows = min(B, count - first)
+            rows = min(B, len(starts) - first)
             x, y = split.windows(np.resize(starts[first : first + rows], B), T)
             y[rows:] = -1
             with self.machine.autocast():
                 total += self.forward(x, y) * rows
         self.model.train()
-        return total / count
+        return total / len(starts)
 
 
 if __name__ == "__main__":

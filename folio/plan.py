@@ -37,7 +37,9 @@ def check_resumable(checkpoint, config, settings, dataset):
         if now[name] != before[name] and name != "dropout"
     ]
     if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
-        wrong.append("the vocabulary differs from the dataset's")
+        before, now = tokenizers.from_dict(checkpoint.tokenizer).name, dataset.tokenizer.name
+        now = f"another {now}" if now == before else now
+        wrong.append(f"the tokenizer is {before} in the checkpoint and {now} in the dataset")
     name, now = checkpoint.settings.get("dataset", settings.dataset), settings.dataset
     same_content = checkpoint.data == dataset.fingerprint if checkpoint.data else name == now
     if not same_content and name == now:

@@ -59,7 +59,7 @@ def test_text_ends_before_its_first_stop_text(characters, stops, text, stopped, 
 
 def test_text_ends_at_the_end_of_text_token(gpt2_of_bytes):
     each = completion_of("a", gpt2_of_bytes)
-    for token in gpt2_of_bytes.encode("ab<|endoftext|>cd").tolist():
+    for token in gpt2_of_bytes.encode("ab<|endoftext|>cd", allow_special=True).tolist():
         each.add(token, 0.0)
     assert (each.text, each.stopped, each.ids) == ("ab", "end of text", [97, 98, 256])
 
@@ -145,6 +145,19 @@ def test_bits_per_byte_exclude_the_first_token(trained, gpt2_of_bytes, monkeypat
         found = score_text(trained, Text(content, "text", ""))
         assert found["tokens"] == len(content.encode()) - 1
         assert found["bits_per_byte"] == pytest.approx(1 / math.log(2))
+
+
+def test_bits_per_byte_count_no_bytes_of_end_of_text_tokens(trained, gpt2_of_bytes, monkeypatch):
+    monkeypatch.setattr(
+        completion, "token_nll", lambda model, ids, stride: torch.ones(len(ids) - 1)
+    )
+    trained.tokenizer, text = gpt2_of_bytes, Text("a<|endoftext|>bc", "text", "")
+    assert score_text(trained, text)["tokens"] == 15
+    found = score_text(trained, text, allow_special=True)
+    assert found["tokens"] == 3
+    assert found["bits_per_byte"] == pytest.approx(3 / math.log(2) / 2)
+    with pytest.raises(UserError, match="has 2 tokens"):
+        score_text(trained, Text("a<|endoftext|>", "text", ""), allow_special=True)
 
 
 def test_output_that_is_not_finite_is_a_user_error(trained):

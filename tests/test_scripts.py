@@ -69,9 +69,9 @@ def test_constraints_pin_every_required_package():
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors"},
-    {"fields", "model"},
+    {"bpe", "fields", "model"},
     {"settings", "files", "tokenizers", "device"},
-    {"process", "memory", "dataset", "optim", "sampling"},
+    {"process", "memory", "corpus", "dataset", "optim", "sampling"},
     {"batches", "compile", "divergence", "generate", "trackers"},
     {"budget", "checkpoint"},
     {"completion", "plan", "run_dir", "tracking"},
