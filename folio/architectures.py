@@ -218,10 +218,11 @@ class Parameter:
     transposed: bool
 
     def join(self, tensors):
-        """Returns the parameter, contiguous, given its parts."""
-        if self.transposed:
-            tensors = [tensor.t() for tensor in tensors]
-        return torch.cat(tensors) if len(tensors) > 1 else tensors[0].contiguous()
+        """Returns the parameter, contiguous float32, as a copy of its parts."""
+        joined = torch.empty(self.shape)
+        for target, part in zip(joined.chunk(len(tensors)), tensors, strict=True):
+            target.copy_(part.t() if self.transposed else part)
+        return joined
 
     def split(self, tensor):
         """Returns the parts, given the parameter."""

@@ -231,5 +231,6 @@ def load_weights(model, checkpoint):
     except (RuntimeError, TypeError) as error:  # a tensor that is sparse, or of another kind
         reason = f"the weights do not fit the model: {cause_of(error)}"
         raise UserError(f"{checkpoint.path}: {reason}") from error
-    if not all(weight.isfinite().all() for weight in model.parameters()):
+    extremes = (torch.stack(weight.aminmax()) for weight in model.parameters())  # NaN if any is
+    if not all(each.isfinite().all() for each in extremes):
         raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")

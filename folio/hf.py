@@ -98,14 +98,16 @@ def _read_weights(folder, entries, architecture, config):
     _check_names(folder, entries, needed)
     weights = {}
     for parameter in needed:
-        tensor = parameter.join([tensor_file.read(entries[part]) for part in parameter.parts])
+        tensor = parameter.join([tensor_file.mapped(entries[part]) for part in parameter.parts])
         if config.bias or not parameter.name.endswith(".bias"):
             weights[parameter.name] = tensor
         elif tensor.any():
             key = architecture.settings["bias"]
             raise UserError(f"{folder / CONFIG} says {key}=false, but {parameter.name} is not zero")
     if config.tie_weights:
-        if HEAD in entries and not torch.equal(tensor_file.read(entries[HEAD]), weights[EMBEDDING]):
+        if HEAD in entries and not torch.equal(
+            tensor_file.mapped(entries[HEAD]), weights[EMBEDDING]
+        ):
             raise UserError(f"{folder / CONFIG} says tie_word_embeddings=true, but {HEAD} differs")
         weights[HEAD] = weights[EMBEDDING]
     return weights

@@ -9,6 +9,7 @@ the weights (https://github.com/huggingface/safetensors#format).
 import json
 import math
 from dataclasses import dataclass
+from mmap import ACCESS_COPY, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 
 import torch
@@ -62,21 +63,25 @@ def _entry(path, header_end, dtype, shape, data_offsets):
     return Entry(path, dtype, tuple(shape), header_end + start, header_end + stop)
 
 
-def read(entry):
-    """Returns a tensor as float32 on the CPU. Raises UserError if it cannot be read."""
+def mapped(entry):
+    """Returns a tensor that is mapped from its file, on the CPU; to be copied at once.
+
+    Raises UserError if its dtype is not supported, or if the file cannot be read.
+    """
     if entry.dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise UserError(f"{entry.path} has weights of type {entry.dtype}; folio reads {known}")
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    dtype, page = DTYPES[entry.dtype], entry.start // ALLOCATIONGRANULARITY * ALLOCATIONGRANULARITY
+    if entry.start == entry.stop:  # nothing that could be mapped
+        return torch.empty(entry.shape, dtype=dtype)
     try:
         with open(entry.path, "rb") as file:
-            file.seek(entry.start)
-            count = file.readinto(_bytes(tensor))
+            memory = mmap(file.fileno(), entry.stop - page, access=ACCESS_COPY, offset=page)
+    except ValueError as error:
+        raise UserError(f"{entry.path} was changed while it was read") from error
     except OSError as error:
         raise os_error("read", entry.path, error) from error
-    if count != entry.stop - entry.start:
-        raise UserError(f"{entry.path} was changed while it was read")
-    return tensor.float()
+    return torch.frombuffer(memory, dtype=dtype, offset=entry.start - page).view(entry.shape)
 
 
 def write(file, dtype, shapes, tensors):

@@ -86,7 +86,9 @@ def rewrite_config(path, **changes):
 
 def rewrite_weights(path, change):
     """Replaces the tensors in a folder by change(tensors)."""
-    tensors = {k: tensor_file.read(e) for k, e in tensor_file.entries(path / hf.WEIGHTS).items()}
+    tensors = {
+        k: tensor_file.mapped(e).clone() for k, e in tensor_file.entries(path / hf.WEIGHTS).items()
+    }
     tensors = change(tensors)
     with open(path / hf.WEIGHTS, "wb") as file:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
