@@ -4,7 +4,6 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +13,12 @@ import transformers
 
 from folio import hf, tensor_file
 from folio.architectures import architecture_for
+from folio.bpe import byte_characters
 from folio.checkpoint import Checkpoint, Progress, build_model, load, save
 from folio.errors import UserError
 from folio.files import temporary_path
 from folio.hf import read_pretrained, write_pretrained
+from folio.tokenizers import END_OF_TEXT, BPETokenizer, CharTokenizer
 from model import GPTConfig
 
 pytestmark = [
@@ -58,7 +59,7 @@ every_export = pytest.mark.parametrize(
     [(kind, changes) for kind, each in EXPORTS.items() for changes in each],
     ids=str,
 )
-TOKENIZER = SimpleNamespace(end=None, vocab_size=37)
+TOKENIZER = CharTokenizer("".join(map(chr, range(37))))
 
 
 # Reading what transformers wrote
@@ -264,8 +265,10 @@ def test_mapped_checkpoint_is_exported():
 
 
 def test_generation_ends_at_the_end_token_and_never_samples_padding():
-    tokenizer = SimpleNamespace(end=30, vocab_size=31)
-    _, path = export(tokenizer=tokenizer)
+    vocabulary = {character: i for i, character in enumerate(byte_characters()[:30])}
+    end = {"content": END_OF_TEXT, "id": 30}
+    definition = {"model": {"vocab": vocabulary}, "added_tokens": [end]}
+    _, path = export(tokenizer=BPETokenizer(json.dumps(definition)))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 30
     with torch.no_grad():
