@@ -130,23 +130,6 @@ def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_byte
         assert meta["train"]["bytes"] == 22
 
 
-def test_separated_documents_are_those_of_a_text_with_end_of_text_tokens(gpt2_of_bytes):
-    text = "ab<|endoftext|>cd<|endoftext|>"
-    cut = tiny.corpus(text, "e").cut_at_end_of_text()
-    assert cut.documents == ["ab", "cd", "", "e"]
-    ids = gpt2_of_bytes.encode(text, allow_special=True).tolist()
-    assert gpt2_of_bytes.encode_documents(cut.documents).tolist() == [*ids, 256, ord("e")]
-
-
-@given(st.lists(st.text("ab", max_size=5)))
-def test_split_keeps_every_character_and_gives_nine_tenths_to_training(documents):
-    corpus = tiny.corpus(*documents)
-    train, val = corpus.split()
-    assert "".join(train + val) == "".join(documents)
-    assert len("".join(train)) == int(0.9 * corpus.characters)
-    assert len(train) + len(val) in (len(documents), len(documents) + 1)
-
-
 @pytest.mark.parametrize(("count", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
 def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
     characters = "".join(map(chr, range(0x10000, 0x10000 + count)))
