@@ -5,6 +5,7 @@
     python sample.py --out_dir=out-shakespeare-char --prompts=prompts.txt --json
     python sample.py --out_dir=out-shakespeare-char --interactive
     python sample.py --out_dir=out-shakespeare-char --score=poem.txt
+    python sample.py --init_from=gpt2 --start="The meaning of life is"
 
 Text goes to stdout, everything else to stderr.
 """
@@ -38,6 +39,7 @@ class SampleConfig:
     """Continue prompts with the best checkpoint of a run, or score a text."""
 
     out_dir: str = setting("out", "folder of the run", group="Input", scope="files")
+    init_from: str = setting("resume", "resume: out_dir's; or as for train.py", scope="files")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
@@ -99,6 +101,7 @@ from folio.completion import (
 )
 from folio.device import resolve_device, useful_threads
 from folio.files import read_text
+from folio.initial import load_best
 from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.sampling import Controls
@@ -111,11 +114,9 @@ def main(argv=None):
     settings = load(SampleConfig, argv, {"device": resolve_device})
     inputs = read_inputs(settings)
     with explained_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
-        run_dir = RunDir(settings.out_dir)
-        trained = load_trained(run_dir, settings.device, settings.dtype, settings.compile)
-        path, progress = trained.checkpoint.path, trained.checkpoint.progress
-        best = f"best val loss {progress.best_val_loss:.4f}"
-        print(f"{path}: step {progress.step}, {best}", file=sys.stderr)
+        checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
+        trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
+        print(checkpoint.summary, file=sys.stderr)
         print(f"machine: {trained.machine.summary}", file=sys.stderr)
         if settings.score is not None:
             print_score(trained, inputs, settings)

@@ -85,6 +85,13 @@ class Checkpoint:
     log_bytes: int | None = None  # length of log.jsonl when this was saved
     path: Path | None = None  # of the file it was read from
 
+    @property
+    def summary(self):
+        """The path and, after an evaluation, the step and the best loss."""
+        step, loss = self.progress.step, self.progress.best_val_loss
+        best = f": step {step}, best val loss {loss:.4f}" if math.isfinite(loss) else ""
+        return f"{self.path}{best}"
+
 
 # Writing
 

@@ -35,9 +35,8 @@ class TrainedModel:
     checkpoint: Any  # Checkpoint, without weights
 
 
-def load_trained(run_dir, device="cpu", dtype="float32", compile=False):
-    """Returns the best model of a RunDir on a device. Raises UserError if it cannot be loaded."""
-    checkpoint = run_dir.load_best()
+def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
+    """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
     machine = choose_machine(device, dtype, compile)

@@ -127,8 +127,8 @@ SETTINGS = {
     "dash for underscore": (None, ["train.py", "--max-iters=3"], "did you mean --max_iters?"),
     "of another script": (None, ["prepare.py", "--out_dir=x"], "unknown setting --out_dir"),
     "two dashes alone": (None, ["train.py", "--"], "unknown setting --; --help lists"),
-    "init_from of nanoGPT": (
-        None, ["train.py", "--init_from=gpt2"], "--init_from must be scratch, resume or auto, not",
+    "init_from": (
+        None, [*TRAIN, "--init_from=gpt3"], "it is not a hub id; did you mean gpt2?",
     ),
     "large seed in sample.py": (
         None, [*SAMPLE, "--seed=9223372036854775808"], "--seed must be a 64-bit integer",
