@@ -228,9 +228,9 @@ def load_weights(model, checkpoint):
     for name in parameters | weights:
         expected, found = (getattr(each.get(name), "shape", None) for each in (parameters, weights))
         if expected != found:
-            reason = (
-                f"{name} has shape {found and tuple(found)}, not {expected and tuple(expected)}"
-            )
+            reason = f"{name!r} is missing or unexpected"
+            if expected and found:
+                reason = f"{name!r} has shape {tuple(found)} instead of {tuple(expected)}"
             raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}")
     try:
         for name, parameter in parameters.items():

@@ -123,6 +123,13 @@ def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
         torch.testing.assert_close(gradient, same, rtol=1e-4, atol=1e-5)
 
 
+def test_built_model_uses_the_memory_of_the_weights_read():
+    write_gpt2()
+    checkpoint = read_pretrained("theirs")
+    for name, weight in build_model(checkpoint).state_dict().items():
+        assert weight.data_ptr() == checkpoint.weights[name].data_ptr()
+
+
 def test_gpt2_has_the_tanh_approximation_of_gelu():
     path = write_gpt2()
     checkpoint = read_pretrained(path)
@@ -207,6 +214,18 @@ def test_exported_model_is_the_same_in_transformers(kind, changes):
     while prompt.shape[1] < 8:
         prompt = torch.cat((prompt, ours.logits(prompt)[:, -1:].argmax(-1)), dim=1)
     assert torch.equal(greedy, prompt)
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_norms_of_tiny_embeddings_are_the_same_in_transformers(kind):
+    """The norms' epsilon dominates the variance of such embeddings."""
+    ours = tiny.random_model(**EXPORTS[kind][0], tie_weights=False)
+    for name, parameter in ours.named_parameters():
+        parameter.data *= 1e-3 if "wte" in name or "wpe" in name else 1
+    write_pretrained("ours", checkpoint_of(ours), TOKENIZER)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("ours")
+    idx = tiny.random_ids(ours)
+    torch.testing.assert_close(theirs(idx).logits, ours.logits(idx), rtol=0, atol=1e-4)
 
 
 @every_export
