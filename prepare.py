@@ -4,6 +4,7 @@
     python prepare.py --dataset=shakespeare                  the same with GPT-2's tokenizer
     python prepare.py --dataset=pydocs                       Python's documentation, no network
     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME  your own text
+    python prepare.py --input=FILE --dataset=NAME --tokenizer=bpe --vocab_size=4096
 
 The first 90% of the characters are the training split, the rest is the validation split.
 folio/dataset.py defines the format.
@@ -42,9 +43,15 @@ class PrepareConfig:
         group="Corpus",
     )
     input: str | None = setting(None, "your own UTF-8 text: a file, or a folder of files")
-    tokenizer: Literal["char", "gpt2"] | None = setting(
-        None, "characters (default), or GPT-2's byte-pair encoding (default for shakespeare)"
+    tokenizer: Literal["char", "byte", "bpe", "gpt2"] | None = setting(
+        None,
+        "characters (default), bytes, a byte-pair encoding trained on the text, or GPT-2's "
+        "(default for shakespeare)",
     )
+    vocab_size: int | None = setting(
+        None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, inf)"
+    )
+    allow_special: bool = setting(False, "bpe and gpt2: <|endoftext|> in a text ends a document")
     url: str | None = setting(None, "alternative download URL for tiny Shakespeare")
 
     def __post_init__(self):
@@ -55,40 +62,61 @@ class PrepareConfig:
             raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
         if self.url and (self.input or self.dataset == "pydocs"):
             raise UserError("--url applies to tiny Shakespeare only")
+        if self.vocab_size and self.kind != "bpe":
+            raise UserError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
+        if self.allow_special and self.kind not in ("bpe", "gpt2"):
+            raise UserError(
+                f"--allow_special needs --tokenizer=bpe or gpt2; the tokenizer is {self.kind}"
+            )
+
+    @property
+    def kind(self):
+        """The tokenizer, or if it is None, the default for the dataset."""
+        return self.tokenizer or ("char" if self.input else KNOWN.get(self.dataset, "char"))
 
 
 if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
+from folio.corpus import Corpus
 from folio.dataset import DATA, FILES, dataset_folder, write_dataset
 from folio.files import Text, is_file, locked, read_text, replacing
-from folio.tokenizers import TOKENIZERS
+from folio.tokenizers import BPE_SIZE, TOKENIZERS, BPETokenizer, CharTokenizer
 
 
 def main(argv=None):
     settings = load(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
-    kind = settings.tokenizer or ("char" if settings.input else KNOWN.get(name, "char"))
-    tokenizer_class = TOKENIZERS[kind]
     if settings.input:
         check_output(settings.input, folder)
-        text = read_input(settings.input, tokenizer_class.separator)
+        corpus = read_input(settings.input)
     else:
-        text = known_corpus(name, settings.url)
-    meta = write_dataset(folder, text, tokenizer_class.from_text(text.text))
+        corpus = known_corpus(name, settings.url)
+    if settings.allow_special:
+        corpus = corpus.cut_at_end_of_text()
+    meta = write_dataset(folder, corpus, new_tokenizer(settings.kind, corpus, settings.vocab_size))
     print(
-        f"{folder}: {len(text.text):,} characters of {text.source}, "
-        f"vocabulary {meta['vocab_size']:,} ({kind}), "
+        f"{folder}: {corpus.characters:,} characters of {corpus.source}, "
+        f"vocabulary {meta['vocab_size']:,} ({settings.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
+
+
+def new_tokenizer(kind, corpus, vocab_size=None):
+    """Returns a tokenizer for a Corpus. A BPE is trained on the training split only."""
+    if kind == "char":
+        return CharTokenizer.from_text(*corpus.documents)
+    if kind == "bpe":
+        return BPETokenizer.train(corpus.split()[0], vocab_size or BPE_SIZE)
+    return TOKENIZERS[kind]()
 
 
 # Sources of text
 
 
-def read_input(source, separator):
-    """Returns the text of a UTF-8 file, or of all files in a folder, sorted by path.
+def read_input(source):
+    """Returns the Corpus of a UTF-8 file, or of all files in a folder, sorted by path.
 
     Hidden files are skipped. Any other file that is not UTF-8 text is an error.
     """
@@ -96,14 +124,20 @@ def read_input(source, separator):
         raise UserError(f"--input takes a local file or folder: download {source} first")
     path = Path(source)
     if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-        return read_text(source)
+        return one_document(read_text(source))
     files = sorted(files_in(path))
     if not files:
         raise UserError(f"{path} contains no files; hidden files are skipped")
     if odd := [f for f in files if not os.path.isfile(f)]:
         raise UserError(f"{odd[0]} is not a regular file; remove it from {path}")
-    text = separator.join(read_text(file).text for file in files)
-    return Text(text, f"{path} ({len(files)} files)", hashlib.sha256(text.encode()).hexdigest())
+    texts = [read_text(file) for file in files]
+    sha256 = hashlib.sha256("".join(text.sha256 for text in texts).encode()).hexdigest()
+    return Corpus([text.text for text in texts], f"{path} ({len(files)} files)", sha256)
+
+
+def one_document(text):
+    """Returns the Corpus of a Text."""
+    return Corpus([text.text], text.source, text.sha256)
 
 
 def files_in(folder):
@@ -131,13 +165,11 @@ def check_output(path, folder):
 
 
 def known_corpus(name, url=None):
-    """Returns the text of a dataset that folio provides."""
+    """Returns the Corpus of a dataset that folio provides."""
     if name not in KNOWN:
         hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
         raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
-    if name == "pydocs":
-        return python_docs()
-    return shakespeare(url)
+    return one_document(python_docs() if name == "pydocs" else shakespeare(url))
 
 
 def python_docs():
@@ -151,7 +183,7 @@ def python_docs():
 
 def shakespeare(url=None):
     """Returns tiny Shakespeare, after downloading it if it is missing or there is a URL."""
-    path = DATA / "shakespeare_char" / "input.txt"  # for both tokenizers
+    path = DATA / "shakespeare_char" / "input.txt"  # for all tokenizers
     if url or not is_file(path):
         raw = download((url,) if url else SHAKESPEARE_URLS, path)
         with locked(path.parent), replacing(path) as [file]:

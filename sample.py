@@ -5,6 +5,7 @@
     python sample.py --out_dir=out-shakespeare-char --prompts=prompts.txt --json
     python sample.py --out_dir=out-shakespeare-char --interactive
     python sample.py --out_dir=out-shakespeare-char --score=poem.txt
+    python sample.py --init_from=gpt2 --start="The meaning of life is"
 
 Text goes to stdout, everything else to stderr.
 """
@@ -38,6 +39,7 @@ class SampleConfig:
     """Continue prompts with the best checkpoint of a run, or score a text."""
 
     out_dir: str = setting("out", "folder of the run", group="Input", scope="files")
+    init_from: str = setting("resume", "resume: out_dir's; or as for train.py", scope="files")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
@@ -45,6 +47,7 @@ class SampleConfig:
     stop: str | None = setting(None, "end a text at this string, or at any string of a JSON list")
     seed: int = setting(1337, "seed of each prompt's first text, then seed + 1", "[0, inf)")
     score: str | None = setting(None, "text file to score, or - for standard input")
+    allow_special: bool = setting(False, "encode <|endoftext|> in a text as the special token")
 
     temperature: float = setting(
         0.8, "sampling temperature; 0 is greedy", "[0, inf)", group="Sampling"
@@ -98,6 +101,7 @@ from folio.completion import (
 )
 from folio.device import resolve_device, useful_threads
 from folio.files import read_text
+from folio.initial import load_best
 from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.sampling import Controls
@@ -110,11 +114,9 @@ def main(argv=None):
     settings = load(SampleConfig, argv, {"device": resolve_device})
     inputs = read_inputs(settings)
     with explained_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
-        run_dir = RunDir(settings.out_dir)
-        trained = load_trained(run_dir, settings.device, settings.dtype, settings.compile)
-        path, progress = trained.checkpoint.path, trained.checkpoint.progress
-        best = f"best val loss {progress.best_val_loss:.4f}"
-        print(f"{path}: step {progress.step}, {best}", file=sys.stderr)
+        checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
+        trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
+        print(checkpoint.summary, file=sys.stderr)
         print(f"machine: {trained.machine.summary}", file=sys.stderr)
         if settings.score is not None:
             print_score(trained, inputs, settings)
@@ -144,7 +146,8 @@ def read_inputs(settings):
 def completions_of(prompts, settings, tokenizer):
     """Returns an iterator of num_samples empty completions per prompt, with consecutive seeds."""
     prompts = [prompt or tokenizer.start for prompt in prompts]
-    pairs = [(prompt, tokenizer.encode(prompt).tolist()) for prompt in prompts]
+    ids = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
+    pairs = list(zip(prompts, ids, strict=True))
     seeds = range(settings.seed, settings.seed + settings.num_samples)
     stops = stop_texts(settings.stop)
     return (Completion(*pair, seed, tokenizer, stops) for pair in pairs for seed in seeds)
@@ -212,7 +215,7 @@ def converse(trained, settings):
     while True:
         try:
             prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
-            ids = trained.tokenizer.encode(prompt).tolist()
+            ids = trained.tokenizer.encode(prompt, settings.allow_special).tolist()
             completion = Completion(prompt, ids, seed, trained.tokenizer, stops)
             text, seed, completion.printed = prompt, seed + 1, len(prompt)
             for _ in continued(trained, settings, [completion]):
@@ -233,7 +236,7 @@ def converse(trained, settings):
 
 def print_score(trained, text, settings):
     """Prints loss, perplexity and bits per byte of a text."""
-    scores = score_text(trained, text, settings.context_stride)
+    scores = score_text(trained, text, settings.context_stride, settings.allow_special)
     if settings.json:
         print(json.dumps(scores))
     else:

@@ -3,6 +3,7 @@
     python train.py config/shakespeare_char.py
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-lower-lr
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
+    python train.py config/finetune_shakespeare.py --init_from=gpt2
 
 This file has, in order: the settings, setup, the training loop, and Learner, which holds the model
 and the optimizers. Checkpoints and log.jsonl go to out_dir.
@@ -33,9 +34,9 @@ class TrainConfig:
     checkpoint_interval: int | None = setting(
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
-    init_from: Literal["scratch", "resume", "auto"] = setting(
+    init_from: str = setting(
         "scratch",
-        "resume: continue the run in out_dir; auto: if there is one",
+        "scratch, resume, auto (resume if possible), checkpoint file, gpt2, hub id, or folder",
         scope="files",
     )
     overwrite: bool = setting(
@@ -121,7 +122,7 @@ import numpy as np
 import torch
 
 from folio import checkpoint as checkpoints
-from folio.batches import Batches, dropout_seed, to_device
+from folio.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts, to_device
 from folio.budget import fit_to_minutes
 from folio.checkpoint import Checkpoint, Progress
 from folio.compile import compile_model
@@ -129,9 +130,10 @@ from folio.completion import sample_text
 from folio.dataset import Dataset, load_dataset
 from folio.device import choose_machine, kind_of, resolve_device
 from folio.divergence import DivergenceMonitor
+from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
-from folio.plan import check_resumable, model_config
+from folio.plan import plan_model
 from folio.run_dir import RunDir
 from folio.tracking import Tracking, evaluation_line, print_end, print_finished, print_start
 from model import GPT
@@ -173,13 +175,9 @@ class Run:
 def setup(settings):
     """Returns the Run that the settings describe. Writes no files."""
     run_dir = RunDir(settings.out_dir)
-    resumed = None
-    if settings.init_from != "scratch":
-        resumed = run_dir.load_newest(required=settings.init_from == "resume")
     dataset = load_dataset(settings.dataset)
-    config = model_config(settings, dataset.tokenizer, resumed)
-    if resumed:
-        check_resumable(resumed, config, settings, dataset)
+    resumed, initial = load_start(settings.init_from, run_dir)
+    settings, config = plan_model(settings, dataset, resumed, initial)
     dataset.check_length(config.block_size)
     check_memory(config, settings)
     if settings.sample_interval:
@@ -191,9 +189,13 @@ def setup(settings):
     learner = Learner(config, settings, machine)
     if resumed:
         learner.load_state_dict(resumed)
-        resumed.weights, resumed.optimizers = {}, {}  # the learner has copies
+    elif initial:
+        crop(initial, config.block_size)
+        checkpoints.load_weights(learner.model, initial)
     else:
         learner.init_weights()
+    if start := resumed or initial:
+        start.weights, start.optimizers = {}, {}  # the learner has copies
     dataset = to_device(dataset, machine.device)
     if machine.compile:
         learner.compile(dataset.train)
@@ -361,33 +363,30 @@ class Learner:
             self.divergence.check()  # an earlier step may be the cause
             raise self.divergence.error(step, f"train loss {train:.3g}, val loss {val:.3g}")
         losses = {"train_loss": train, "loss": val, "perplexity": math.exp(min(val, 700))}
-        if dataset.val_bytes_per_token:
-            losses["bits_per_byte"] = val / math.log(2) / dataset.val_bytes_per_token
+        if size := bytes_per_target(dataset, self.settings):
+            losses["bits_per_byte"] = val / math.log(2) / size
         return losses
 
     @torch.no_grad()
     def split_loss(self, split, stop=None):
-        """Returns the mean loss of evenly spaced windows, a scalar tensor.
+        """Returns the mean loss of the evaluated windows, a scalar tensor.
 
-        The windows are eval_iters batches, or the whole split if that is less. They do not overlap,
-        so at most block_size - 1 tokens of a whole split are left out. The last batch is padded
-        with targets that do not count, for a constant shape.
+        The last batch is padded with targets that do not count, for a constant shape.
         """
         B, T = self.settings.batch_size, self.settings.block_size
-        count = min((len(split) - 1) // T, self.settings.eval_iters * B)
-        starts = np.linspace(0, len(split) - 1 - T, count).astype(np.int64)
+        starts = evaluation_starts(split, self.settings)
         total = torch.zeros((), device=self.machine.device)
         self.model.eval()
-        for first in range(0, count, B):
+        for first in range(0, len(starts), B):
             if stop:
                 break
-            rows = min(B, count - first)
+            rows = min(B, len(starts) - first)
             x, y = split.windows(np.resize(starts[first : first + rows], B), T)
             y[rows:] = -1
             with self.machine.autocast():
                 total += self.forward(x, y) * rows
         self.model.train()
-        return total / count
+        return total / len(starts)
 
 
 if __name__ == "__main__":

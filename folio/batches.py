@@ -35,6 +35,31 @@ def dropout_seed(seed, step):
     return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0])
 
 
+def evaluation_starts(split, settings):
+    """Returns the start positions of the windows that are evaluated, (count,) int64.
+
+    They are evenly spaced: eval_iters batches, or the whole split if that is less. The windows do
+    not overlap, so at most block_size - 1 tokens of a whole split are left out.
+    """
+    last = len(split) - 1 - settings.block_size
+    count = min((len(split) - 1) // settings.block_size, settings.eval_iters * settings.batch_size)
+    return np.linspace(0, last, count).astype(np.int64)
+
+
+def bytes_per_target(dataset, settings):
+    """Returns the mean bytes of the validation targets that are evaluated; None if unknown.
+
+    Args:
+        dataset: a Dataset with a Split per split.
+    """
+    if dataset.byte_lengths is None:
+        return None
+    starts, length = evaluation_starts(dataset.val, settings), settings.block_size
+    windows = (dataset.val.ids[start + 1 : start + 1 + length] for start in starts)
+    total = sum(int(dataset.byte_lengths[targets].sum()) for targets in windows)
+    return total / (len(starts) * length)
+
+
 class Split:
     """The token ids of a split, cut into windows on a device.
 
@@ -43,7 +68,7 @@ class Split:
     """
 
     def __init__(self, ids, device):
-        """ids: (N,) uint16, usually a memory map."""
+        """ids: (N,) uint16 or uint32, usually a memory map."""
         self.ids, self.device = ids, device
         self.resident = None
         if kind_of(device) != "cpu" and 4 * len(ids) <= DATA_SHARE * (memory_bytes(device) or 0):

@@ -85,6 +85,13 @@ class Checkpoint:
     log_bytes: int | None = None  # length of log.jsonl when this was saved
     path: Path | None = None  # of the file it was read from
 
+    @property
+    def summary(self):
+        """The path and, after an evaluation, the step and the best loss."""
+        step, loss = self.progress.step, self.progress.best_val_loss
+        best = f": step {step}, best val loss {loss:.4f}" if math.isfinite(loss) else ""
+        return f"{self.path}{best}"
+
 
 # Writing
 
@@ -206,18 +213,31 @@ def _renamed(weights):
 
 
 def build_model(checkpoint):
-    """Returns the checkpoint's GPT on the CPU. Raises UserError if the weights do not fit."""
+    """Returns the checkpoint's GPT on the CPU, which shares its weights. See load_weights."""
     model = GPT.uninitialized(checkpoint.config)
     load_weights(model, checkpoint)
     return model
 
 
 def load_weights(model, checkpoint):
-    """Copies weights into a model. Raises UserError if they do not fit or are not finite."""
+    """Makes a model use a checkpoint's weights, without a copy if dtype and device allow.
+
+    Raises UserError if they do not fit or are not finite.
+    """
+    parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
+    for name in parameters | weights:
+        expected, found = (getattr(each.get(name), "shape", None) for each in (parameters, weights))
+        if expected != found:
+            reason = f"{name!r} is missing or unexpected"
+            if expected and found:
+                reason = f"{name!r} has shape {tuple(found)} instead of {tuple(expected)}"
+            raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}")
     try:
-        model.load_state_dict(checkpoint.weights)
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}") from error
-    if not all(weight.isfinite().all() for weight in model.state_dict().values()):
+        for name, parameter in parameters.items():
+            parameter.data = weights[name].to(parameter).contiguous()
+    except (RuntimeError, TypeError) as error:  # a tensor that is sparse, or of another kind
+        reason = f"the weights do not fit the model: {cause_of(error)}"
+        raise UserError(f"{checkpoint.path}: {reason}") from error
+    extremes = (torch.stack(weight.aminmax()) for weight in model.parameters())  # NaN if any is
+    if not all(each.isfinite().all() for each in extremes):
         raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")

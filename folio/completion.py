@@ -35,9 +35,8 @@ class TrainedModel:
     checkpoint: Any  # Checkpoint, without weights
 
 
-def load_trained(run_dir, device="cpu", dtype="float32", compile=False):
-    """Returns the best model of a RunDir on a device. Raises UserError if it cannot be loaded."""
-    checkpoint = run_dir.load_best()
+def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
+    """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
     machine = choose_machine(device, dtype, compile)
@@ -149,17 +148,16 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
         each.finish("length")
 
 
-def score_text(trained, text, context_stride=None):
+def score_text(trained, text, context_stride=None, allow_special=False):
     """Returns {"tokens", "loss" (nats per token), "perplexity", "bits_per_byte"} of a Text."""
-    tokenizer = trained.tokenizer
-    ids = tokenizer.encode(text.text)
-    if len(ids) < 2:
-        raise UserError(f"{text.source} has {len(ids)} tokens; a score needs at least 2")
+    ids = trained.tokenizer.encode(text.text, allow_special)
+    size = trained.tokenizer.byte_lengths()[ids[1:]].sum().item()  # of scored tokens
+    if not size:
+        raise UserError(f"{text.source} has {len(ids)} tokens; a score needs text after the first")
     ids = torch.from_numpy(ids.astype("int64"))
     nll = token_nll(trained.model, ids, context_stride)
     check_finite(nll)
     loss, count = nll.double().mean().item(), len(nll)
-    size = len(text.text.encode()) - len(tokenizer.token_bytes(ids[0].item()))  # of scored tokens
     return {
         "tokens": count,
         "loss": loss,

@@ -1,9 +1,10 @@
 """The format of a dataset folder: data/NAME/{train.bin, val.bin, meta.json}.
 
-The .bin files hold little-endian uint16 token ids, as nanoGPT's do. meta.json holds the format
-version, the tokenizer, the vocabulary size, token counts, byte counts and CRC-32 of each split, the
-source of the text, and a CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character
-table, or neither file if they hold GPT-2 tokens.
+The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
+ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids
+(default: uint16), token counts, byte counts and CRC-32 of each split, the source of the text, and a
+CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character table, or neither file if
+they hold GPT-2 tokens.
 """
 
 import io
@@ -12,6 +13,7 @@ import pickle
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,9 @@ from folio.files import is_file, locked, replacing
 from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
-TOKEN = np.dtype("<u2")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SPLITS = ("train", "val")
 FILES = ("meta.json", "train.bin", "val.bin")
-TRAIN_SHARE = 0.9
 DATA = Path("data")
 
 
@@ -33,8 +34,7 @@ DATA = Path("data")
 class Dataset:
     """A prepared dataset.
 
-    train, val: (N,) uint16 ids, memory-mapped; after batches.to_device, a Split each.
-    val_bytes_per_token: of the validation text; None for nanoGPT's folders, which lack byte counts.
+    train, val: (N,) uint16 or uint32 ids, memory-mapped; after batches.to_device, a Split each.
     fingerprint: CRC-32 of each split's bytes.
     """
 
@@ -42,8 +42,15 @@ class Dataset:
     train: Any
     val: Any
     tokenizer: Any
-    val_bytes_per_token: float | None
     fingerprint: dict
+
+    @cached_property
+    def byte_lengths(self):
+        """Tokenizer.byte_lengths(); None if the tokenizer's files are missing."""
+        try:
+            return self.tokenizer.byte_lengths()
+        except UserError:
+            return None
 
     def check_length(self, block_size):
         """Raises UserError if a split is too short for the context length."""
@@ -76,30 +83,32 @@ def dataset_folder(name):
 # Writing
 
 
-def write_dataset(folder, text, tokenizer):
-    """Splits a Text, encodes it and writes the folder. Returns the content of meta.json.
+def write_dataset(folder, corpus, tokenizer):
+    """Splits a Corpus, encodes it and writes the folder. Returns the content of meta.json.
 
-    The first 90% of the characters are the training split. If writing fails, the old files remain.
+    Byte counts are those of the documents. If writing fails, the old files remain.
     """
-    cut = int(TRAIN_SHARE * len(text.text))
+    dtype = tokenizer.dtype.name
     meta = {
         "format": FORMAT,
         "tokenizer": tokenizer.to_dict(),
         "vocab_size": tokenizer.vocab_size,
-        "source": text.source,
-        "source_sha256": text.sha256,
+        "dtype": dtype,
+        "source": corpus.source,
+        "source_sha256": corpus.sha256,
     }
     bins = {}
-    for split, part in zip(SPLITS, (text.text[:cut], text.text[cut:]), strict=True):
-        ids = tokenizer.encode(part).astype(TOKEN).tobytes()
-        tokens = len(ids) // TOKEN.itemsize
-        if tokens < 2:
+    for split, documents in zip(SPLITS, corpus.split(), strict=True):
+        ids = tokenizer.encode_documents(documents).astype(DTYPES[dtype], copy=False)
+        if len(ids) < 2:
             raise UserError(
-                f"{text.source} is too short to split: its {len(text.text)} characters leave "
-                f"{tokens} tokens for {split}.bin, which needs at least 2"
+                f"{corpus.source} is too short to split: its {corpus.characters} characters leave "
+                f"{len(ids)} tokens for {split}.bin, which needs at least 2"
             )
-        meta[split] = {"tokens": tokens, "bytes": len(part.encode()), "crc32": zlib.crc32(ids)}
-        bins[f"{split}.bin"] = ids
+        size = sum(len(text.encode()) for text in documents)
+        bins[f"{split}.bin"] = ids.tobytes()
+        crc32 = zlib.crc32(bins[f"{split}.bin"])
+        meta[split] = {"tokens": len(ids), "bytes": size, "crc32": crc32}
     meta["crc32"] = _meta_checksum(meta)
     # meta.json is renamed first: without it, the others would be read as nanoGPT's.
     contents = {"meta.json": json.dumps(meta, indent=1).encode()} | bins
@@ -129,7 +138,7 @@ def load_dataset(name):
     splits, fingerprint = {}, {}
     for split in SPLITS:
         with _reading(folder / f"{split}.bin") as path:
-            ids = np.memmap(path, dtype=TOKEN, mode="r")
+            ids = np.memmap(path, _dtype(meta), mode="r")
             splits[split], fingerprint[split] = ids, zlib.crc32(ids)
             if meta and meta[split]["crc32"] != fingerprint[split]:
                 raise ValueError("it does not match meta.json")
@@ -137,10 +146,7 @@ def load_dataset(name):
                 raise ValueError(
                     f"it contains token {largest}, but the vocabulary has {tokenizer.vocab_size}"
                 )
-    per_token = meta["val"]["bytes"] / len(splits["val"]) if meta else None
-    return Dataset(
-        name, **splits, tokenizer=tokenizer, val_bytes_per_token=per_token, fingerprint=fingerprint
-    )
+    return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
 
 
 def dataset_size(name):
@@ -151,7 +157,7 @@ def dataset_size(name):
     counts = []
     for split in SPLITS:
         with _reading(folder / f"{split}.bin") as path:
-            counts.append(path.stat().st_size // TOKEN.itemsize)
+            counts.append(path.stat().st_size // _dtype(meta).itemsize)
             if not counts[-1]:
                 raise ValueError("it is empty")
     return DatasetSize(*counts, meta["train"]["bytes"] if meta else None, tokenizer.vocab_size)
@@ -197,6 +203,11 @@ def _read_meta(folder):
                 raise ValueError("it has tokens that are not single characters")
             return {}, CharTokenizer("".join(characters))
     return {}, GPT2Tokenizer()
+
+
+def _dtype(meta):
+    """Returns the type of the ids in the .bin files."""
+    return DTYPES[meta.get("dtype", "uint16")]
 
 
 class _PlainUnpickler(pickle.Unpickler):

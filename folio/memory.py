@@ -39,19 +39,23 @@ def keep_freed_memory():
 def check_memory(config, settings):
     """Raises UserError if weights, gradients, moments and logits exceed the memory.
 
+    An evaluation has weights and logits only.
+
     Args:
         config: the model's GPTConfig.
         settings: a TrainConfig with its device resolved.
     """
     tokens = settings.batch_size * settings.block_size
-    moments = 1 if settings.optimizer == "muon" else 2
-    model = 4 * (2 + moments) * num_params(config)  # 4 bytes each for weight, gradient, moments
+    copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients and moments
+    if settings.eval_only:
+        copies = 1
+    model = 4 * copies * num_params(config)  # bytes
     needed = model + 2 * tokens * config.vocab_size  # 16-bit logits
     available = memory_bytes(settings.device)
     if available and needed > available:
         advice = memory_advice(settings) if model < available else "decrease --n_layer or --n_embd"
         raise UserError(
-            f"training needs more than {needed >> 30:,} GiB of memory, but {settings.device} has "
+            f"the model needs more than {needed >> 30:,} GiB of memory, but {settings.device} has "
             f"{available >> 30:,} GiB: {advice}"
         )
 

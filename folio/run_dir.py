@@ -34,6 +34,10 @@ class RunDir:
             return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
         return []
 
+    def exists(self):
+        """Whether the folder contains a checkpoint."""
+        return is_file(self.last) or is_file(self.best)
+
     # Reading
 
     def load_best(self):
@@ -103,7 +107,7 @@ class RunDir:
 
         Returns the folder to which an earlier run was moved, or None.
         """
-        if settings.init_from != "scratch" and self._stamps() != self._loaded:
+        if self._loaded is not None and self._stamps() != self._loaded:
             raise UserError(f"another process has just written to {self.folder}: try again")
         try:
             for path in (self.best, self.last):

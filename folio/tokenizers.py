@@ -1,20 +1,23 @@
-"""Tokenizers: characters, and GPT-2's byte-pair encoding.
+"""Tokenizers: characters, UTF-8 bytes, GPT-2's byte-pair encoding, and one trained on a text.
 
 A tokenizer is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and in each
-checkpoint. Token ids are uint16, so a vocabulary has at most 65,536 entries.
+checkpoint.
 """
 
 import codecs
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
-from folio.errors import UserError
+from folio import bpe
+from folio.errors import UserError, cause_of
 
-LARGEST_VOCABULARY = 2**16
 CODE_POINTS = 0x110000  # in Unicode
 CHUNK = 2**20  # characters that are encoded at once, to limit memory
 END_OF_TEXT = "<|endoftext|>"
+BLANK_LINE = "\n\n"
+BPE_SIZE = 2048  # default size of a trained vocabulary
 
 
 class Tokenizer:
@@ -25,8 +28,35 @@ class Tokenizer:
     padded_vocab_size: rows of a new model's embedding.
     end: id of the end-of-text token, or None.
     start: default prompt.
-    separator: text between the documents of a folder.
     """
+
+    end = None
+    start = "\n"
+
+    @property
+    def padded_vocab_size(self):
+        return self.vocab_size
+
+    @property
+    def name(self):
+        """The tokenizer as messages name it, such as "char with 65 tokens"."""
+        return f"{self.kind} with {self.vocab_size:,} tokens"
+
+    @property
+    def dtype(self):
+        """The type of ids: uint16 up to 65,536 ids, else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    def to_dict(self):
+        return {"kind": self.kind}
+
+    def encode_documents(self, documents):
+        """Returns the ids of texts, (N,), separated by the end-of-text token or a blank line."""
+        between = self.encode(BLANK_LINE * (len(documents) > 1))
+        if self.end is not None:
+            between = np.array([self.end], self.dtype)
+        parts = [part for text in documents for part in (between, self.encode(text))]
+        return np.concatenate([self.encode(""), *parts[1:]])
 
     def decode(self, ids):
         """Returns the text of a sequence of ids; invalid UTF-8 becomes U+FFFD."""
@@ -40,30 +70,33 @@ class Tokenizer:
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         return lambda token: decode(b"", True) if token is None else decode(self.token_bytes(token))
 
+    def byte_lengths(self):
+        """Returns the bytes of each token, (padded_vocab_size,) int64; 0 for end and padding."""
+        lengths = np.zeros(self.padded_vocab_size, np.int64)
+        for token in range(self.vocab_size):
+            lengths[token] = len(self.token_bytes(token))
+        if self.end is not None:
+            lengths[self.end] = 0
+        return lengths
+
 
 class CharTokenizer(Tokenizer):
     """One token per character (Unicode code point)."""
 
     kind = "char"
-    end = None
-    separator = "\n\n"
 
     def __init__(self, characters):
-        """`characters` is a string, indexed by id. Raises UserError if there are too many."""
-        if len(characters) > LARGEST_VOCABULARY:
-            raise UserError(
-                f"the text has {len(characters):,} distinct characters, more than the "
-                f"{LARGEST_VOCABULARY:,} that uint16 ids allow; use --tokenizer=gpt2"
-            )
+        """`characters` is a string, indexed by id."""
         self.characters = characters
-        self.vocab_size = self.padded_vocab_size = len(characters)
+        self.vocab_size = len(characters)
         self._ids = np.full(CODE_POINTS, -1, np.int32)
         self._ids[_code_points(characters)] = np.arange(self.vocab_size)
 
     @classmethod
-    def from_text(cls, text):
-        """Returns the tokenizer of the characters in `text`, ordered by code point."""
-        return cls("".join(sorted(set(text))))
+    def from_text(cls, *documents):
+        """Returns the tokenizer of the characters in texts, ordered by code point."""
+        separator = BLANK_LINE * (len(documents) > 1)
+        return cls("".join(sorted(set(separator).union(*documents))))
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
@@ -72,9 +105,9 @@ class CharTokenizer(Tokenizer):
     def start(self):
         return "\n" if "\n" in self.characters else self.characters[0]
 
-    def encode(self, text):
-        """Returns the ids of `text`, (length,) uint16. Raises UserError for unknown characters."""
-        ids = np.empty(len(text), np.uint16)
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (length,). Raises UserError for unknown characters."""
+        ids = np.empty(len(text), self.dtype)
         for start in range(0, len(text), CHUNK):
             chunk = self._ids[_code_points(text[start : start + CHUNK])]
             if chunk.min() < 0:
@@ -91,25 +124,31 @@ class CharTokenizer(Tokenizer):
         return self.characters[token].encode(errors="surrogatepass")  # nanoGPT's may have some
 
 
+class ByteTokenizer(Tokenizer):
+    """One token per byte of UTF-8."""
+
+    kind = "byte"
+    vocab_size = 256
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (bytes,) uint16. Raises UserError for lone surrogates."""
+        return np.frombuffer(_utf8(text), np.uint8).astype(self.dtype)
+
+    def token_bytes(self, token):
+        """Returns the byte of a token."""
+        return bytes([token])
+
+
 class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, from tiktoken, which downloads its two files on first use."""
 
     kind = "gpt2"
-    separator = END_OF_TEXT
-    start = "\n"
     vocab_size = 50257
     padded_vocab_size = 50304  # as in nanoGPT; multiples of 64 are faster on GPUs
 
-    @classmethod
-    def from_text(cls, text):
-        return cls()
-
-    def to_dict(self):
-        return {"kind": self.kind}
-
     @cached_property
     def _encoding(self):
-        import tiktoken  # imported here because CharTokenizer does not need it
+        import tiktoken  # imported here because the other tokenizers do not need it
 
         try:
             return tiktoken.get_encoding("gpt2")
@@ -123,20 +162,63 @@ class GPT2Tokenizer(Tokenizer):
     def end(self):
         return self._encoding.eot_token
 
-    def encode(self, text):
-        """Returns the ids of `text`, uint16; END_OF_TEXT in it becomes the end-of-text token."""
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, uint16.
+
+        END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
+        """
+        special = {END_OF_TEXT} if allow_special else set()
+        options = {"allowed_special": special, "disallowed_special": ()}
         try:
-            ids = self._encoding.encode_to_numpy(text, allowed_special={END_OF_TEXT})
+            ids = self._encoding.encode_to_numpy(text, **options)
         except ValueError as error:  # tiktoken fails on a million equal characters in a row
             raise UserError(f"tiktoken cannot encode the text ({error})") from error
-        return ids.astype(np.uint16)
+        return ids.astype(self.dtype)
 
     def token_bytes(self, token):
         """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
         return self._encoding.decode_single_token_bytes(token)
 
 
-TOKENIZERS = {each.kind: each for each in (CharTokenizer, GPT2Tokenizer)}
+class BPETokenizer(Tokenizer):
+    """A byte-level byte-pair encoding, such as one trained on a text; see folio.bpe."""
+
+    kind = "bpe"
+
+    def __init__(self, definition):
+        """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
+        self.definition = definition
+        try:
+            self._tokens, added = bpe.vocabulary(definition)
+        except Exception as error:  # it may contain anything
+            raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
+        self.vocab_size, self.end = len(self._tokens), added.get(END_OF_TEXT)
+
+    @classmethod
+    def train(cls, documents, vocab_size=BPE_SIZE):
+        """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
+        return cls(bpe.train(documents, vocab_size, END_OF_TEXT))
+
+    def to_dict(self):
+        return {"kind": self.kind, "definition": self.definition}
+
+    @cached_property
+    def _encoder(self):
+        return bpe.encoder(self.definition)
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (N,); see GPT2Tokenizer. Raises UserError for surrogates."""
+        _utf8(text)
+        pieces = bpe.encode(self._encoder, text, allow_special)
+        return np.fromiter(chain.from_iterable(pieces), self.dtype)
+
+    def token_bytes(self, token):
+        """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
+        return self._tokens[token]
+
+
+_CLASSES = (CharTokenizer, ByteTokenizer, BPETokenizer, GPT2Tokenizer)
+TOKENIZERS = {each.kind: each for each in _CLASSES}
 
 
 def from_dict(data):
@@ -149,11 +231,20 @@ def from_dict(data):
         raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
 
 
-def _code_points(text):
-    """Returns the code points of `text`, uint32; lone surrogates are allowed."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
 def fits(tokenizer, vocab_size):
     """Whether a model's vocabulary size is the tokenizer's, exact or padded."""
     return vocab_size in (tokenizer.vocab_size, tokenizer.padded_vocab_size)
+
+
+def _utf8(text):
+    """Returns the bytes of `text`. Raises UserError for a lone surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise UserError(f"character {text[at]!r} at position {at} is not valid Unicode") from error
+
+
+def _code_points(text):
+    """Returns the code points of `text`, uint32; lone surrogates are allowed."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -62,6 +62,8 @@ def gpt2_of_bytes(monkeypatch):
         special_tokens={END_OF_TEXT: 256},
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
+    monkeypatch.setattr(GPT2Tokenizer, "vocab_size", 257)
+    monkeypatch.setattr(GPT2Tokenizer, "padded_vocab_size", 320)
     return GPT2Tokenizer()
 
 

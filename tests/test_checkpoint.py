@@ -98,6 +98,19 @@ def test_loaded_model_equals_saved_one(changes):
     assert same_logits(loaded, model)
 
 
+def test_model_shares_the_weights_of_its_checkpoint():
+    checkpoint = checkpoint_of(make_model(tie_weights=False))
+    built = build_model(checkpoint)
+    for name, weight in built.state_dict().items():
+        assert weight.data_ptr() == checkpoint.weights[name].data_ptr()
+
+
+def test_weights_of_another_dtype_become_float32():
+    checkpoint = checkpoint_of(make_model())
+    checkpoint.weights = {name: w.double() for name, w in checkpoint.weights.items()}
+    assert same_logits(build_model(checkpoint), make_model())
+
+
 # nanoGPT's format
 
 
@@ -161,6 +174,8 @@ def test_content_that_is_not_a_checkpoint_is_refused(changes):
         (torch.zeros(16, 8), "the weights do not fit the model: .*transformer.wpe.weight"),
         (torch.full((8, 16), math.nan), "has weights that are not finite"),
         (torch.full((8, 16), math.inf), "has weights that are not finite"),
+        (torch.full((8, 16), -math.inf), "has weights that are not finite"),
+        (torch.zeros(8, 16).to_sparse(), "the weights do not fit the model"),
         (None, "the weights do not fit the model: .*transformer.wpe.weight"),
     ],
 )

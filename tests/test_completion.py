@@ -59,7 +59,7 @@ def test_text_ends_before_its_first_stop_text(characters, stops, text, stopped, 
 
 def test_text_ends_at_the_end_of_text_token(gpt2_of_bytes):
     each = completion_of("a", gpt2_of_bytes)
-    for token in gpt2_of_bytes.encode("ab<|endoftext|>cd").tolist():
+    for token in gpt2_of_bytes.encode("ab<|endoftext|>cd", allow_special=True).tolist():
         each.add(token, 0.0)
     assert (each.text, each.stopped, each.ids) == ("ab", "end of text", [97, 98, 256])
 
@@ -147,6 +147,19 @@ def test_bits_per_byte_exclude_the_first_token(trained, gpt2_of_bytes, monkeypat
         assert found["bits_per_byte"] == pytest.approx(1 / math.log(2))
 
 
+def test_bits_per_byte_count_no_bytes_of_end_of_text_tokens(trained, gpt2_of_bytes, monkeypatch):
+    monkeypatch.setattr(
+        completion, "token_nll", lambda model, ids, stride: torch.ones(len(ids) - 1)
+    )
+    trained.tokenizer, text = gpt2_of_bytes, Text("a<|endoftext|>bc", "text", "")
+    assert score_text(trained, text)["tokens"] == 15
+    found = score_text(trained, text, allow_special=True)
+    assert found["tokens"] == 3
+    assert found["bits_per_byte"] == pytest.approx(3 / math.log(2) / 2)
+    with pytest.raises(UserError, match="has 2 tokens"):
+        score_text(trained, Text("a<|endoftext|>", "text", ""), allow_special=True)
+
+
 def test_output_that_is_not_finite_is_a_user_error(trained):
     trained.model.transformer.ln_f.weight.data.fill_(math.inf)
     with pytest.raises(UserError, match="not finite: try --dtype=float32"):
@@ -161,7 +174,7 @@ def test_output_that_is_not_finite_is_a_user_error(trained):
 def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
     size = tiny.write_nanogpt_dataset("nano")
     model = tiny.write_nanogpt_checkpoint(size, dataset="nano").eval()
-    trained = load_trained(RunDir("out"))
+    trained = load_trained(RunDir("out").load_best())
     ids = torch.from_numpy(trained.tokenizer.encode("Shall I").astype("int64"))[None]
     assert torch.allclose(trained.model.logits(ids), model.logits(ids), atol=1e-5)
 
@@ -169,4 +182,4 @@ def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
 def test_nanogpts_checkpoint_without_its_dataset_is_a_user_error(folder):
     tiny.write_nanogpt_checkpoint(65, dataset="nowhere")
     with pytest.raises(UserError, match=r"of 65, .*50,257; .*copy the meta.pkl .* to data/nowhere"):
-        load_trained(RunDir("out"))
+        load_trained(RunDir("out").load_best())

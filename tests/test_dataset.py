@@ -23,8 +23,8 @@ from folio.dataset import (
     write_dataset,
 )
 from folio.errors import UserError
-from folio.files import LOCK, Text
-from folio.tokenizers import TOKENIZERS, CharTokenizer
+from folio.files import LOCK
+from folio.tokenizers import TOKENIZERS, ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -38,7 +38,7 @@ def write(path, content):
 def write_text(text, tokenizer=None):
     """Writes data/own, by characters unless a tokenizer is given."""
     tokenizer = tokenizer or CharTokenizer.from_text(text)
-    return write_dataset(DATA / "own", Text(text, "own.txt", "5a"), tokenizer)
+    return write_dataset(DATA / "own", tiny.corpus(text), tokenizer)
 
 
 def texts_of(name):
@@ -67,6 +67,7 @@ def test_format_of_the_files():
         "format": 1,
         "tokenizer": {"kind": "char", "characters": "abcē"},
         "vocab_size": 4,
+        "dtype": "uint16",
         "source": "own.txt",
         "source_sha256": "5a",
         "train": {"tokens": 12, "bytes": 12, "crc32": zlib.crc32(b"\0\0\1\0\2\0" * 4)},
@@ -81,11 +82,14 @@ def test_format_of_the_files():
 @given(text=st.text(min_size=20))
 @example(text="\r\n\0 é🦶\ufeff\u2028\U0010ffff----------")
 def test_dataset_decodes_to_its_text(gpt2_of_bytes, kind, text):
-    write_text(text, TOKENIZERS[kind].from_text(text))
+    write_text(text, tiny.new_tokenizer(kind, text, 257))  # bpe: no merges, for two tokens
     data, cut = load_dataset("own"), int(0.9 * len(text))
     assert data.train.dtype == np.uint16
     assert texts_of("own") == (text[:cut], text[cut:])
-    assert data.val_bytes_per_token == len(text[cut:].encode()) / len(data.val)
+    meta = json.loads(Path("data/own/meta.json").read_bytes())
+    assert [meta[split]["bytes"] for split in ("train", "val")] == [
+        len(text[:cut].encode()), len(text[cut:].encode())
+    ]  # fmt: skip
     assert data.tokenizer.to_dict() == load_tokenizer("own").to_dict()
 
 
@@ -111,6 +115,42 @@ def test_partly_written_dataset_is_refused(existing, renames, monkeypatch):
         write_text("jihgfedcba" * 9)  # the same length and vocabulary
     with pytest.raises(UserError, match="train.bin is missing|cannot read|match meta.json"):
         load_dataset("own")
+
+
+def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_bytes):
+    documents = ["ab", "cdefgh", "", "ij", "k<|endoftext|>l"]
+    for tokenizer, between in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
+        write_dataset(DATA / "own", tiny.corpus(*documents), tokenizer)
+        data = load_dataset("own")
+        train = [*b"ab", *between, *b"cdefgh", *between, *between, *b"ij", *between]
+        assert (data.train.tolist(), data.val.tolist()) == (
+            [*train, *b"k<|endoftext"], [*b"|>l"],
+        )  # fmt: skip
+        meta = json.loads(Path("data/own/meta.json").read_bytes())
+        assert meta["train"]["bytes"] == 22
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
+    characters = "".join(map(chr, range(0x10000, 0x10000 + count)))
+    write_text(characters[::-1])
+    data = load_dataset("own")
+    assert (data.train.dtype, data.val.dtype) == (dtype, dtype)
+    assert int(data.train[0]) == count - 1
+    assert "".join(texts_of("own")) == characters[::-1]
+    assert dataset_size("own").train_tokens == len(data.train)
+    assert Path("data/own/train.bin").stat().st_size == len(data.train) * dtype().itemsize
+
+
+def test_dataset_without_a_recorded_type_has_uint16_ids():
+    write_text("abcdefghij" * 2)
+    path = Path("data/own/meta.json")
+    meta = json.loads(path.read_bytes())
+    del meta["dtype"], meta["crc32"]
+    meta["crc32"] = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    write(path, json.dumps(meta).encode())
+    assert texts_of("own") == ("abcdefghij" + "abcdefgh", "ij")
+    assert dataset_size("own").train_tokens == 18
 
 
 # Missing and damaged files
@@ -183,7 +223,6 @@ TABLE = {"vocab_size": 2, "itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}
 def test_nanogpts_character_dataset_is_loaded():
     tiny.write_nanogpt_dataset("nano", "b\na" * 10)
     assert texts_of("nano") == ("b\na" * 9, "b\na")
-    assert load_dataset("nano").val_bytes_per_token is None
 
 
 def test_nanogpts_dataset_without_meta_has_gpt2_tokens():

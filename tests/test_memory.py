@@ -5,7 +5,7 @@ import torch
 from folio import memory
 from folio.errors import UserError
 from folio.memory import check_memory, explained_out_of_memory, memory_advice
-from model import GPTConfig
+from model import GPTConfig, num_params
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,11 @@ def test_small_models_and_unknown_memory_are_accepted(monkeypatch):
     check_memory(config, settings)
     monkeypatch.setattr(memory, "memory_bytes", lambda device: None)
     check_memory(config, tiny.settings(batch_size=10**15))
+
+
+def test_an_evaluation_needs_less_memory_than_training(monkeypatch):
+    config = GPTConfig(vocab_size=65, **tiny.SHAPE)
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 8 * num_params(config) + 10_000)
+    check_memory(config, tiny.settings(eval_only=True))
+    with pytest.raises(UserError, match="the model needs more than"):
+        check_memory(config, tiny.settings())

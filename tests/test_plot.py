@@ -170,6 +170,24 @@ def test_picture_has_curves_of_each_run(axis, x):
     assert best == [validation[1]]
 
 
+def test_picture_of_bits_per_byte_has_the_runs_that_have_them():
+    write_run("out-a", [4.0, 2.0])
+    write_run("out-b", [3.0, 1.0])
+    log = Path("out-b/log.jsonl")
+    log.write_text(
+        log.read_text()
+        .replace('"val", "loss": 3.0', '"val", "bits_per_byte": 2.5, "loss": 3.0')
+        .replace('"val", "loss": 1.0', '"val", "bits_per_byte": 1.5, "loss": 1.0')
+    )
+    figure = plot.draw_losses(grouped(runs.read_all(["out-a", "out-b"])), "steps", "bits_per_byte")
+    _, validation, best = drawn(figure)["out-b"]
+    assert list(drawn(figure)) == ["out-b"]
+    assert (validation, best) == ([[0, 2.5], [10, 1.5]], [[10, 1.5]])
+    assert figure.axes[0].get_ylabel() == "bits per byte"
+    with pytest.raises(UserError, match="the runs have no bits per byte yet"):
+        plot.main(["out-a", "--y=bits_per_byte"])
+
+
 def test_curve_of_a_group_is_the_mean_of_its_seeds():
     write_run("out-a1", [4.0, 2.0, 3.0, 1.0], seed=1)
     write_run("out-a2", [6.0, 4.0, 3.0], seed=2)
@@ -228,7 +246,7 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
         ([], "specify the run folders to compare, or --attention"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
         (["a" * 300], "cannot read a"),
-        (["out-empty"], "the runs have no losses yet"),
+        (["out-empty"], "the runs have no loss yet"),
         (["out-a", "--out=a.jpg"], "--out must end in .png"),
         (["out-a", "--out=gone/a.png"], "cannot write gone.a.png"),
         (["--attention", "out-a", "out-b"], "--attention takes one run"),

@@ -169,7 +169,7 @@ def test_password_in_a_url_is_not_printed(server):
 # Tiny Shakespeare
 
 
-def test_shakespeare_is_downloaded_once_for_both_tokenizers(
+def test_shakespeare_is_downloaded_once_for_all_tokenizers(
     server, capsys, monkeypatch, gpt2_of_bytes
 ):
     monkeypatch.setattr(prepare, "SHAKESPEARE_URLS", [url_of(server, "good")])
@@ -222,10 +222,42 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
     main([f"--dataset={name}"])
     data = load_dataset(name)
     assert (len(data.train), len(data.val), data.tokenizer.vocab_size) == sizes
-    assert data.val_bytes_per_token == 111_540 / sizes[1]
+    assert data.byte_lengths[data.val].sum() == 111_540
 
 
 # Other sources
+
+
+def test_bpe_is_trained_on_the_training_split_only():
+    write("own.txt", "low lower lowest " * 100 + "zyx" * 50)
+    main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe", "--vocab_size=280"])
+    tokenizer = load_dataset("own").tokenizer
+    pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    assert b" lower" in pieces
+    assert not any(len(piece) > 1 and piece[:1] in (b"x", b"y", b"z") for piece in pieces)
+    assert text_of("own") == "low lower lowest " * 100 + "zyx" * 50
+
+
+def test_bpe_vocabulary_has_the_requested_size(capsys):
+    write("own.txt", "".join(topics.topics.values()))
+    main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe", "--vocab_size=512"])
+    assert "vocabulary 512 (bpe)" in capsys.readouterr().out
+    assert load_dataset("own").tokenizer.vocab_size == 512
+
+
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes):
+    text = "one<|endoftext|>two" * 20
+    write("own.txt", text)
+    flags = ["--input=own.txt", "--dataset=own", f"--tokenizer={kind}"]
+    main(flags)
+    data = load_dataset("own")
+    assert text_of("own") == text
+    assert data.tokenizer.end not in [*data.train, *data.val]
+    main([*flags, "--allow_special=True"])
+    data = load_dataset("own")
+    assert [*data.train, *data.val].count(data.tokenizer.end) == 20
+    assert text_of("own") == text
 
 
 def test_pydocs_needs_no_network_and_is_reproducible(monkeypatch):
@@ -295,6 +327,9 @@ def test_text_must_be_utf8(raw, byte):
         ("--url=file:///etc/hosts", f"{NO_DOWNLOAD} (file:///etc/hosts: InvalidSchema)"),
         ("--url=http://[", f"{NO_DOWNLOAD} (http://[: InvalidURL)"),
         (f"--url=http://{'a' * 80}.example/", f"{NO_DOWNLOAD} (http://{'a' * 80}.example/: "),
+        ("--vocab_size=512", "--vocab_size needs --tokenizer=bpe; the tokenizer is char"),
+        ("--tokenizer=bpe --vocab_size=256", "--vocab_size must be in [257, inf), not 256"),
+        ("--allow_special=True", "--allow_special needs --tokenizer=bpe or gpt2"),
         ("--url=x --dataset=pydocs", "--url applies to tiny Shakespeare only"),
         ("--url=x --input=a --dataset=b", "--url applies to tiny Shakespeare only"),
     ],

@@ -110,7 +110,8 @@ def test_the_shakespeare_presets_evaluate_at_least_eight_times(preset, device):
 
 @pytest.mark.parametrize("preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
 def test_every_preset_loads(preset):
-    assert load_preset(preset).out_dir != "out"
+    settings = load_preset(preset)
+    assert settings.out_dir != "out" or settings.eval_only
 
 
 @pytest.mark.parametrize(
@@ -125,3 +126,60 @@ def test_the_tutorials_have_the_published_sizes(tutorial, tokenizer, published, 
     settings = load_preset(f"tutorials/{tutorial}.py", "cpu")
     config = model_config(settings, tokenizer)
     assert num_params(config) == pytest.approx(published, rel=tolerance)
+
+
+# GPT-2
+
+NANOGPT_EVAL = "batch_size = 8\neval_iters = 500\neval_only = True\nwandb_log = False\n"
+NANOGPT_FILES = {  # nanoGPT's presets of the same names, without comments
+    "eval_gpt2.py": NANOGPT_EVAL + "init_from = 'gpt2'",
+    "eval_gpt2_medium.py": NANOGPT_EVAL + "init_from = 'gpt2-medium'",
+    "eval_gpt2_large.py": NANOGPT_EVAL + "init_from = 'gpt2-large'",
+    "eval_gpt2_xl.py": NANOGPT_EVAL + "init_from = 'gpt2-xl'",
+    "finetune_shakespeare.py": """
+import time
+out_dir = 'out-shakespeare'
+eval_interval = 5
+eval_iters = 40
+wandb_log = False
+wandb_project = 'shakespeare'
+wandb_run_name = 'ft-' + str(time.time())
+dataset = 'shakespeare'
+init_from = 'gpt2-xl'
+always_save_checkpoint = False
+batch_size = 1
+gradient_accumulation_steps = 32
+max_iters = 20
+learning_rate = 3e-5
+decay_lr = False
+""",
+    "train_gpt2.py": """
+wandb_log = True
+wandb_project = 'owt'
+wandb_run_name='gpt2-124M'
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 5 * 8
+max_iters = 600000
+lr_decay_iters = 600000
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10
+weight_decay = 1e-1
+""",
+}
+
+
+@pytest.mark.parametrize("name", NANOGPT_FILES)
+def test_the_presets_for_gpt2_are_nanogpts(name, tmp_path):
+    theirs = tmp_path / name
+    theirs.write_text(NANOGPT_FILES[name])
+    theirs, ours = (dataclasses.asdict(load_preset(path)) for path in (theirs, name))
+    different = {key for key in ours if ours[key] != theirs[key]}
+    assert different <= {"wandb_run_name", "out_dir"}
+
+
+def test_the_gpt2_preset_has_half_a_million_tokens_per_step():
+    settings = load_preset("train_gpt2.py")
+    assert settings.tokens_per_step == 491_520
+    assert round(num_params(model_config(settings, GPT2Tokenizer())) / 1e6) == 124

@@ -200,7 +200,7 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
         "n_embd is 16 in the checkpoint and 32 in the settings",
         "bias is False",
         "optimizer is adamw in the checkpoint and muon",
-        "the vocabulary differs",
+        "the tokenizer is char with 24 tokens in the checkpoint and another char with 24 tokens",
         "dataset is verse in the checkpoint and other in the settings",
     ):
         assert words in str(caught.value)

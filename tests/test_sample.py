@@ -13,10 +13,13 @@ import pytest
 import tiny
 import torch
 
+import prepare
 import sample
 import train
 from folio.errors import UserError
 from folio.process import Interrupted
+from folio.settings import load
+from folio.tokenizers import BPETokenizer, from_dict
 
 QUICK = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
 SEPARATOR = "---------------"
@@ -183,6 +186,30 @@ def test_score_is_printed_as_a_line_or_as_json(capsys, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_model_of_another_tokenizer_needs_no_dataset(capsys, monkeypatch, kind):
+    Path("verse.txt").write_text(tiny.VERSE * 40, encoding="utf-8")
+    prepare.main(["--input=verse.txt", "--dataset=verse", f"--tokenizer={kind}"])
+    train.main(tiny.flags(max_iters=3, overwrite=True))
+    shutil.rmtree("data")
+    (sampled,) = objects(capsys, "--start=Shall I 🦶", "--temperature=0")
+    tokenizer = from_dict(tiny.saved()["tokenizer"])
+    assert sampled["prompt"] == "Shall I 🦶"
+    assert tokenizer.decode(sampled["ids"]) == sampled["text"]
+    set_stdin(monkeypatch, "naïve 🦶".encode())
+    (scores,) = objects(capsys, "--score=-")
+    assert scores["tokens"] == len(tokenizer.encode("naïve 🦶")) - 1
+
+
+def test_end_of_text_in_a_prompt_is_a_token_only_if_allowed():
+    tokenizer, prompt = BPETokenizer.train([tiny.VERSE]), "I <|endoftext|>"
+    for flags, ends in (["--allow_special=True"], 1), ([], 0):
+        settings = load(sample.SampleConfig, flags)
+        first = next(sample.completions_of([prompt], settings, tokenizer))
+        assert first.prompt_ids.count(tokenizer.end) == ends
+        assert tokenizer.decode(first.prompt_ids) == prompt
+
+
 def test_long_prompt_can_be_compiled(capsys, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda step: compiled.append(step) or step)
@@ -248,7 +275,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--start=-", "standard input is not UTF-8 text: byte 2 is 0xff"),
         ("--prompts=empty.txt", "empty.txt contains no prompt"),
         ("--prompts=", "the name of the file to read is empty"),
-        ("--score=short.txt", "short.txt has 1 tokens; a score needs at least 2"),
+        ("--score=short.txt", "short.txt has 1 tokens; a score needs text after the first"),
         ("--out_dir=nowhere", r"no checkpoint nowhere/ckpt.pt; available: out"),
         ('--stop=["a",1]', r"--stop=.*: must be a string, or a JSON list of nonempty strings"),
         ("--device=cuda:99", "device=cuda:99, but"),

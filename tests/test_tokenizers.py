@@ -1,21 +1,31 @@
 """Tests of folio/tokenizers.py. The first part holds for every entry of TOKENIZERS."""
 
 import json
+import sys
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import requests
 import tiktoken
+import tiny
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from folio import tokenizers
+from folio import bpe, tokenizers
 from folio.errors import UserError
-from folio.tokenizers import END_OF_TEXT, TOKENIZERS, CharTokenizer, GPT2Tokenizer, from_dict
+from folio.tokenizers import (
+    END_OF_TEXT,
+    TOKENIZERS,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    from_dict,
+)
 
 TEXT = "naïve 🦶🏽\r\n\t<end> 𝔘\ufeff\u2028 naïve"
-TOO_MANY = "".join(map(chr, range(0x10000, 0x10000 + 65537)))  # characters for uint16
+MANY = "".join(map(chr, range(0x10000, 0x10000 + 65537)))  # more than uint16 allows
 with_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -26,15 +36,15 @@ def for_any_text(test):
 # Every tokenizer
 
 
-@pytest.fixture(params=TOKENIZERS.values(), ids=TOKENIZERS)
-def tokenizer_class(request, gpt2_of_bytes):
-    """Each class in TOKENIZERS; GPT2Tokenizer has a vocabulary that needs no download."""
+@pytest.fixture(params=TOKENIZERS)
+def kind(request, gpt2_of_bytes):
+    """Each kind in TOKENIZERS; GPT2Tokenizer has a vocabulary that needs no download."""
     return request.param
 
 
 @for_any_text
-def test_decode_inverts_encode(tokenizer_class, text):
-    tokenizer = tokenizer_class.from_text(text)
+def test_decode_inverts_encode(kind, text):
+    tokenizer = tiny.new_tokenizer(kind, text)
     ids, none = tokenizer.encode(text), tokenizer.encode("")
     assert ids.dtype == none.dtype == np.uint16
     assert (ids.ndim, none.shape) == (1, (0,))
@@ -44,40 +54,59 @@ def test_decode_inverts_encode(tokenizer_class, text):
 
 
 @for_any_text
-def test_token_bytes_concatenate_to_the_bytes_of_the_text(tokenizer_class, text):
-    tokenizer = tokenizer_class.from_text(text)
+def test_token_bytes_concatenate_to_the_bytes_of_the_text(kind, text):
+    tokenizer = tiny.new_tokenizer(kind, text)
     pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text).tolist()]
     assert b"".join(pieces) == text.encode()
 
 
 @for_any_text
-def test_from_dict_inverts_to_dict_through_json(tokenizer_class, text):
-    before = tokenizer_class.from_text(text)
+def test_from_dict_inverts_to_dict_through_json(kind, text):
+    before = tiny.new_tokenizer(kind, text)
     after = from_dict(json.loads(json.dumps(before.to_dict())))
-    assert type(after) is tokenizer_class
+    assert type(after) is TOKENIZERS[kind]
     assert (after.to_dict(), after.vocab_size) == (before.to_dict(), before.vocab_size)
     assert after.encode(text).tolist() == before.encode(text).tolist()
 
 
 @with_fixtures
 @given(text=st.text(min_size=1), data=st.data())
-def test_incremental_decoder_equals_decode(tokenizer_class, text, data):
-    tokenizer = tokenizer_class.from_text(text)
+def test_incremental_decoder_equals_decode(kind, text, data):
+    tokenizer = tiny.new_tokenizer(kind, text)
     ids = tokenizer.encode(text).tolist()
     for some in (ids, data.draw(st.lists(st.sampled_from(ids)))):  # the second: in any order
         decode = tokenizer.decoder()
         assert "".join(decode(token) for token in [*some, None]) == tokenizer.decode(some)
 
 
-def test_attributes_are_consistent(tokenizer_class):
-    tokenizer = tokenizer_class.from_text(TEXT)
-    assert TOKENIZERS[tokenizer.kind] is tokenizer_class
+def test_attributes_are_consistent(kind):
+    tokenizer = tiny.new_tokenizer(kind, TEXT)
+    assert tokenizer.kind == kind
+    assert tokenizer.name == f"{kind} with {tokenizer.vocab_size} tokens"
     assert tokenizer.padded_vocab_size >= tokenizer.vocab_size
     assert tokenizers.fits(tokenizer, tokenizer.vocab_size)
     assert tokenizers.fits(tokenizer, tokenizer.padded_vocab_size)
     assert len(tokenizer.encode(tokenizer.start)) >= 1
     if tokenizer.end is not None:
-        assert tokenizer.encode(tokenizer.separator).tolist() == [tokenizer.end]
+        assert tokenizer.encode(END_OF_TEXT, allow_special=True).tolist() == [tokenizer.end]
+        assert tokenizer.end not in tokenizer.encode(f"a{END_OF_TEXT}b")
+        assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT
+
+
+@for_any_text
+def test_byte_lengths_add_up_to_the_bytes_of_the_text(kind, text):
+    tokenizer = tiny.new_tokenizer(kind, text)
+    lengths = tokenizer.byte_lengths()
+    assert (lengths.dtype, lengths.shape) == (np.int64, (tokenizer.padded_vocab_size,))
+    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+    assert not lengths[tokenizer.vocab_size :].any()
+    assert tokenizer.end is None or lengths[tokenizer.end] == 0
+
+
+@pytest.mark.parametrize("text", ["\udcff", "ab\ud800c"])
+def test_lone_surrogate_is_a_user_error(kind, text):
+    with pytest.raises(UserError):
+        tiny.new_tokenizer(kind, "abc").encode(text)
 
 
 # Characters
@@ -110,13 +139,64 @@ def test_default_prompt_is_a_newline_if_the_vocabulary_has_one():
     assert (CharTokenizer("\t\na").start, CharTokenizer(" ab").start) == ("\n", " ")
 
 
-def test_character_vocabulary_has_at_most_65536_entries():
-    text = TOO_MANY[:-1]
-    tokenizer = CharTokenizer.from_text(text)
-    assert tokenizer.encode(text[0] + text[-1]).tolist() == [0, 65535]
-    assert from_dict(tokenizer.to_dict()).decode([65535]) == text[-1]
-    with pytest.raises(UserError, match="65,537 distinct characters, more than the 65,536"):
-        CharTokenizer.from_text(TOO_MANY)
+def test_ids_of_a_large_character_vocabulary_are_uint32():
+    for text, dtype in ((MANY[:-1], np.uint16), (MANY, np.uint32)):
+        tokenizer = from_dict(CharTokenizer.from_text(text).to_dict())
+        ids = tokenizer.encode(text[0] + text[-1])
+        assert (ids.tolist(), ids.dtype) == ([0, len(text) - 1], dtype)
+        assert tokenizer.decode(ids) == text[0] + text[-1]
+
+
+def test_characters_of_several_documents_include_the_line_end_between_them():
+    assert CharTokenizer.from_text("b", "a").characters == "\nab"
+    assert CharTokenizer.from_text("ba").characters == "ab"
+
+
+# Bytes and trained byte-pair encodings
+
+
+def test_ids_of_bytes():
+    assert ByteTokenizer().encode("é\n").tolist() == [0xC3, 0xA9, 10]
+
+
+def test_bpe_merges_frequent_pairs_and_has_every_byte():
+    tokenizer = BPETokenizer.train(["ab ab ab ab cd"] * 3, 260)
+    assert [tokenizer.token_bytes(token) for token in (0, 257, 258)] == [
+        END_OF_TEXT.encode(), b"ab", b" ab"
+    ]  # fmt: skip
+    assert sorted(tokenizer.token_bytes(token) for token in range(1, 257)) == [
+        bytes([byte]) for byte in range(256)
+    ]
+    assert tokenizer.end == 0
+
+
+def test_bpe_of_texts_that_are_too_short_is_smaller():
+    assert BPETokenizer.train(["ab"], 1000).vocab_size == 258
+    assert BPETokenizer.train([], 1000).vocab_size == 257
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "  \n", "\r\n\r\n", " \n ", "."])
+def test_cutting_a_text_does_not_change_its_tokens(end, monkeypatch):
+    text = "".join(f"line {n}'s end.{end}" for n in range(50))
+    tokenizer = BPETokenizer.train([text], 400)
+    whole = tokenizer.encode(text).tolist()
+    monkeypatch.setattr(bpe, "PIECE", 40)
+    monkeypatch.setattr(bpe, "PIECES_AT_ONCE", 3)
+    assert (len([*bpe.pieces(text)]) > 10) == (end in ("\n", "\r\n", "\r\n\r\n"))
+    assert tokenizer.encode(text).tolist() == whole
+
+
+def test_missing_tokenizers_library_is_a_user_error(monkeypatch):
+    tokenizer = BPETokenizer.train(["ab"])
+    ids = tokenizer.encode("ab")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert from_dict(tokenizer.to_dict()).byte_lengths()[ids].sum() == 2
+    for use in (
+        lambda: BPETokenizer.train(["ab"]),
+        lambda: from_dict(tokenizer.to_dict()).encode(""),
+    ):
+        with pytest.raises(UserError, match="pip install tokenizers"):
+            use()
 
 
 # GPT-2's byte-pair encoding; the fixture `gpt2` needs tiktoken's files, `gpt2_of_bytes` does not
@@ -137,12 +217,16 @@ def test_a_failed_download_of_the_vocabulary_is_a_user_error(monkeypatch):
 
 def test_vocabulary_size_of_gpt2_needs_no_files(monkeypatch):
     monkeypatch.delattr(tiktoken, "get_encoding")
-    tokenizer = from_dict(GPT2Tokenizer.from_text("any").to_dict())
+    tokenizer = from_dict(GPT2Tokenizer().to_dict())
     assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (50257, 50304)
 
 
 def test_gpt2_ids(gpt2):
-    assert gpt2.encode(f"Hello world{END_OF_TEXT}").tolist() == [15496, 995, 50256]
+    assert gpt2.encode(f"Hello world{END_OF_TEXT}", allow_special=True).tolist() == [
+        15496,
+        995,
+        50256,
+    ]
     assert gpt2.end == 50256
     for text in (TEXT, f"a{END_OF_TEXT}b", " \n\n  indented\x00"):
         ids = gpt2.encode(text).tolist()
@@ -154,9 +238,25 @@ def test_gpt2_ids(gpt2):
 
 @pytest.mark.parametrize(
     "data", [None, "char", [], {}, {"kind": None}, {"kind": ["char"]}, {"kind": "x"},
-             {"kind": "char"}, {"kind": "char", "characters": None}],
+             {"kind": "char"}, {"kind": "char", "characters": None},
+             {"kind": "byte", "definition": ""}, {"kind": "bpe"}],
     ids=repr,
 )  # fmt: skip
 def test_damaged_tokenizer_is_refused(data):
-    with pytest.raises(UserError, match="damaged or unknown; known kinds: char, gpt2"):
+    with pytest.raises(UserError, match="damaged or unknown; known kinds: char, byte, bpe, gpt2"):
         from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        None, "", "5", "{}", "[" * 100_000, '{"model": {"vocab": []}, "added_tokens": []}',
+        '{"model": {"vocab": {"a": 1}}, "added_tokens": []}',
+        '{"model": {"vocab": {" ": 0}}, "added_tokens": []}',
+        '{"model": {"vocab": {"a": "x"}}, "added_tokens": []}',
+    ],
+    ids=lambda definition: repr(definition)[:40],
+)  # fmt: skip
+def test_damaged_bpe_is_refused(definition):
+    with pytest.raises(UserError, match="the BPE tokenizer is damaged"):
+        from_dict({"kind": "bpe", "definition": definition})

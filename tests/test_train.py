@@ -9,9 +9,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import tiktoken
 import tiny
 import torch
 
+import sample
 import train
 from folio.batches import Batches, Split, dropout_seed, to_device, window_starts
 from folio.checkpoint import Checkpoint, Progress
@@ -130,6 +132,40 @@ def test_perplexity_and_bits_per_byte_follow_from_the_validation_loss(folder):
     losses = new_learner().evaluate(to_device(load_dataset("verse"), "cpu"), 0)
     assert losses["perplexity"] == pytest.approx(math.exp(losses["loss"]))
     assert losses["bits_per_byte"] == pytest.approx(losses["loss"] / math.log(2) * 4 / 7)
+
+
+def test_bits_per_byte_are_those_of_the_evaluated_targets(folder):
+    tiny.prepare_verse(text="ä" * 3600 + "ab" * 180 + "äu" * 20)
+    changes = {"eval_iters": 1, "batch_size": 2}
+    learner, dataset = (
+        new_learner(tiny.settings(**changes)),
+        to_device(load_dataset("verse"), "cpu"),
+    )
+    starts, ids = [0, len(dataset.val) - 9], dataset.val.ids
+    text = "".join(dataset.tokenizer.decode(ids[at + 1 : at + 9]) for at in starts)
+    losses = learner.evaluate(dataset, 0)
+    expected = 16 * losses["loss"] / math.log(2) / len(text.encode())
+    assert len(text) == 16
+    assert len(text.encode()) == 20
+    assert losses["bits_per_byte"] == pytest.approx(expected)
+
+
+def test_without_the_files_of_gpt2s_vocabulary_bits_per_byte_are_omitted(folder, monkeypatch):
+    tiny.write_nanogpt_dataset()
+    Path("data/verse/meta.pkl").unlink()  # GPT-2's tokens, if there is no table
+    monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=OSError))
+    train.main(tiny.flags(max_iters=1))
+    assert "bits_per_byte" not in tiny.log_events()[-1]
+    assert tiktoken.get_encoding.call_count == 1
+
+
+def test_run_with_uint32_ids(folder):
+    characters = "".join(map(chr, range(0x10000, 0x10000 + 65537)))
+    tiny.prepare_verse(text=characters)
+    train.main(tiny.flags(max_iters=1, eval_iters=1, n_embd=2))
+    assert load_dataset("verse").train.dtype == np.uint32
+    sample.main(["--out_dir=out", "--device=cpu", f"--start={characters[-1]}", "--num_samples=1",
+                 "--max_new_tokens=2"])  # fmt: skip
 
 
 # Whole runs

@@ -9,6 +9,7 @@ import torch
 
 import prepare
 import train
+from folio.corpus import Corpus
 from folio.optim import make_optimizers
 from folio.settings import load
 from model import GPT, GPTConfig
@@ -87,6 +88,15 @@ def settings(**changes):
 def prepare_verse(name="verse", text=VERSE * 20):
     Path("verse.txt").write_text(text, encoding="utf-8")
     prepare.main(["--input=verse.txt", f"--dataset={name}"])
+
+
+def corpus(*documents):
+    return Corpus(list(documents), "own.txt", "5a")
+
+
+def new_tokenizer(kind, text, vocab_size=300):
+    """Returns a tokenizer of a kind for a text, as prepare.py does."""
+    return prepare.new_tokenizer(kind, corpus(text), vocab_size)
 
 
 def log_events(out_dir="out"):

@@ -39,7 +39,7 @@ def draw(folder, start=None):
     """Returns a matplotlib figure for the best model of a run and a prompt, as for sample.py."""
     from matplotlib.figure import Figure
 
-    trained = load_trained(RunDir(folder))
+    trained = load_trained(RunDir(folder).load_best())
     model, tokenizer = trained.model, trained.tokenizer
     if not model.config.n_layer:
         raise UserError(f"the model in {folder} has no layers, and thus no attention")

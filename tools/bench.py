@@ -111,7 +111,7 @@ def measure_alternately(settings):
     with tempfile.TemporaryDirectory() as out_dir:
         ours = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
         if settings.script == "train":
-            ours += [f"--out_dir={out_dir}", "--init_from=scratch", "--overwrite=True"]
+            ours += [f"--out_dir={out_dir}", "--overwrite=True"]
         commands = {"folio": (ours, ".")}
         if settings.vs is not None:  # runs first, because it is the command that may be mistyped
             commands = {"other": (split_command(settings.vs), settings.vs_dir)} | commands

@@ -18,6 +18,7 @@ import torch
 
 from folio.errors import UserError, os_error
 from folio.files import InUseError, locked
+from folio.run_dir import RunDir
 from folio.settings import ROOT, changed, names_in
 from train import TrainConfig
 
@@ -46,8 +47,7 @@ class Crew:
 
         Returns the Future of its result: FINISHED, STOPPED or an error message.
         """
-        flags = train_flags(folder, settings, stop_at)
-        return self.pool.submit(self._train, folder, flags, settings.device)
+        return self.pool.submit(self._train, folder, settings, stop_at)
 
     def stop(self):
         """Cancels queued runs, and waits until the others have saved their state."""
@@ -63,13 +63,15 @@ class Crew:
                 return
             self.stopping.wait(0.5)
 
-    def _train(self, folder, flags, device):
+    def _train(self, folder, settings, stop_at):
         slot = self.free_slots.pop()
         try:
             self.wait_until_unused(folder)
             if self.stopping.is_set():
                 return STOPPED
-            return self._run(folder / "output.txt", flags, environment(device, slot, self.size))
+            flags = train_flags(folder, settings, stop_at)
+            variables = environment(settings.device, slot, self.size)
+            return self._run(folder / "output.txt", flags, variables)
         except OSError as error:
             return str(os_error("write to", folder, error))
         except UserError as error:
@@ -139,7 +141,8 @@ def train_flags(folder, settings, stop_at):
     flags = {name: value for name, value in changed(settings).items() if name in RUN_SETTINGS}
     if settings.wandb_log:
         flags = {"wandb_run_name": folder.name} | flags
-    flags |= {"out_dir": folder, "init_from": "auto", "overwrite": True}
+    init_from = "resume" if RunDir(folder).exists() else settings.init_from
+    flags |= {"out_dir": folder, "init_from": init_from, "overwrite": True}
     flags |= {"stop_at": stop_at} if stop_at < settings.max_iters else {}
     return [f"--{name}={value}" for name, value in flags.items()]
 

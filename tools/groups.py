@@ -47,6 +47,11 @@ class Group:
         """The mean of the losses; infinity if there are none."""
         return fmean(self.losses) if self.losses else math.inf
 
+    def has(self, value):
+        """Whether there are evaluations, all with a value of this name."""
+        evaluations = [event for run in self.runs for event in run.val]
+        return bool(evaluations) and all(value in event for event in evaluations)
+
     def values(self, name):
         """Returns the set of values of a setting, as text."""
         return {str(run.settings.get(name, "")) for run in self.runs}
@@ -57,15 +62,15 @@ class Group:
             return False
         return welch_p(self.losses, other.losses) < SIGNIFICANT
 
-    def curve(self, split, key):
-        """Returns means of `key` and of the loss, and the loss's standard deviation, (3, events).
+    def curve(self, split, key, value="loss"):
+        """Returns means of `key` and of `value`, and the latter's standard deviation, (3, events).
 
         They are over the evaluated runs, of which there must be one, for the first event of the
         split, "train" or "val", the second, and so on, as far as all runs have come.
         """
         runs = [getattr(run, split) for run in self.evaluated]
         points = [
-            [(event[key], event["loss"]) for event in each] for each in zip(*runs, strict=False)
+            [(event[key], event[value]) for event in each] for each in zip(*runs, strict=False)
         ]
         points = np.array(points, float).reshape(len(points), len(runs), 2)
         spread = points[..., 1].std(axis=1, ddof=int(len(runs) > 1))

@@ -20,6 +20,7 @@ from folio.files import replacing
 from folio.settings import load, parse_arguments
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
+LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 POINTS = 100  # of a training curve; more steps are averaged, because losses of batches are noisy
 MAX_TICKS = 11  # of the x axis
 START = 0.1  # fraction of a run whose high losses are cut off
@@ -34,6 +35,9 @@ class PlotConfig:
 
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")
+    y: Literal["loss", "bits_per_byte"] = setting(
+        "loss", "y axis; bits per byte compare runs with different tokenizers"
+    )
     all: bool = setting(False, "print also the columns that do not fit into the terminal")
     out: str | None = setting(None, "PNG file; None: runs.png or attention.png")
 
@@ -73,7 +77,7 @@ def main(argv=None):
         folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
         path, figure = "attention.png", attention.draw(folder, settings.start)
     else:
-        path, figure = "runs.png", draw_losses(groups, settings.x)
+        path, figure = "runs.png", draw_losses(groups, settings.x, settings.y)
     path = settings.out or path
     with replacing(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
@@ -90,21 +94,27 @@ def check_matplotlib():
         raise UserError(f"matplotlib cannot be imported: {cause_of(error)}") from error
 
 
-def draw_losses(groups, axis):
-    """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES."""
+def draw_losses(groups, axis, value="loss"):
+    """Returns a matplotlib figure of the groups' losses.
+
+    Args:
+        axis: a key of AXES.
+        value: a key of LABELS. Training has no bits per byte, and thus no curve.
+    """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    curves = [(each, each.curve("val", AXES[axis])) for each in groups if each.evaluated]
+    curves = [(each, each.curve("val", AXES[axis], value)) for each in groups if each.has(value)]
     curves = [(group, val) for group, val in curves if val.size]
     if not curves:
-        raise UserError("there is nothing to draw: the runs have no losses yet")
+        raise UserError(f"there is nothing to draw: the runs have no {value.replace('_', ' ')} yet")
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot(xlabel=axis, ylabel="loss (nats per token)")
+    axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[value])
     highest = []
     for number, (group, val) in enumerate(curves):
         color = f"C{number}" if len(curves) <= 10 else colormaps["turbo"](number / len(curves))
-        train = averaged(group.curve("train", AXES[axis])[:2])
+        train = group.curve("train", AXES[axis])[:2] if value == "loss" else np.empty((2, 0))
+        train = averaged(train)
         draw_group(axes, train, val, color=color, label=group.name)
         x, loss = np.concatenate((train, val[:2]), axis=1)
         highest.append(loss[x >= x.min() + START * np.ptp(x)].max())
@@ -113,7 +123,8 @@ def draw_losses(groups, axis):
     if axis != "seconds" and len(x) > 1:  # seconds of evaluations are not round
         axes.set_xticks(x[:: math.ceil(len(x) / MAX_TICKS)])
     axes.grid(alpha=0.25)
-    title = "line: validation; faint: training; dot: best"
+    faint = "faint: training; " * (value == "loss")
+    title = f"line: validation; {faint}dot: best"
     is_repeated = any(len(group.runs) > 1 for group in groups)
     title += "\nmeans over seeds; band: ± standard deviation" * is_repeated
     axes.legend(title=title, frameon=False)

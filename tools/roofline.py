@@ -14,6 +14,7 @@ from folio.batches import Batches
 from folio.completion import load_trained
 from folio.device import DTYPES, kind_of, resolve_device
 from folio.errors import UserError
+from folio.initial import load_best
 from folio.run_dir import RunDir
 from folio.settings import load
 from model import flops_per_token
@@ -50,9 +51,8 @@ def profile_sampling(arguments):
     settings = replace(load(SampleConfig, arguments, {"device": resolve_device}), stop=None)
     if settings.score or settings.interactive:
         raise UserError("--profile measures sampling: remove --score and --interactive")
-    trained = load_trained(
-        RunDir(settings.out_dir), settings.device, settings.dtype, settings.compile
-    )
+    checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
+    trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
     machine, config, prompts = trained.machine, trained.model.config, read_inputs(settings)
 
     def generate():

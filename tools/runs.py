@@ -15,6 +15,7 @@ NUMBERS = {  # of each event
     "train": (*STEP_NUMBERS, "tokens_per_s"),
     "val": STEP_NUMBERS,
 }
+OPTIONAL = ("bits_per_byte",)
 LARGEST = 1e100  # larger numbers are from damaged logs
 
 
@@ -31,7 +32,9 @@ class Run:
 
     def add(self, event):
         """Adds an event of the log. Any exception means that it is damaged."""
-        for name in NUMBERS.get(event["split"], ()):
+        numbers = NUMBERS.get(event["split"], ())
+        numbers += tuple(name for name in OPTIONAL if name in event)
+        for name in numbers:
             if not abs(event[name]) < LARGEST:
                 raise ValueError(f"{name} is {event[name]}")
         match event["split"]:
@@ -40,7 +43,7 @@ class Run:
             case "resume":
                 self.settings |= {name: new for name, (_, new) in event["changed"].items()}
             case "train" | "val" as split:
-                self.newest = {name: event[name] for name in NUMBERS[split]}
+                self.newest = {name: event[name] for name in numbers}
                 getattr(self, split).append(self.newest)
 
     @property

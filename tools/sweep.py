@@ -67,6 +67,8 @@ if __name__ == "__main__":
 from folio.checkpoint import load
 from folio.dataset import fingerprint
 from folio.device import resolve_device
+from folio.initial import RESUMING
+from folio.plan import MODEL_SETTINGS
 from folio.run_dir import RunDir
 from folio.tracking import run_settings
 from tools import runs
@@ -92,7 +94,10 @@ class SweepConfig(TrainConfig, SweepSettings):
             self._check_tpe()
         if self.halving and self.minutes:
             raise UserError("--halving compares runs at the same step: add --minutes=None")
-        refused = names_in(TrainConfig, "files") - {"out_dir"}  # which presets set
+        allowed = {"out_dir"}  # which presets set
+        if self.init_from not in RESUMING:
+            allowed.add("init_from")
+        refused = names_in(TrainConfig, "files") - allowed
         if wrong := sorted(refused & changed(self).keys()):
             raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
 
@@ -179,6 +184,8 @@ def check_run(folder, settings):
         return
     check_data(folder, settings)
     may_change = names_in(TrainConfig, "machine", "display") | {"max_iters"}
+    if settings.init_from != "scratch":  # its model is the default
+        may_change |= MODEL_SETTINGS - changed(settings).keys()
     now = run_settings(settings)
     for name, before in runs.read(folder).settings.items():
         if name in now.keys() - may_change and now[name] not in (before, "auto"):

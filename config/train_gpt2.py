@@ -1,0 +1,22 @@
+# nanoGPT's reproduction of the smallest GPT-2 (124 M parameters) on OpenWebText, which must be in
+# data/openwebtext. It takes days on several large GPUs, and folio uses one.
+
+out_dir = "out-gpt2"
+dataset = "openwebtext"
+wandb_log = True
+wandb_project = "owt"
+wandb_run_name = "gpt2-124M"
+
+# 12 x 1,024 x 40 = 491,520 tokens per step
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 40
+
+# 300 billion tokens in total
+max_iters = 600_000
+lr_decay_iters = 600_000
+weight_decay = 0.1
+
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10

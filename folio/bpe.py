@@ -1,0 +1,100 @@
+"""Byte-level byte-pair encodings of the tokenizers library: training, vocabulary, encoding.
+
+A definition is the content of a tokenizer.json, which is the library's format.
+"""
+
+import json
+import re
+import sys
+from functools import cache
+from itertools import islice
+
+from folio.errors import UserError
+
+PIECE, PIECES_AT_ONCE = 2**16, 64  # characters of a piece of text; pieces encoded in parallel
+# After these, a text can be cut without a change of its tokens: a line end between two characters
+# that are not whitespace, or the first half of one.
+CUT = re.compile(r"(?<=\S)\n(?=\S)|\r(?=\n\S)")
+
+
+def train(documents, vocab_size, end):
+    """Returns the definition of a BPE of texts, with GPT-2's pre-tokenization.
+
+    It has fewer than `vocab_size` tokens if the texts are short.
+
+    Args:
+        end: the end-of-text token, which is not in the texts.
+    """
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end],
+        initial_alphabet=byte_characters(),
+        show_progress=sys.stderr.isatty(),  # elsewhere, it prints empty lines
+    )
+    tokenizer.train_from_iterator((each for text in documents for each in pieces(text)), trainer)
+    return tokenizer.to_str()
+
+
+def vocabulary(definition):
+    """Returns {id: bytes} of all tokens, and {text: id} of those that are not made by merges.
+
+    Raises an exception of any type if the definition is invalid.
+    """
+    data, byte_of = json.loads(definition), {c: byte for byte, c in enumerate(byte_characters())}
+    added = {each["content"]: each["id"] for each in data["added_tokens"]}
+    tokens = {
+        token: bytes(byte_of[c] for c in characters)
+        for characters, token in data["model"]["vocab"].items()
+        if characters not in added
+    }
+    tokens |= {token: content.encode() for content, token in added.items()}
+    if sorted(tokens) != list(range(len(tokens))):
+        raise ValueError("the ids of the tokens are not consecutive")
+    return tokens, added
+
+
+def encoder(definition):
+    """Returns the library's tokenizer. Raises UserError if the library is missing."""
+    return _library().Tokenizer.from_str(definition)
+
+
+def encode(encoder, text, allow_special):
+    """Yields the ids of each piece of a text, as a list."""
+    encoder.encode_special_tokens = not allow_special  # as ordinary text
+    remaining = pieces(text)
+    while some := list(islice(remaining, PIECES_AT_ONCE)):
+        for encoding in encoder.encode_batch_fast(some, add_special_tokens=False):
+            yield encoding.ids
+
+
+def pieces(text):
+    """Yields a text in pieces of at least PIECE characters, as far as it can be cut."""
+    start = 0
+    while start < len(text):
+        cut = CUT.search(text, start + PIECE)
+        end = cut.end() if cut else len(text)
+        yield text[start:end]
+        start = end
+
+
+@cache
+def byte_characters():
+    """Returns the characters that stand for the bytes 0 to 255 in vocabularies, a list.
+
+    As in GPT-2: printable characters of Latin-1 stand for their own bytes, and U+0100, U+0101 and
+    so on for the other bytes.
+    """
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _library():
+    try:
+        import tokenizers  # imported here because it is optional
+    except ImportError as error:
+        raise UserError("BPE tokenizers need a package: pip install tokenizers") from error
+    return tokenizers
