@@ -195,7 +195,7 @@ def setup(settings):
     else:
         learner.init_weights()
     if start := resumed or initial:
-        start.weights, start.optimizers = {}, {}  # the learner has copies
+        start.weights, start.optimizers = {}, {}  # the learner has them
     dataset = to_device(dataset, machine.device)
     if machine.compile:
         learner.compile(dataset.train)

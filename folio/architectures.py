@@ -218,16 +218,19 @@ class Parameter:
     transposed: bool
 
     def join(self, tensors):
-        """Returns the parameter, contiguous float32, as a copy of its parts."""
+        """Returns the parameter, contiguous float32; a copy unless it is a part as it is."""
+        if tensors[0].dtype == torch.float32 and len(tensors) == 1 and not self.transposed:
+            return tensors[0]
         joined = torch.empty(self.shape)
         for target, part in zip(joined.chunk(len(tensors)), tensors, strict=True):
             target.copy_(part.t() if self.transposed else part)
         return joined
 
     def split(self, tensor):
-        """Returns the parts, given the parameter."""
+        """Returns {name: tensor} of the parts, contiguous, given the parameter."""
         tensors = tensor.chunk(len(self.parts))
-        return [each.t() for each in tensors] if self.transposed else tensors
+        tensors = [each.t() for each in tensors] if self.transposed else tensors
+        return {k: each.contiguous() for k, each in zip(self.parts, tensors, strict=True)}
 
 
 def parameters(architecture, config):

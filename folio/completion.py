@@ -41,7 +41,7 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     keep_freed_memory()
     machine = choose_machine(device, dtype, compile)
     model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
-    checkpoint.weights = {}  # the model has copies
+    checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model, machine.compile)
     return TrainedModel(model, tokenizer, machine, checkpoint)
 

@@ -151,26 +151,29 @@ def write_pretrained(folder, checkpoint, tokenizer):
     Raises UserError if no architecture of transformers has the model's switches, or if writing
     fails; the model's files then keep their old content.
     """
-    folder, config = Path(folder), checkpoint.config
-    architecture = architecture_for(config)
-    needed = list(parameters(architecture, config))
+    folder, architecture = Path(folder), architecture_for(checkpoint.config)
+    needed = list(parameters(architecture, checkpoint.config))
     weights = _complete_weights(checkpoint, needed)
-    dtype = weights[EMBEDDING].dtype
-    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-    values = to_fields(architecture, config) | ends | {"dtype": str(dtype).removeprefix("torch.")}
-    padding = {"suppress_tokens": list(range(tokenizer.vocab_size, config.vocab_size))}
-    generation = {key: value for key, value in (ends | padding).items() if value not in (None, [])}
+    tensors = {k: t for each in needed for k, t in each.split(weights[each.name]).items()}
+    texts = _configs(architecture, checkpoint.config, tokenizer, weights[EMBEDDING].dtype)
+    texts |= tokenizer_files.contents(tokenizer)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise os_error("write to", folder, error) from error
-    with replacing(*(folder / name for name in (WEIGHTS, CONFIG, GENERATION))) as files:
-        shapes = {part: each.part_shape for each in needed for part in each.parts}
-        parts = (part for each in needed for part in each.split(weights[each.name]))
-        tensor_file.write(files[0], dtype, shapes, parts)
-        for file, content in zip(files[1:], (values, generation), strict=True):
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
-        tokenizer_files.write(folder, tokenizer)
+    with replacing(*(folder / name for name in (WEIGHTS, *texts))) as [file, *others]:
+        tensor_file.write(file.name, tensors)
+        for file, text in zip(others, texts.values(), strict=True):
+            file.write(text.encode())
+
+
+def _configs(architecture, config, tokenizer, dtype):
+    """Returns {name: text} of the files that describe the model and how to generate with it."""
+    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+    values = to_fields(architecture, config) | ends | {"dtype": str(dtype).removeprefix("torch.")}
+    padding = {"suppress_tokens": list(range(tokenizer.vocab_size, config.vocab_size))}
+    generation = {key: value for key, value in (ends | padding).items() if value not in (None, [])}
+    return {CONFIG: json.dumps(values, indent=2), GENERATION: json.dumps(generation, indent=2)}
 
 
 def _complete_weights(checkpoint, needed):
@@ -178,7 +181,7 @@ def _complete_weights(checkpoint, needed):
     weights = dict(checkpoint.weights)
     for parameter in needed:
         if parameter.name.endswith(".bias") and not checkpoint.config.bias:
-            weights[parameter.name] = torch.zeros(parameter.shape)
+            weights[parameter.name] = weights[EMBEDDING].new_zeros(parameter.shape)
         if getattr(weights.get(parameter.name), "shape", None) != parameter.shape:
             reason = f"the weights do not fit the model: {parameter.name}"
             raise UserError(f"{checkpoint.path}: {reason}")

@@ -47,7 +47,7 @@ def pretrained_folder(name):
     try:
         import huggingface_hub  # imported here because it is optional
     except ImportError as error:
-        raise UserError(f"{name} needs: pip install huggingface_hub") from error
+        raise UserError(f"{name} needs: pip install huggingface_hub safetensors") from error
     model, _, revision = name.partition("@")
     started = time.time()
     try:

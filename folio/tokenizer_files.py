@@ -10,12 +10,11 @@ A character that is not in the vocabulary of `char` is an error in folio. transf
 
 import hashlib
 import json
-import math
 from pathlib import Path
 
 from folio.bpe import byte_characters
 from folio.errors import UserError, cause_of
-from folio.files import is_file, read_text, replacing
+from folio.files import is_file, read_text
 from folio.tokenizers import (
     END_OF_TEXT,
     BPETokenizer,
@@ -26,6 +25,7 @@ from folio.tokenizers import (
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 UNSUPPORTED = {"tokenizer.model": "SentencePiece", "vocab.txt": "WordPiece"}  # file: its format
+GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 GPT2_VOCABULARY = (
     "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # see _fingerprint
 )
@@ -34,10 +34,10 @@ GPT2_VOCABULARY = (
 # Writing
 
 
-def write(folder, tokenizer):
-    """Writes the tokenizer's files, so that AutoTokenizer.from_pretrained reads the folder.
+def contents(tokenizer):
+    """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads.
 
-    Raises UserError if the tokenizer cannot be represented, or the files cannot be written.
+    Raises UserError if the tokenizer cannot be represented.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json as it is
@@ -45,10 +45,7 @@ def write(folder, tokenizer):
     }
     if tokenizer.end is not None:
         config["bos_token"] = config["eos_token"] = END_OF_TEXT
-    contents = (definition(tokenizer), json.dumps(config, indent=1))
-    with replacing(*(Path(folder, name) for name in FILES)) as files:
-        for file, content in zip(files, contents, strict=True):
-            file.write(content.encode())
+    return dict(zip(FILES, (definition(tokenizer), json.dumps(config, indent=1)), strict=True))
 
 
 def definition(tokenizer):
@@ -80,13 +77,11 @@ def _byte(tokenizer):
 
 
 def _gpt2(tokenizer):
-    ranks = {tokenizer.token_bytes(token): token for token in range(tokenizer.end)}
-    vocabulary = {_characters(token): rank for token, rank in ranks.items()}
-    merges = [
-        " ".join(map(_characters, _last_merge(token, ranks)))
-        for token in sorted(ranks, key=ranks.get)
-        if len(token) > 1
-    ]
+    from tiktoken.load import read_file_cached  # imported here because it is slow
+
+    tokens = map(tokenizer.token_bytes, range(tokenizer.end))  # raises if tiktoken has no files
+    vocabulary = {_characters(token): i for i, token in enumerate(tokens)}
+    merges = read_file_cached(GPT2_MERGES).decode().splitlines()[1:]  # the first is the version
     return _gpt2_layout(vocabulary | {END_OF_TEXT: tokenizer.end}, merges)
 
 
@@ -115,19 +110,6 @@ def _byte_vocabulary():
 def _characters(token):
     """Returns the characters that stand for the bytes of a token."""
     return "".join(byte_characters()[byte] for byte in token)
-
-
-def _last_merge(token, ranks):
-    """Returns the two tokens that BPE merges into `token`.
-
-    tiktoken has no list of merges, but a merge has the rank of the token that it makes.
-    """
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, math.inf) for a, b in zip(parts, parts[1:], strict=False)]
-        at = pairs.index(min(pairs))
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
 
 
 # Reading

@@ -38,7 +38,7 @@ def content(folder):
 
 def test_transformers_continues_a_prompt_alike(run):
     transformers = pytest.importorskip("transformers")
-    folder, trained = export_run(), load_trained(run)
+    folder, trained = export_run(), load_trained(run.load_best())
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer(PROMPT, return_tensors="pt")

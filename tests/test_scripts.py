@@ -69,11 +69,11 @@ def test_constraints_pin_every_required_package():
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors"},
-    {"bpe", "fields", "model", "tensor_file"},
+    {"bpe", "fields", "model"},
     {"settings", "files", "tokenizers", "device", "hub", "architectures"},
     {"process", "memory", "corpus", "dataset", "optim", "sampling"},
     {"batches", "compile", "divergence", "generate", "trackers"},
-    {"budget", "checkpoint", "tokenizer_files"},
+    {"budget", "checkpoint", "tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"initial"},
 )

@@ -247,7 +247,7 @@ def test_an_unknown_argument_is_an_error_with_a_hint(argument, message):
 
 def test_the_error_for_a_missing_config_file_lists_the_presets():
     for name in ("zzz", "", "x" * 300):
-        start = f"there is no config file {name}; available: config/own_text.py, config/"
+        start = f"there is no config file {name}; available: config/eval_gpt2.py, config/"
         assert error_of(name).startswith(start)
 
 
