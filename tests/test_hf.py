@@ -296,9 +296,10 @@ def test_generation_ends_at_the_end_token_and_never_samples_padding():
     assert 20 < idx.max() <= 30
 
 
-def test_all_files_of_an_export_have_the_same_permissions():
+def test_weights_of_an_export_are_aligned_and_have_the_permissions_of_the_other_files():
     _, path = export()
     assert len({file.stat().st_mode for file in path.iterdir()}) == 1
+    assert (path / hf.WEIGHTS).read_bytes()[0] % 8 == 0  # of the length of the header
 
 
 def test_failing_export_keeps_the_old_folder(monkeypatch):
