@@ -49,7 +49,7 @@ class PrepareConfig:
         "(default for shakespeare)",
     )
     vocab_size: int | None = setting(
-        None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, inf)"
+        None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
     )
     allow_special: bool = setting(False, "bpe and gpt2: <|endoftext|> in a text ends a document")
     url: str | None = setting(None, "alternative download URL for tiny Shakespeare")

@@ -227,10 +227,10 @@ class Parameter:
         return joined
 
     def split(self, tensor):
-        """Returns {name: tensor} of the parts, contiguous, given the parameter."""
+        """Returns {name: view} of the parts, given the parameter."""
         tensors = tensor.chunk(len(self.parts))
         tensors = [each.t() for each in tensors] if self.transposed else tensors
-        return {k: each.contiguous() for k, each in zip(self.parts, tensors, strict=True)}
+        return dict(zip(self.parts, tensors, strict=True))
 
 
 def parameters(architecture, config):

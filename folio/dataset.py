@@ -106,9 +106,8 @@ def write_dataset(folder, corpus, tokenizer):
                 f"{len(ids)} tokens for {split}.bin, which needs at least 2"
             )
         size = sum(len(text.encode()) for text in documents)
-        bins[f"{split}.bin"] = ids.tobytes()
-        crc32 = zlib.crc32(bins[f"{split}.bin"])
-        meta[split] = {"tokens": len(ids), "bytes": size, "crc32": crc32}
+        bins[f"{split}.bin"] = ids
+        meta[split] = {"tokens": len(ids), "bytes": size, "crc32": zlib.crc32(ids)}
     meta["crc32"] = _meta_checksum(meta)
     # meta.json is renamed first: without it, the others would be read as nanoGPT's.
     contents = {"meta.json": json.dumps(meta, indent=1).encode()} | bins

@@ -105,9 +105,8 @@ def _read_weights(folder, entries, architecture, config):
             key = architecture.settings["bias"]
             raise UserError(f"{folder / CONFIG} says {key}=false, but {parameter.name} is not zero")
     if config.tie_weights:
-        if HEAD in entries and not torch.equal(
-            tensor_file.mapped(entries[HEAD]), weights[EMBEDDING]
-        ):
+        head = tensor_file.mapped(entries[HEAD]).float() if HEAD in entries else weights[EMBEDDING]
+        if not torch.equal(head, weights[EMBEDDING]):
             raise UserError(f"{folder / CONFIG} says tie_word_embeddings=true, but {HEAD} differs")
         weights[HEAD] = weights[EMBEDDING]
     return weights
@@ -162,7 +161,7 @@ def write_pretrained(folder, checkpoint, tokenizer):
     except OSError as error:
         raise os_error("write to", folder, error) from error
     with replacing(*(folder / name for name in (WEIGHTS, *texts))) as [file, *others]:
-        tensor_file.write(file.name, tensors)
+        tensor_file.write(file, tensors)
         for file, text in zip(others, texts.values(), strict=True):
             file.write(text.encode())
 

@@ -1,12 +1,16 @@
 """Files of the safetensors library: named tensors, and no code."""
 
-import os
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from folio.errors import UserError, cause_of, os_error
 from folio.memory import is_out_of_memory
+
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # that are written
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,12 @@ def mapped(entry):
 @contextmanager
 def _opened(path):
     try:
-        with _library().safe_open(path, framework="pt") as file:
+        from safetensors import safe_open  # imported here because it is optional
+
+        with safe_open(path, framework="pt") as file:
             yield file
-    except UserError:
-        raise
+    except ImportError as error:
+        raise UserError("reading Hugging Face folders needs: pip install safetensors") from error
     except OSError as error:
         raise os_error("read", path, error) from error
     except Exception as error:  # a damaged file can raise anything
@@ -53,23 +59,19 @@ def _opened(path):
         raise UserError(f"{path} is damaged or no safetensors file ({cause_of(error)})") from error
 
 
-def write(path, tensors):
-    """Writes {name: contiguous tensor}, and syncs the file to disk. Raises UserError."""
-    _library()
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+def write(file, tensors):
+    """Writes {name: tensor} to a binary file, one tensor at a time.
 
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    except SafetensorError as error:
-        raise UserError(f"cannot write {path}: {cause_of(error)}") from error
-
-
-def _library():
-    try:
-        import safetensors  # imported here because it is optional
-    except ImportError as error:
-        raise UserError("Hugging Face folders need: pip install safetensors") from error
-    return safetensors
+    The library would need another file or a copy of all tensors. The format is the length of a JSON
+    header, the header and the data (https://github.com/huggingface/safetensors#format).
+    """
+    header, stop = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        start, stop = stop, stop + tensor.nbytes
+        shape, offsets = list(tensor.shape), [start, stop]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": offsets}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # aligns the data
+    file.write(len(raw).to_bytes(8, "little") + raw)
+    for tensor in tensors.values():
+        file.write(tensor.reshape(-1).view(torch.uint8).numpy())

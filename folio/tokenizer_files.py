@@ -154,10 +154,9 @@ def _tokenizer(text, path):
         return ByteTokenizer()
     if _fingerprint(tokens) == GPT2_VOCABULARY and len(added) == 1:
         return GPT2Tokenizer()
-    if plain.get("truncation"):  # to the context length of some model
-        text = json.dumps(plain | {"truncation": None})
-    try:
-        return BPETokenizer(text)
+    plain |= dict.fromkeys(("truncation", "padding", "post_processor"))  # not used here
+    try:  # in the library's layout, so that a tokenizer that other programs saved remains equal
+        return BPETokenizer(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from folio import hf, tensor_file
 from folio.architectures import architecture_for
@@ -90,7 +91,7 @@ def rewrite_weights(path, change):
     tensors = {
         k: tensor_file.mapped(e).clone() for k, e in tensor_file.entries(path / hf.WEIGHTS).items()
     }
-    tensor_file.write(path / hf.WEIGHTS, change(tensors))
+    save_file(change(tensors), path / hf.WEIGHTS)
 
 
 def read_model(path):
@@ -295,12 +296,18 @@ def test_generation_ends_at_the_end_token_and_never_samples_padding():
     assert 20 < idx.max() <= 30
 
 
+def test_weights_of_an_export_are_aligned_and_have_the_permissions_of_the_other_files():
+    _, path = export()
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1
+    assert (path / hf.WEIGHTS).read_bytes()[0] % 8 == 0  # of the length of the header
+
+
 def test_failing_export_keeps_the_old_folder(monkeypatch):
     _, path = export()
     before = {file.name: file.read_bytes() for file in path.iterdir()}
 
-    def fail(path, tensors):
-        Path(path).write_bytes(b"half")
+    def fail(file, tensors):
+        file.write(b"half")
         raise UserError("the disk is full")
 
     monkeypatch.setattr(hf.tensor_file, "write", fail)

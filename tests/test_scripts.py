@@ -55,8 +55,8 @@ def test_a_trained_model_reproduces_a_memorized_text(tmp_path):
 
 def test_constraints_pin_every_required_package():
     files = (ROOT / name for name in ("requirements.txt", "requirements-dev.txt"))
-    required = {name for file in files for name in re.findall(r"^[a-z_]+", file.read_text(), re.M)}
-    pinned = dict(re.findall(r"^([a-z_]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    required = {name for file in files for name in re.findall(r"^\w+", file.read_text(), re.M)}
+    pinned = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M))
     assert pinned.keys() == required
     for name, least in re.findall(
         r"^([a-z_]+)>=([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.M
