@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from itertools import islice
 
-from folio.errors import UserError
+from folio.errors import UserError, cause_of
 
 PIECE, PIECES_AT_ONCE = 2**16, 64  # characters of a piece of text; pieces encoded in parallel
 # After these, a text can be cut without a change of its tokens: a line end between two characters
@@ -58,8 +58,12 @@ def vocabulary(definition):
 
 
 def encoder(definition):
-    """Returns the library's tokenizer. Raises UserError if the library is missing."""
-    return _library().Tokenizer.from_str(definition)
+    """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
+    load = _library().Tokenizer.from_str
+    try:
+        return load(definition)
+    except Exception as error:  # the library has no type for its errors
+        raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
 
 
 def encode(encoder, text, allow_special):

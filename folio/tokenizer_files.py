@@ -25,6 +25,7 @@ from folio.tokenizers import (
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 UNSUPPORTED = {"tokenizer.model": "SentencePiece", "vocab.txt": "WordPiece"}  # file: its format
+CUTS = ("Digits", "Split")  # pre-tokenizers
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 GPT2_VOCABULARY = (
     "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # see _fingerprint
@@ -154,11 +155,20 @@ def _tokenizer(text, path):
         return ByteTokenizer()
     if _fingerprint(tokens) == GPT2_VOCABULARY and len(added) == 1:
         return GPT2Tokenizer()
+    if not _keeps_text(plain.get("pre_tokenizer") or {}):
+        raise UserError(f"{path} has a pre_tokenizer that changes the text, or is not byte-level")
     plain |= dict.fromkeys(("truncation", "padding", "post_processor"))  # not used here
     try:  # in the library's layout, so that a tokenizer that other programs saved remains equal
         return BPETokenizer(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _keeps_text(pre_tokenizer):
+    """Whether a pre-tokenizer only cuts a text before it maps its bytes to characters."""
+    *cuts, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    is_removed = [cut["type"] not in CUTS or cut.get("behavior") == "Removed" for cut in cuts]
+    return last.get("type") == "ByteLevel" and not (last.get("add_prefix_space") or any(is_removed))
 
 
 def _unsupported(path, kind):

@@ -24,7 +24,7 @@ DIFFICULT = (
 BOOK = DIFFICULT + "the cat sat on the mat and the dog sat on the log; " * 20
 GAP = json.dumps(  # an id is missing
     {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}}, "added_tokens": []}
-    | {"decoder": {"type": "ByteLevel"}}
+    | dict.fromkeys(("pre_tokenizer", "decoder"), {"type": "ByteLevel"})
 )
 
 
@@ -227,3 +227,33 @@ def test_damaged_definitions_are_refused(changes, tmp_path):
     written(tmp_path, **changes)
     with pytest.raises(UserError, match="damaged"):
         tokenizer_files.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer",
+    [
+        None,
+        {"type": "Whitespace"},
+        {"type": "ByteLevel", "add_prefix_space": True},
+        {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}, {"type": "ByteLevel"}]},
+        {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Split", "behavior": "Removed"}, {"type": "ByteLevel"}],
+        },
+    ],
+    ids=str,
+)
+def test_pre_tokenizers_that_change_a_text_are_refused(pre_tokenizer, tmp_path):
+    plain = json.loads(bpe().definition) | {"pre_tokenizer": pre_tokenizer}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
+    with pytest.raises(UserError, match="json has a pre_tokenizer that changes the text"):
+        tokenizer_files.read(tmp_path)
+
+
+def test_pre_tokenizers_that_cut_a_text_are_read(tmp_path):
+    plain = json.loads(bpe().definition)
+    digits = {"type": "Digits", "individual_digits": True}
+    steps = {"type": "Sequence", "pretokenizers": [digits, plain["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain | {"pre_tokenizer": steps}))
+    tokenizer = tokenizer_files.read(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(BOOK)) == BOOK

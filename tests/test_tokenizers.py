@@ -260,3 +260,10 @@ def test_damaged_tokenizer_is_refused(data):
 def test_damaged_bpe_is_refused(definition):
     with pytest.raises(UserError, match="the BPE tokenizer is damaged"):
         from_dict({"kind": "bpe", "definition": definition})
+
+
+def test_a_bpe_with_damaged_merges_is_a_user_error():
+    plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
+    plain["model"]["merges"] = [["nothing", "known"]]
+    with pytest.raises(UserError, match="the BPE tokenizer is damaged"):
+        BPETokenizer(json.dumps(plain)).encode("ab")
