@@ -55,10 +55,10 @@ def checkpoint_tokenizer(checkpoint):
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
     if not tokenizers.fits(tokenizer, size):
+        meta = f"of {dataset}; copy the meta.pkl that the model was trained with to data/{dataset}"
         raise UserError(
-            f"{checkpoint.path}: the model has a vocabulary of {size:,}, but the tokenizer of "
-            f"{dataset} has {tokenizer.vocab_size:,}; for nanoGPT's checkpoints, copy the meta.pkl "
-            f"that the model was trained with to data/{dataset}"
+            f"{checkpoint.path}: the model has a vocabulary of {size:,}, but the tokenizer is "
+            f"{tokenizer.name}{'' if saved else ', that ' + meta}"
         )
     return tokenizer
 

@@ -59,8 +59,8 @@ def check_initial(checkpoint, config, dataset):
     wrong = _differences(checkpoint, config, dataset, free)
     if wrong:
         raise UserError(
-            f"{checkpoint.path} cannot be trained further: {'; '.join(wrong)}; remove these "
-            "settings to use the checkpoint's, and prepare the dataset with its tokenizer"
+            f"{checkpoint.path} cannot be trained further: {'; '.join(wrong)}; omit the model's "
+            "settings, which are the checkpoint's, and use a dataset with its tokenizer"
         )
 
 

@@ -179,7 +179,15 @@ def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
     assert torch.allclose(trained.model.logits(ids), model.logits(ids), atol=1e-5)
 
 
+def test_tokenizer_of_another_size_than_the_model_is_a_user_error(folder):
+    tiny.write_nanogpt_checkpoint(65, dataset="nowhere")
+    checkpoint = RunDir("out").load_best()
+    checkpoint.tokenizer = {"kind": "byte"}
+    with pytest.raises(UserError, match=r"of 65, but the tokenizer is byte with 256 .*s$"):
+        load_trained(checkpoint)
+
+
 def test_nanogpts_checkpoint_without_its_dataset_is_a_user_error(folder):
     tiny.write_nanogpt_checkpoint(65, dataset="nowhere")
-    with pytest.raises(UserError, match=r"of 65, .*50,257; .*copy the meta.pkl .* to data/nowhere"):
+    with pytest.raises(UserError, match=r"of 65, .*50,257 .*copy the meta.pkl .* to data/nowhere"):
         load_trained(RunDir("out").load_best())
