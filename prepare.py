@@ -16,7 +16,6 @@ import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from folio import process
 from folio.errors import UserError, nearest, os_error
@@ -24,6 +23,8 @@ from folio.fields import setting
 from folio.settings import load, parse_arguments
 
 KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # name: tokenizer
+
+KINDS = ("char", "byte", "bpe", "gpt2")  # of tokenizers
 
 SHAKESPEARE_URLS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -43,10 +44,10 @@ class PrepareConfig:
         group="Corpus",
     )
     input: str | None = setting(None, "your own UTF-8 text: a file, or a folder of files")
-    tokenizer: Literal["char", "byte", "bpe", "gpt2"] | None = setting(
+    tokenizer: str | None = setting(
         None,
-        "characters (default), bytes, a byte-pair encoding trained on the text, or GPT-2's "
-        "(default for shakespeare)",
+        "char (default), byte, bpe (trained on the text), gpt2 (default for shakespeare), or that "
+        "of a checkpoint file or Hugging Face folder",
     )
     vocab_size: int | None = setting(
         None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
@@ -62,9 +63,12 @@ class PrepareConfig:
             raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
         if self.url and (self.input or self.dataset == "pydocs"):
             raise UserError("--url applies to tiny Shakespeare only")
+        if self.kind not in KINDS and not os.path.exists(self.kind):
+            known = ", ".join(KINDS)
+            raise UserError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
         if self.vocab_size and self.kind != "bpe":
             raise UserError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
-        if self.allow_special and self.kind not in ("bpe", "gpt2"):
+        if self.allow_special and self.kind in ("char", "byte"):
             raise UserError(
                 f"--allow_special needs --tokenizer=bpe or gpt2; the tokenizer is {self.kind}"
             )
@@ -95,21 +99,30 @@ def main(argv=None):
         corpus = known_corpus(name, settings.url)
     if settings.allow_special:
         corpus = corpus.cut_at_end_of_text()
-    meta = write_dataset(folder, corpus, new_tokenizer(settings.kind, corpus, settings.vocab_size))
+    tokenizer = tokenizer_for(corpus, settings.kind, settings.vocab_size)
+    meta = write_dataset(folder, corpus, tokenizer)
     print(
         f"{folder}: {corpus.characters:,} characters of {corpus.source}, "
-        f"vocabulary {meta['vocab_size']:,} ({settings.kind}), "
+        f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
 
 
-def new_tokenizer(kind, corpus, vocab_size=None):
-    """Returns a tokenizer for a Corpus. A BPE is trained on the training split only."""
+def tokenizer_for(corpus, kind, vocab_size=None):
+    """Returns a tokenizer for a Corpus, of one of KINDS or from a path.
+
+    A BPE is trained on the training split only.
+    """
     if kind == "char":
         return CharTokenizer.from_text(*corpus.documents)
     if kind == "bpe":
         return BPETokenizer.train(corpus.split()[0], vocab_size or BPE_SIZE)
-    return TOKENIZERS[kind]()
+    if kind in KINDS:
+        return TOKENIZERS[kind]()
+    from folio.completion import checkpoint_tokenizer  # these two import torch, which is slow
+    from folio.initial import load_initial
+
+    return checkpoint_tokenizer(load_initial(kind))
 
 
 # Sources of text

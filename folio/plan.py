@@ -60,7 +60,7 @@ def check_initial(checkpoint, config, dataset):
     if wrong:
         raise UserError(
             f"{checkpoint.path} cannot be trained further: {'; '.join(wrong)}; omit the model's "
-            "settings, which are the checkpoint's, and use a dataset with its tokenizer"
+            f"settings, and prepare the text with --tokenizer={checkpoint.path}"
         )
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from pydoc_data import topics
 
 import pytest
+import tiny
 
 import prepare
+import train
 from folio import files
 from folio.dataset import load_dataset
 from folio.errors import UserError
@@ -238,6 +240,18 @@ def test_bpe_is_trained_on_the_training_split_only():
     assert text_of("own") == "low lower lowest " * 100 + "zyx" * 50
 
 
+def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint():
+    """Otherwise, a model with its own vocabulary could not be trained further on another text."""
+    write("old.txt", "abcdef" * 50)
+    write("new.txt", "fade" * 50)
+    main(["--input=old.txt", "--dataset=old"])
+    train.main(tiny.flags(dataset="old", max_iters=1, eval_interval=1))
+    main(["--input=new.txt", "--dataset=new", "--tokenizer=out/ckpt.pt"])
+    assert load_dataset("new").tokenizer.characters == "abcdef"
+    assert text_of("new") == "fade" * 50
+    train.main(tiny.flags(dataset="new", init_from="out/ckpt.pt", out_dir="out-new", max_iters=1))
+
+
 def test_bpe_vocabulary_has_the_requested_size(capsys):
     write("own.txt", "".join(topics.topics.values()))
     main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe", "--vocab_size=512"])
@@ -330,6 +344,7 @@ def test_text_must_be_utf8(raw, byte):
         ("--vocab_size=512", "--vocab_size needs --tokenizer=bpe; the tokenizer is char"),
         ("--tokenizer=bpe --vocab_size=256", "--vocab_size must be in [257, 1000000], not 256"),
         ("--tokenizer=bpe --vocab_size=10000000000", "--vocab_size must be in [257, 1000000]"),
+        ("--tokenizer=chars", "--tokenizer must be char, byte, bpe, gpt2 or an existing path, not"),
         ("--allow_special=True", "--allow_special needs --tokenizer=bpe or gpt2"),
         ("--url=x --dataset=pydocs", "--url applies to tiny Shakespeare only"),
         ("--url=x --input=a --dataset=b", "--url applies to tiny Shakespeare only"),

@@ -96,7 +96,7 @@ def corpus(*documents):
 
 def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer of a kind for a text, as prepare.py does."""
-    return prepare.new_tokenizer(kind, corpus(text), vocab_size)
+    return prepare.tokenizer_for(corpus(text), kind, vocab_size)
 
 
 def log_events(out_dir="out"):
