@@ -8,8 +8,9 @@ from tools.groups import Group, grouped, two_sided_p, welch_p
 from tools.runs import Run
 
 
-def run(folder, loss=None, **settings):
+def run(folder, loss=None, bits=None, **settings):
     val = [{"step": 0, "loss": loss}] if loss is not None else []
+    val = val if bits is None else [val[0] | {"bits_per_byte": bits}]
     return Run(folder, {"seed": 1, "n_layer": 2, "wandb_run_name": folder} | settings, val=val)
 
 
@@ -54,6 +55,18 @@ def test_groups_differ_if_their_means_differ_by_more_than_noise():
     assert not Group([run("a", 1.2), run("b", 1.1), run("c", 1.0)]).differs_from(best)
     assert Group([run("a", 1.5), run("b", 1.6), run("c", 1.7)]).differs_from(best)
     assert not Group([run("a", 9.0), run("b")]).differs_from(best)  # a single loss
+
+
+def test_groups_are_sorted_and_tested_by_their_measure():
+    runs = [run(f"a{seed}", 1 + seed / 9, bits=2 + seed / 9, seed=seed) for seed in (1, 2, 3)]
+    runs += [run(f"b{seed}", 1.0, bits=1.0, seed=seed, n_layer=4) for seed in (1, 2)]
+    runs += [run("b3", 0.0, seed=3, n_layer=4)]  # without bits per byte
+    best, other = grouped(runs, "bits_per_byte")
+    assert (best.losses, other.mean) == ([1.0, 1.0], pytest.approx(2 + 2 / 9))
+    assert other.differs_from(best)
+    best, other = grouped(runs)
+    assert best.losses == [1.0, 1.0, 0.0]
+    assert not other.differs_from(best)
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,19 @@ pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def write_run(name, losses, **settings):
-    """Writes a log with these validation losses, and training losses that are lower by 0.1."""
+def write_run(name, losses, bits=(), **settings):
+    """Writes a log with these validation losses, and training losses that are lower by 0.1.
+
+    The first evaluations have `bits` per byte.
+    """
     Path(name).mkdir(parents=True)
     settings = {"n_layer": 2, "learning_rate": 1e-3, "seed": 1} | settings
     events = [{"step": 0, "split": "start", "parameters": 1000, "settings": settings}]
     for number, loss in enumerate(losses):
         step = 10 * number
         common = {"step": step, "tokens": 100 * step, "elapsed_s": 2 + step / 5}
-        events.append(common | {"split": "val", "loss": loss})
+        bits_per_byte = {"bits_per_byte": bits[number]} if number < len(bits) else {}
+        events.append(common | {"split": "val", "loss": loss} | bits_per_byte)
         events.append(common | {"split": "train", "loss": loss - 0.1, "tokens_per_s": 500 + step})
     Path(name, "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
@@ -113,6 +117,28 @@ def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
     assert note == NOTE
 
 
+BITS_TABLE = """\
+| run   | best val bits per byte | at step | time, s | tokens/s | parameters | steps |
+| ----- | ---------------------: | ------: | ------: | -------: | ---------: | ----: |
+| out-b |                 1.2500 |      20 |       6 |      510 |      1,000 |    20 |
+| out-a |                 2.0000 |      10 |       4 |      505 |      1,000 |    10 |
+| out-c |                        |         |       4 |      505 |      1,000 |       |
+"""
+
+
+def test_table_of_bits_per_byte_has_their_best_first(capsys):
+    write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0])
+    write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25])
+    write_run("out-c", [4.0, 0.5], bits=[4.0])  # the last evaluation has none
+    plot.main(["out-a", "out-b", "out-c", "--y=bits_per_byte"])
+    assert capsys.readouterr().out.startswith(BITS_TABLE)
+    plot.main(["out-a", "out-b", "out-c"])
+    rows = capsys.readouterr().out.splitlines()[2:5]
+    assert [row[:24].split()[1:4:2] for row in rows] == [
+        ["out-c", "0.5000"], ["out-a", "1.0000"], ["out-b", "3.0000"]
+    ]  # fmt: skip
+
+
 def test_settings_changed_on_resuming_replace_earlier_ones():
     write_run("out-a", [4.0])
     with open("out-a/log.jsonl", "a") as log:
@@ -131,7 +157,7 @@ def test_log_of_train_is_read(verse):
     train.main(tiny.flags())
     run = runs.read("out")
     assert (run.parameters, run.settings["n_embd"]) == (3632, 16)
-    assert run.best["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
+    assert run.best()["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
     assert [event["tokens"] for event in run.val] == [0, 3 * 32, 6 * 32]
     assert [event["step"] for event in run.train] == list(range(6))
 
@@ -172,14 +198,9 @@ def test_picture_has_curves_of_each_run(axis, x):
 
 def test_picture_of_bits_per_byte_has_the_runs_that_have_them():
     write_run("out-a", [4.0, 2.0])
-    write_run("out-b", [3.0, 1.0])
-    log = Path("out-b/log.jsonl")
-    log.write_text(
-        log.read_text()
-        .replace('"val", "loss": 3.0', '"val", "bits_per_byte": 2.5, "loss": 3.0')
-        .replace('"val", "loss": 1.0', '"val", "bits_per_byte": 1.5, "loss": 1.0')
-    )
-    figure = plot.draw_losses(grouped(runs.read_all(["out-a", "out-b"])), "steps", "bits_per_byte")
+    write_run("out-b", [3.0, 1.0], bits=[2.5, 1.5])
+    found = grouped(runs.read_all(["out-a", "out-b"]), "bits_per_byte")
+    figure = plot.draw_losses(found, "steps")
     _, validation, best = drawn(figure)["out-b"]
     assert list(drawn(figure)) == ["out-b"]
     assert (validation, best) == ([[0, 2.5], [10, 1.5]], [[10, 1.5]])

@@ -18,9 +18,10 @@ SIGNIFICANT = 0.05  # largest p-value at which two groups are said to differ
 
 @dataclass
 class Group:
-    """Runs that differ only in their seed."""
+    """Runs that differ only in their seed. Their losses are values of `measure`."""
 
     runs: list
+    measure: str = "loss"  # or bits_per_byte, which compares runs with different tokenizers
 
     @property
     def name(self):
@@ -34,23 +35,18 @@ class Group:
 
     @property
     def evaluated(self):
-        """The runs that have been evaluated."""
-        return [run for run in self.runs if run.val]
+        """The runs that have been evaluated, with a value of the measure each time."""
+        return [run for run in self.runs if run.val and all(self.measure in e for e in run.val)]
 
     @property
     def losses(self):
         """The best validation loss of each evaluated run."""
-        return [run.best["loss"] for run in self.evaluated]
+        return [run.best(self.measure)[self.measure] for run in self.evaluated]
 
     @property
     def mean(self):
         """The mean of the losses; infinity if there are none."""
         return fmean(self.losses) if self.losses else math.inf
-
-    def has(self, value):
-        """Whether there are evaluations, all with a value of this name."""
-        evaluations = [event for run in self.runs for event in run.val]
-        return bool(evaluations) and all(value in event for event in evaluations)
 
     def values(self, name):
         """Returns the set of values of a setting, as text."""
@@ -62,22 +58,23 @@ class Group:
             return False
         return welch_p(self.losses, other.losses) < SIGNIFICANT
 
-    def curve(self, split, key, value="loss"):
-        """Returns means of `key` and of `value`, and the latter's standard deviation, (3, events).
+    def curve(self, split, key):
+        """Returns means of `key` and the losses, and the latter's standard deviation, (3, events).
 
         They are over the evaluated runs, of which there must be one, for the first event of the
         split, "train" or "val", the second, and so on, as far as all runs have come.
         """
         runs = [getattr(run, split) for run in self.evaluated]
         points = [
-            [(event[key], event[value]) for event in each] for each in zip(*runs, strict=False)
+            [(event[key], event[self.measure]) for event in each]
+            for each in zip(*runs, strict=False)
         ]
         points = np.array(points, float).reshape(len(points), len(runs), 2)
         spread = points[..., 1].std(axis=1, ddof=int(len(runs) > 1))
         return np.stack([*points.mean(axis=1).T, spread])
 
 
-def grouped(runs):
+def grouped(runs, measure="loss"):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
     Runs of a group are in the same folder, such as that of a sweep. A run with the same seed as an
@@ -90,7 +87,7 @@ def grouped(runs):
         seed = (*key, run.settings.get(REPEATED))
         seen[seed] += 1
         groups[*key, seen[seed]].append(run)
-    return sorted(map(Group, groups.values()), key=lambda group: group.mean)
+    return sorted((Group(each, measure) for each in groups.values()), key=lambda group: group.mean)
 
 
 def welch_p(a, b):

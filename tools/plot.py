@@ -36,7 +36,7 @@ class PlotConfig:
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")
     y: Literal["loss", "bits_per_byte"] = setting(
-        "loss", "y axis; bits per byte compare runs with different tokenizers"
+        "loss", "y axis and table; bits per byte compare runs with different tokenizers"
     )
     all: bool = setting(False, "print also the columns that do not fit into the terminal")
     out: str | None = setting(None, "PNG file; None: runs.png or attention.png")
@@ -70,14 +70,14 @@ from tools.table import table
 def main(argv=None):
     settings = load(PlotConfig, argv)
     if not settings.attention:
-        groups = grouped(read_all(settings.runs))
+        groups = grouped(read_all(settings.runs), settings.y)
         print("\n".join(table(groups, fit=not settings.all)), flush=True)
     check_matplotlib()
     if settings.attention:
         folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
         path, figure = "attention.png", attention.draw(folder, settings.start)
     else:
-        path, figure = "runs.png", draw_losses(groups, settings.x, settings.y)
+        path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or path
     with replacing(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
@@ -94,26 +94,25 @@ def check_matplotlib():
         raise UserError(f"matplotlib cannot be imported: {cause_of(error)}") from error
 
 
-def draw_losses(groups, axis, value="loss"):
-    """Returns a matplotlib figure of the groups' losses.
+def draw_losses(groups, axis):
+    """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES.
 
-    Args:
-        axis: a key of AXES.
-        value: a key of LABELS. Training has no bits per byte, and thus no curve.
+    Training has no bits per byte, and thus no curve.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    curves = [(each, each.curve("val", AXES[axis], value)) for each in groups if each.has(value)]
-    curves = [(group, val) for group, val in curves if val.size]
+    measure = groups[0].measure
+    curves = [(group, group.curve("val", AXES[axis])) for group in groups if group.evaluated]
     if not curves:
-        raise UserError(f"there is nothing to draw: the runs have no {value.replace('_', ' ')} yet")
+        name = measure.replace("_", " ")
+        raise UserError(f"there is nothing to draw: the runs have no {name} yet")
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[value])
+    axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
     highest = []
     for number, (group, val) in enumerate(curves):
         color = f"C{number}" if len(curves) <= 10 else colormaps["turbo"](number / len(curves))
-        train = group.curve("train", AXES[axis])[:2] if value == "loss" else np.empty((2, 0))
+        train = group.curve("train", AXES[axis])[:2] if measure == "loss" else np.empty((2, 0))
         train = averaged(train)
         draw_group(axes, train, val, color=color, label=group.name)
         x, loss = np.concatenate((train, val[:2]), axis=1)
@@ -123,7 +122,7 @@ def draw_losses(groups, axis, value="loss"):
     if axis != "seconds" and len(x) > 1:  # seconds of evaluations are not round
         axes.set_xticks(x[:: math.ceil(len(x) / MAX_TICKS)])
     axes.grid(alpha=0.25)
-    faint = "faint: training; " * (value == "loss")
+    faint = "faint: training; " * (measure == "loss")
     title = f"line: validation; {faint}dot: best"
     is_repeated = any(len(group.runs) > 1 for group in groups)
     title += "\nmeans over seeds; band: ± standard deviation" * is_repeated

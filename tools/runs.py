@@ -46,10 +46,9 @@ class Run:
                 self.newest = {name: event[name] for name in numbers}
                 getattr(self, split).append(self.newest)
 
-    @property
-    def best(self):
-        """The evaluation with the lowest validation loss, or None."""
-        return min(self.val, key=lambda event: event["loss"], default=None)
+    def best(self, measure="loss"):
+        """Returns the evaluation with the lowest `measure`, which all must have, or None."""
+        return min(self.val, key=lambda event: event[measure], default=None)
 
 
 def read(folder):

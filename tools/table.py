@@ -23,7 +23,8 @@ def table(groups, first=(), fit=True):
     """
     first, others = _columns(groups, first)
     is_repeated = any(len(group.runs) > 1 for group in groups)
-    losses = ["best val loss", "seeds"] if is_repeated else ["best val loss"]
+    heading = f"best val {groups[0].measure}".replace("_", " ")
+    losses = [heading, "seeds"] if is_repeated else [heading]
     rows = [["run", *first, *losses, *FIGURES, *others]]
     for group in groups:
         loss = _repeated_loss(group, groups[0]) if is_repeated else [_loss(group)]
@@ -64,7 +65,7 @@ def _medians(group):
     """Returns the cells of FIGURES."""
     newest = [run.newest for run in group.runs if run.newest]
     figures = (
-        [run.best["step"] for run in group.evaluated],
+        [run.best(group.measure)["step"] for run in group.evaluated],
         [event["elapsed_s"] for event in newest],
         [event["tokens_per_s"] for run in group.runs for event in run.train],
         [run.parameters for run in group.runs],

@@ -147,7 +147,7 @@ def failures(results):
 
 def describe(folder, result):
     """Returns the result of a run as text: its best loss if it has finished."""
-    if result == FINISHED and (best := runs.read(folder).best):
+    if result == FINISHED and (best := runs.read(folder).best()):
         return f"best val loss {best['loss']:.4f} at step {best['step']:,}"
     if result == FINISHED:
         return FINISHED
