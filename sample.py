@@ -39,7 +39,7 @@ class SampleConfig:
     """Continue prompts with the best checkpoint of a run, or score a text."""
 
     out_dir: str = setting("out", "folder of the run", group="Input", scope="files")
-    init_from: str = setting("resume", "resume: out_dir's; or as for train.py", scope="files")
+    init_from: str = setting("resume", "resume: out_dir's best; or as for train.py", scope="files")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
