@@ -43,9 +43,11 @@ beta2 = 0.95
 grad_clip = 0.0
 gradient_accumulation_steps = 1
 
-# Less text is read more often, and needs more dropout against memorization.
-_repeats = min(4, _relative_size**-0.45) / (2 if _has_large_vocabulary else 1)
-_dropout = round(min(0.3, max(0.0, -0.2 * log10(_relative_size))), 3)
+# Less text is read more often, and needs more dropout against memorization. Tokens that occur less
+# than 50 times are memorized sooner.
+_rarity = 0.5 if _has_large_vocabulary else min(1, _size.train_tokens / _size.vocab_size / 50)
+_repeats = min(4, _relative_size**-0.45) * _rarity
+_dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more text
 
 # Numbers of parameters are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are the 1,900 steps of the fast preset, and 24.5 its 1,500 steps on a GPU.
@@ -54,21 +56,21 @@ if device != "cpu":  # 12.3 M parameters. Not measured yet.
     n_head = 3
     n_embd = 384
     batch_size = 16
-    dropout = 0.2 * min(1, _repeats) + _dropout
+    dropout = 0.2 * min(1, _repeats) + max(0.0, _dropout)
     _passes = 24.5 * _repeats
 elif minutes < 8 or _relative_size < 0.5:  # 1.0 M parameters
     n_layer = 2
     n_head = 2
     n_embd = 128
     batch_size = 2 if _relative_size < 2 else 4
-    dropout = _dropout
+    dropout = max(0.0, _dropout)
     _passes = 3.88 * _repeats
 else:  # 4.3 M parameters
     n_layer = 4
     n_head = 4
     n_embd = 256
     batch_size = 4
-    dropout = 0.1 + _dropout
+    dropout = max(0.0, 0.1 + _dropout)
     learning_rate = 6e-3
     _passes = 7.4 * _repeats
 

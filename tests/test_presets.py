@@ -78,6 +78,14 @@ def test_less_text_is_read_more_often_with_more_dropout(text_size):
     assert dropouts[0] > dropouts[2] >= dropouts[3] == 0
 
 
+def test_tokens_that_occur_seldom_are_read_less_often(text_size):
+    steps = []
+    for vocab_size in (65, 512, 2048):
+        text_size(38_000, vocab_size)
+        steps.append(load_preset("own_text.py", "cpu").max_iters)
+    assert steps[0] == steps[1] > 2 * steps[2]
+
+
 def test_a_large_vocabulary_has_no_table_of_pairs(text_size):
     assert load_preset("own_text.py", "cpu").bigrams
     text_size(vocab_size=3000)
