@@ -46,7 +46,7 @@ gradient_accumulation_steps = 1
 # Less text is read more often, and needs more dropout against memorization. Tokens that occur less
 # than 50 times are memorized sooner.
 _rarity = 0.5 if _has_large_vocabulary else min(1, _size.train_tokens / _size.vocab_size / 50)
-_repeats = min(4, _relative_size**-0.45) * _rarity
+_repeats = min(4, _relative_size ** (-0.45 if _relative_size < 1 else -0.2)) * _rarity
 _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more text
 
 # Numbers of parameters are for 65 characters. `_passes` is how often the text is read; for tiny
@@ -58,7 +58,7 @@ if device != "cpu":  # 12.3 M parameters. Not measured yet.
     batch_size = 16
     dropout = 0.2 * min(1, _repeats) + max(0.0, _dropout)
     _passes = 24.5 * _repeats
-elif minutes < 8 or _relative_size < 0.5:  # 1.0 M parameters
+elif minutes < 8 * max(1, _relative_size) ** 0.25 or _relative_size < 0.5:  # 1.0 M parameters
     n_layer = 2
     n_head = 2
     n_embd = 128
