@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from folio.errors import UserError, cause_of, os_error
-from folio.files import replacing
+from folio.files import Sink, replacing
 from folio.memory import is_out_of_memory
 from model import GPT, GPTConfig
 
@@ -110,7 +110,7 @@ def save(path, checkpoint):
     plain |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
     with replacing(path) as [file]:
         try:
-            torch.save(plain, file)
+            torch.save(plain, Sink(file))
         except RuntimeError as error:  # torch hides a full disk or Ctrl-C behind its own error
             raise error.__context__ or error from None
 

@@ -45,6 +45,24 @@ def replacing(*paths):
         raise os_error("write", " and ".join(map(str, paths)), error) from error
 
 
+class Sink:
+    """A file that ignores writes after it is closed.
+
+    If a second Ctrl-C interrupts torch.save, its writer writes once more when it is deleted. It
+    would abort the process if that failed.
+    """
+
+    def __init__(self, file):
+        self.file = file
+
+    def write(self, data):
+        return len(data) if self.file.closed else self.file.write(data)
+
+    def flush(self):
+        if not self.file.closed:
+            self.file.flush()
+
+
 def replace_by_link(source, path):
     """Atomically makes `path` a hard link to `source`, or a copy if links are not possible.
 

@@ -181,3 +181,13 @@ def test_the_settings_of_the_model_are_those_of_gptconfig():
 def test_every_setting_has_a_known_scope(settings_class):
     scopes = {field.metadata["scope"] for field in fields(settings_class)}
     assert scopes <= set(typing.get_args(Scope))
+
+
+def test_a_writer_that_outlives_its_file_does_not_abort_the_process(tmp_path):
+    """torch.save leaves one behind if it is interrupted."""
+    code = (
+        "import torch; from folio.files import Sink; file = open('x', 'wb')\n"
+        "writer = torch._C.PyTorchFileWriter(Sink(file)); writer.write_record('a', b'1', 1)\n"
+        "file.close(); del writer"
+    )
+    assert python(code, tmp_path) == (0, "", "")
