@@ -75,7 +75,7 @@ def _explanation(error, model, revision):
         url = f"{constants.ENDPOINT}/{MODELS.get(model, model)}"
         return f"it is gated; request access at {url} and set HF_TOKEN to your access token"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "there is no such file, folder or model; if it is private, set HF_TOKEN"
+        return "the hub has no such model; if it is private, set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the model has no revision {revision}; omit @{revision} for the newest"
     if isinstance(error, errors.LocalEntryNotFoundError):

@@ -252,7 +252,7 @@ def test_full_disk(hub, download):
 @pytest.mark.parametrize(
     ("name", "variables", "message"),
     [
-        ("org/nothing", {}, "there is no such file, folder or model"),
+        ("org/nothing", {}, "the hub has no such model"),
         ("org/model@v9", {}, "the model has no revision v9; omit @v9"),
         ("org/model", {"HF_HUB_OFFLINE": "1"}, "it is not in the cache; unset HF_HUB_OFFLINE"),
         ("org/model", {"HF_ENDPOINT": "http://127.0.0.1:1"}, "127.0.0.1:1 cannot be reached"),
