@@ -46,7 +46,7 @@ def load_initial(init_from):
         return checkpoints.load(init_from, optimizers=False)
     if init_from.endswith(".pt") or not is_model_id(init_from):
         hint = nearest(init_from, WORDS, f"; known names: {', '.join(WORDS)}")
-        raise UserError(f"init_from={init_from} is no file, folder or hub id{hint}")
+        raise UserError(f"init_from={init_from} is not a file, a folder or a hub id{hint}")
     checkpoint = read_pretrained(pretrained_folder(init_from))
     checkpoint.path = Path(init_from)  # shorter in messages than a folder of the cache
     return checkpoint

@@ -128,7 +128,7 @@ SETTINGS = {
     "of another script": (None, ["prepare.py", "--out_dir=x"], "unknown setting --out_dir"),
     "two dashes alone": (None, ["train.py", "--"], "unknown setting --; --help lists"),
     "init_from": (
-        None, [*TRAIN, "--init_from=gpt3"], "folder or hub id; did you mean gpt2?",
+        None, [*TRAIN, "--init_from=gpt3"], "a folder or a hub id; did you mean gpt2?",
     ),
     "large seed in sample.py": (
         None, [*SAMPLE, "--seed=9223372036854775808"], "--seed must be a 64-bit integer",
