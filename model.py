@@ -259,26 +259,26 @@ class GPT(nn.Module):
             parts["wpe"] = embedding(config.block_size, config.n_embd)
         if config.bigrams or config.smear:
             parts["context"] = LocalContext(config)
-        parts["drop"] = Dropout(config.dropout)
-        parts["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        parts["ln_f"] = make_norm(config)
+        blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        parts |= {"drop": Dropout(config.dropout), "h": blocks, "ln_f": make_norm(config)}
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if not self.lm_head.weight.is_meta:  # see uninitialized()
-            self._tie_and_fill_tables()
+            self.tie_and_fill_tables()
             self.init_weights()
 
     @classmethod
     def uninitialized(cls, config, device="cpu"):
-        """Returns a GPT with uninitialized weights, for init_weights() or load_state_dict()."""
+        """Returns a GPT with uninitialized weights."""
         with torch.device("meta"):
             model = cls(config)
         weights = {k: torch.empty(w.shape, device=device) for k, w in model.state_dict().items()}
         model.load_state_dict(weights, assign=True)  # to_empty() imports sympy: 0.4 s
-        model._tie_and_fill_tables()
+        model.tie_and_fill_tables()
         return model
 
-    def _tie_and_fill_tables(self):
+    def tie_and_fill_tables(self):
+        """Shares the embedding with the output head, and computes the rotary tables."""
         if self.config.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight
         if self.config.position == "rotary":
@@ -286,19 +286,19 @@ class GPT(nn.Module):
             self.register_buffer("cos", tables[0], persistent=False)
             self.register_buffer("sin", tables[1], persistent=False)
 
-    def init_weights(self):
-        """Initializes like GPT-2: norms to identity, biases to 0, the rest to N(0, 0.02).
+    @torch.no_grad()
+    def init_weights(self, assign=torch.Tensor.copy_):
+        """Initializes like GPT-2, on the CPU: norms to identity, biases to 0, others to N(0, 0.02).
 
         Each block adds two projections to the residual stream; their standard deviation is divided
         by sqrt(2 n_layer) so that the variance does not grow with depth (Radford et al. 2019, 2.3).
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.ones_(parameter)
-            elif name.endswith("c_proj.weight"):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
-            else:
-                nn.init.normal_(parameter, std=0.02)
+            values = torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0)
+            additions = 2 * self.config.n_layer if name.endswith("c_proj.weight") else 1
+            if parameter.dim() > 1:
+                values.normal_(std=0.02 / math.sqrt(additions))
+            assign(parameter, values)
 
     @property
     def receptive_field(self):

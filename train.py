@@ -4,6 +4,7 @@
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-lower-lr
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
     python train.py config/finetune_shakespeare.py --init_from=gpt2
+    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
 This file has, in order: the settings, setup, the training loop, and Learner, which holds the model
 and the optimizers. Checkpoints and log.jsonl go to out_dir.
@@ -11,7 +12,7 @@ and the optimizers. Checkpoints and log.jsonl go to out_dir.
 
 import dataclasses
 import math
-import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,6 +102,11 @@ class TrainConfig:
         "auto", "data type of matrix products; weights stay float32"
     )
     compile: Literal["auto"] | bool = setting("auto", "use torch.compile", scope="machine")
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp",
+        "with torchrun; fsdp: divide weights, gradients and optimizer over the processes",
+        scope="machine",
+    )
     backend: str = setting("nccl", "unused; accepted for nanoGPT's config files", scope="machine")
 
     def __post_init__(self):
@@ -129,22 +135,22 @@ from folio.compile import compile_model
 from folio.completion import sample_text
 from folio.dataset import Dataset, load_dataset
 from folio.device import choose_machine, kind_of, resolve_device
+from folio.dist import ALONE, assign, average_gradients, gathered, joined, replicate, shard
 from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
-from folio.plan import plan_model
-from folio.run_dir import RunDir
+from folio.plan import check_parallel, plan_model
+from folio.run_dir import ReadOnlyRunDir, RunDir
 from folio.tracking import Tracking, evaluation_line, print_end, print_finished, print_start
 from model import GPT
 
 
 def main(argv=None):
     settings = load(TrainConfig, argv, {"device": resolve_device})
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError("folio trains in one process: start it with python, not torchrun")
-    with explained_out_of_memory(settings.device, memory_advice(settings)):
-        run = setup(settings)
+    advice = memory_advice(settings)
+    with joined(settings.device) as world, explained_out_of_memory(world.device, advice):
+        run = setup(settings, world)
         if settings.eval_only:
             losses = run.learner.evaluate(run.dataset, run.progress.step)
             print(evaluation_line(run.progress.step, losses))
@@ -172,21 +178,17 @@ class Run:
     resumed: Checkpoint | None = None
 
 
-def setup(settings):
+def setup(settings, world=ALONE):
     """Returns the Run that the settings describe. Writes no files."""
-    run_dir = RunDir(settings.out_dir)
-    dataset = load_dataset(settings.dataset)
-    resumed, initial = load_start(settings.init_from, run_dir)
-    settings, config = plan_model(settings, dataset, resumed, initial)
-    dataset.check_length(config.block_size)
-    check_memory(config, settings)
-    if settings.sample_interval:
-        dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
+    run_dir = RunDir(settings.out_dir) if world.is_main else ReadOnlyRunDir(settings.out_dir)
+    settings, config, dataset, resumed, initial = world.together(plan, settings, run_dir, world)
+    step = resumed and resumed.progress.step
+    world.check_same({"command": settings, "dataset": dataset.fingerprint, "checkpoint": step})
     keep_freed_memory()
-    machine = choose_machine(settings.device, settings.dtype, settings.compile)
+    machine = choose_machine(world.device or settings.device, settings.dtype, settings.compile)
     settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
-    print_start(settings, dataset, machine, config)
-    learner = Learner(config, settings, machine)
+    print_start(settings, dataset, machine, config, world)
+    learner = Learner(config, settings, machine, world)
     if resumed:
         learner.load_state_dict(resumed)
     elif initial:
@@ -197,10 +199,25 @@ def setup(settings):
     if start := resumed or initial:
         start.weights, start.optimizers = {}, {}  # the learner has them
     dataset = to_device(dataset, machine.device)
-    if machine.compile:
-        learner.compile(dataset.train)
+    learner.make_forward(dataset.train)
     progress = resumed.progress if resumed else Progress()
     return Run(settings, settings, run_dir, dataset, learner, progress, resumed)
+
+
+def plan(settings, run_dir, world):
+    """Reads and checks the dataset and the checkpoint.
+
+    Returns (settings, GPTConfig, Dataset, resumed, initial). The last two are Checkpoints or None.
+    """
+    check_parallel(settings, world.size)
+    dataset = load_dataset(settings.dataset)
+    resumed, initial = load_start(settings.init_from, run_dir)
+    settings, config = plan_model(settings, dataset, resumed, initial)
+    dataset.check_length(config.block_size)
+    check_memory(config, settings)
+    if settings.sample_interval:
+        dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
+    return settings, config, dataset, resumed, initial
 
 
 # Training loop
@@ -209,9 +226,11 @@ def setup(settings):
 def train(run):
     """Trains until max_iters, or until patience is exhausted, and saves the state along the way."""
     settings, learner, progress = run.settings, run.learner, run.progress
-    batches = Batches(run.dataset.train, settings)
-    with process.StopSignal() as stop, run.run_dir.locked(), Tracking(run, stop) as tracking:
-        tracking.begin(run.run_dir.begin(settings, run.resumed))
+    world, batches = learner.world, Batches(run.dataset.train, settings, learner.world)
+    with (
+        process.StopSignal(world.is_launched) as stop,
+        world.entered(recorded(run, stop)) as tracking,
+    ):
         while True:
             lr = learning_rate_at(progress.step, settings)
             if progress.needs_evaluation(settings):
@@ -228,7 +247,7 @@ def train(run):
                     tracking.say(f"sample at step {progress.step}:\n{text}\n")
             if done:
                 break
-            loss, grad_norm = learner.gradient(batches.at(progress.step), progress.step)
+            loss, grad_norm = learner.gradient(batches.at(progress.step), progress.step, stop)
             if progress.is_due(settings.log_interval):
                 learner.divergence.check()
             is_saved = progress.evaluated == progress.step
@@ -242,6 +261,14 @@ def train(run):
         if not progress.is_finished(settings):
             return save_stopped(run, tracking, stop)
     return print_end(run)
+
+
+@contextmanager
+def recorded(run, stop):
+    """Yields the Tracking of a run, whose folder is locked and prepared."""
+    with run.run_dir.locked(), Tracking(run, stop) as tracking:
+        tracking.begin(run.run_dir.begin(run.settings, run.resumed))
+        yield tracking
 
 
 def save(run, tracking, best=False):
@@ -281,24 +308,29 @@ def save_stopped(run, tracking, stop):
     tracking.say(message)
 
 
-class Learner:
-    """The model, its optimizers and loss scaler on a machine."""
+NEVER = process.StopSignal()  # no stop is requested
 
-    def __init__(self, config, settings, machine):
+
+class Learner:
+    """The model, its optimizers and loss scaler on a machine, possibly one of several processes."""
+
+    def __init__(self, config, settings, machine, world=ALONE):
         """Weights are uninitialized until init_weights() or load_state_dict()."""
-        self.settings, self.machine = settings, machine
-        self.model = GPT.uninitialized(config, machine.device)
-        self.forward = self.model  # replaced by compile()
-        self.optimizers = make_optimizers(self.model, settings)
+        self.settings, self.machine, self.world = settings, machine, world
+        self.is_sharded = settings.parallel == "fsdp" and world.is_launched
+        self.model = GPT.uninitialized(config, "meta" if self.is_sharded else machine.device)
+        if self.is_sharded:
+            shard(self.model, world, machine.dtype)
+        self.forward = self.model  # replaced by make_forward()
+        self.optimizers = make_optimizers(self.model, settings, world)
         enabled = machine.dtype == "float16"
         self.scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=enabled)
         self.divergence = DivergenceMonitor(settings)
 
     def init_weights(self):
-        """Draws the weights on the CPU, so that a seed gives the same model on every device."""
+        """Draws the weights, the same on every device."""
         torch.manual_seed(self.settings.seed)
-        self.model.cpu().init_weights()
-        self.model.to(self.machine.device)
+        self.model.init_weights(assign)
 
     def load_state_dict(self, checkpoint):
         """Loads weights, moments and loss scale; the next update sets the hyperparameters."""
@@ -308,6 +340,7 @@ class Learner:
             self.scaler.load_state_dict(checkpoint.scaler)
 
     def state_dict(self):
+        """Returns references to the state. Tensors are sharded if the model is."""
         return {
             "config": self.model.config,
             "weights": self.model.state_dict(),
@@ -315,24 +348,39 @@ class Learner:
             "scaler": self.scaler.state_dict(),
         }
 
-    def compile(self, split):
-        """Compiles the model for training and evaluation; if that fails, warns and continues."""
-        starts = np.zeros(self.settings.batch_size, np.int64)
-        batch = split.windows(starts, self.settings.block_size)
-        self.forward = compile_model(self.model, self.machine, batch)
+    def make_forward(self, split):
+        """Compiles the model, if the machine does, and makes its gradients means of all processes.
 
-    def gradient(self, micro_batches, step):
-        """Accumulates the gradient of a step's mean loss. Returns (loss, norm), scalar tensors."""
-        torch.manual_seed(dropout_seed(self.settings.seed, step))
-        mean_loss = torch.zeros((), device=self.machine.device)
-        for x, y in micro_batches:
+        If compilation fails, warns and continues.
+        """
+        if self.machine.compile:
+            starts = np.zeros(self.settings.batch_size, np.int64)
+            batch = split.windows(starts, self.settings.block_size)
+            self.forward = compile_model(self.model, self.machine, batch)
+        if not self.is_sharded:
+            self.forward = replicate(self.forward, self.world)
+
+    def gradient(self, micro_batches, step, stop=NEVER):
+        """Accumulates the gradient of a step's mean loss. Returns (loss, norm), scalar tensors.
+
+        With several processes, they are of the whole batch, and `stop` learns of stop signals that
+        the others have received.
+        """
+        torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
+        count = self.settings.gradient_accumulation_steps // self.world.size
+        total = torch.zeros((), device=self.machine.device)
+        for number, (x, y) in enumerate(micro_batches, start=1):
+            average_gradients(self.forward, number == count)
             with self.machine.autocast():
-                loss = self.forward(x, y) / self.settings.gradient_accumulation_steps
+                loss = self.forward(x, y) / count
             self.scaler.scale(loss).backward()
-            mean_loss += loss.detach()
+            total += loss.detach()
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])
+        norm = gathered(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
+        total, stopping = self.world.sum(total, stop.was_received)
+        stop.agree_later(stopping)
+        mean_loss = total / self.world.size
         self.divergence.record(step, mean_loss, norm, self.scaler)
         return mean_loss, norm
 
@@ -350,13 +398,15 @@ class Learner:
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
 
-    def evaluate(self, dataset, step, stop=None):
+    def evaluate(self, dataset, step, stop=NEVER):
         """Returns the losses of both splits, or None if a stop is requested during the evaluation.
 
         Keys: "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
         "bits_per_byte". Raises UserError if a loss is not finite.
         """
-        train, val = (float(self.split_loss(each, stop)) for each in (dataset.train, dataset.val))
+        shares = [self.split_loss(each, stop) for each in (dataset.train, dataset.val)]
+        train, val, stopping = map(float, self.world.sum(*shares, stop.was_received))
+        stop.agree(stopping)
         if stop:
             return None
         if not math.isfinite(train + val):
@@ -368,23 +418,26 @@ class Learner:
         return losses
 
     @torch.no_grad()
-    def split_loss(self, split, stop=None):
-        """Returns the mean loss of the evaluated windows, a scalar tensor.
+    def split_loss(self, split, stop=NEVER):
+        """Returns this process's share of the mean loss of the evaluated windows, a scalar tensor.
 
-        The last batch is padded with targets that do not count, for a constant shape.
+        Incomplete batches are padded with targets that do not count, for a constant shape and the
+        same number of batches in all processes.
         """
         B, T = self.settings.batch_size, self.settings.block_size
         starts = evaluation_starts(split, self.settings)
         total = torch.zeros((), device=self.machine.device)
         self.model.eval()
-        for first in range(0, len(starts), B):
+        for first in range(0, len(starts), self.world.size * B):
             if stop:
                 break
-            rows = min(B, len(starts) - first)
-            x, y = split.windows(np.resize(starts[first : first + rows], B), T)
-            y[rows:] = -1
+            mine = starts[first + self.world.rank * B :][:B]
+            x, y = split.windows(np.resize(mine, B), T)
+            y[len(mine) :] = -1
             with self.machine.autocast():
-                total += self.forward(x, y) * rows
+                loss = self.forward(x, y)
+            if len(mine):
+                total += loss * len(mine)
         self.model.train()
         return total / len(starts)
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from folio.device import kind_of
+from folio.dist import ALONE
 from folio.memory import memory_bytes
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part, times 2^64
@@ -30,9 +31,9 @@ def window_starts(seed, first, count, num_starts):
     return np.minimum((fractions * num_starts).astype(np.int64), num_starts - 1)
 
 
-def dropout_seed(seed, step):
-    """Returns a seed for torch; those of different steps are statistically independent."""
-    return int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0])
+def dropout_seed(seed, step, rank=0):
+    """Returns a seed for torch; those of different steps or ranks are statistically independent."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 def evaluation_starts(split, settings):
@@ -105,27 +106,31 @@ def to_device(dataset, device):
 class Batches:
     """The micro-batches of each step, a function of the seed and the step.
 
-    If a GPU's windows come from a file, the next micro-batch is read during the current one.
+    Each process of a run has an equal part of them. If a GPU's windows come from a file, the next
+    micro-batch is read during the current one.
     """
 
-    def __init__(self, split, settings):
-        self.split, self.settings = split, settings
-        self._ahead = {}  # {number of a micro-batch: its future}
+    def __init__(self, split, settings, world=ALONE):
+        self.split, self.settings, self.world = split, settings, world
+        self.count = settings.gradient_accumulation_steps // world.size  # per step
+        self._ahead = {}  # {index of a micro-batch: its future}
         reads_ahead = split.resident is None and kind_of(split.device) != "cpu"
         self._reader = ThreadPoolExecutor(max_workers=1) if reads_ahead else None
 
     def at(self, step):
-        """Yields gradient_accumulation_steps pairs of (batch_size, block_size) int64 tensors."""
-        per_step = self.settings.gradient_accumulation_steps
-        for number in range(step * per_step, (step + 1) * per_step):
+        """Yields this process's micro-batches, pairs of (batch_size, block_size) int64 tensors."""
+        for index in range(step * self.count, (step + 1) * self.count):
             if self._reader:
-                future = self._ahead.pop(number, None) or self._reader.submit(self._read, number)
-                self._ahead = {number + 1: self._reader.submit(self._read, number + 1)}
+                future = self._ahead.pop(index, None) or self._reader.submit(self._read, index)
+                self._ahead = {index + 1: self._reader.submit(self._read, index + 1)}
                 yield future.result()
             else:
-                yield self._read(number)
+                yield self._read(index)
 
-    def _read(self, number):
+    def _read(self, index):
+        """Returns micro-batch `index` of this process."""
+        step, place = divmod(index, self.count)
+        number = (step * self.world.size + self.world.rank) * self.count + place  # of all
         settings = self.settings
         first, num_starts = number * settings.batch_size, len(self.split) - settings.block_size
         starts = window_starts(settings.seed, first, settings.batch_size, num_starts)

@@ -66,13 +66,16 @@ def with_max_iters(max_iters, settings):
 
 
 def seconds_per_step(settings, learner, dataset):
-    """Returns the median time of a training step. The learner's state does not change."""
-    batches = Batches(dataset.train, settings)
+    """Returns the median time of a training step, the same on all processes of a run.
+
+    The learner's state does not change.
+    """
+    world, batches = learner.world, Batches(dataset.train, settings, learner.world)
     states = copy.deepcopy([each.state_dict() for each in learner.optimizers.values()])
     scaler, seconds = learner.scaler.state_dict(), []
     limit_s = MEASURED_FRACTION * 60 * settings.minutes
     for step in range(WARMUP_STEPS + MEASURED_STEPS):
-        if step > WARMUP_STEPS and sum(seconds) > limit_s:
+        if step > WARMUP_STEPS and world.from_main(sum(seconds)) > limit_s:
             break
         start = time.perf_counter()
         _, norm = learner.gradient(batches.at(step), step)
@@ -83,7 +86,7 @@ def seconds_per_step(settings, learner, dataset):
         optimizer.load_state_dict(state)
     learner.scaler.load_state_dict(scaler)
     learner.divergence.check()
-    return median(seconds[WARMUP_STEPS:])
+    return world.from_main(median(seconds[WARMUP_STEPS:]))
 
 
 def evaluated_tokens(split, settings):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from folio.dist import assign
 from folio.errors import UserError, cause_of, os_error
 from folio.files import Sink, replacing
 from folio.memory import is_out_of_memory
@@ -234,10 +235,11 @@ def load_weights(model, checkpoint):
             raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}")
     try:
         for name, parameter in parameters.items():
-            parameter.data = weights[name].to(parameter).contiguous()
+            assign(parameter, weights[name])
     except (RuntimeError, TypeError) as error:  # a tensor that is sparse, or of another kind
         reason = f"the weights do not fit the model: {cause_of(error)}"
         raise UserError(f"{checkpoint.path}: {reason}") from error
-    extremes = (torch.stack(weight.aminmax()) for weight in model.parameters())  # NaN if any is
+    used = (weights[name] for name, _ in model.named_parameters())  # tied weights once
+    extremes = (torch.stack(weight.aminmax()) for weight in used)  # NaN if any is
     if not all(each.isfinite().all() for each in extremes):
         raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")

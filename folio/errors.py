@@ -7,6 +7,10 @@ class UserError(Exception):
     """A user's mistake or a system error, reported in one line with exit status 2."""
 
 
+class RankError(UserError):
+    """An error of one process of a distributed run, which each process reports for itself."""
+
+
 def nearest(name, known, otherwise="", dashes=""):
     """Returns '; did you mean NAME?' for the closest of `known`, or else `otherwise`."""
     close = difflib.get_close_matches(name, list(known), n=1)

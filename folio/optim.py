@@ -1,19 +1,20 @@
 """Optimizers and the learning-rate schedule."""
 
 import math
-from collections import defaultdict
 
 import torch
 from torch import nn
 
 from folio.device import DTYPES
+from folio.dist import ALONE, share_of
 from folio.errors import UserError, cause_of
+from folio.muon import Muon
 
 MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
 
 
-def make_optimizers(model, settings):
+def make_optimizers(model, settings, world=ALONE):
     """Returns {"adamw": AdamW}, or {"adamw": AdamW, "muon": Muon} for optimizer="muon".
 
     Muon takes the matrices of the blocks. AdamW takes the other parameters and decays matrices and
@@ -45,64 +46,8 @@ def make_optimizers(model, settings):
     if not matrices:
         return {"adamw": adamw}
     dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]
-    return {"adamw": adamw, "muon": Muon(matrices, settings.learning_rate, decay, dtype=dtype)}
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon (Jordan 2024): momentum SGD with orthogonalized updates.
-
-    Updates are scaled to the root mean square of AdamW's updates (Liu et al. 2025, "Muon is
-    Scalable for LLM Training", section 2.2), so that one learning rate and weight decay suit both.
-    The result equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a
-    shape are updated together, because the number of calls limits the speed for small matrices.
-    """
-
-    def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16):
-        """`params` are matrices; `dtype` is that of the matrix products."""
-        self.dtype = dtype
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "lr_scale": 1.0}
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            by_shape = defaultdict(list)
-            for p in group["params"]:
-                by_shape[tuple(sorted(p.shape))].append(p)  # (a, b) and (b, a) together
-            for parameters in by_shape.values():
-                self._update(parameters, group["lr"], group["weight_decay"], group["momentum"])
-
-    def _update(self, parameters, lr, weight_decay, momentum):
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        gradients = [p.grad for p in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        nesterov = torch._foreach_lerp(gradients, buffers, momentum)
-        updates = orthogonalize(torch.stack([as_wide(each) for each in nesterov]).to(self.dtype))
-        scale = 0.2 * math.sqrt(max(parameters[0].shape))
-        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-        torch._foreach_add_([as_wide(p) for p in parameters], list(updates), alpha=-lr * scale)
-
-
-def as_wide(matrix):
-    """Returns a view with no more rows than columns, for a smaller Gram matrix."""
-    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-
-
-def orthogonalize(x):
-    """Brings the singular values of each matrix close to 1: (N, a, b), a <= b -> the same shape.
-
-    Five Newton-Schulz iterations of Jordan's quintic polynomial. Its coefficients favor speed:
-    singular values above 0.002 of the Frobenius norm end between about 0.7 and 1.2.
-    """
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
-    return x
+    muon = Muon(matrices, settings.learning_rate, decay, dtype=dtype, world=world)
+    return {"adamw": adamw, "muon": muon}
 
 
 def restore_optimizers(optimizers, checkpoint):
@@ -118,7 +63,9 @@ def restore_optimizers(optimizers, checkpoint):
             raise ValueError(f"it belongs to {' and '.join(saved)}")
         for name, optimizer in optimizers.items():
             state, groups = saved[name]["state"], saved[name]["param_groups"]
-            _check_moments(optimizer, state, MOMENTS[name])
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            _check_moments(parameters, state, MOMENTS[name])
+            state = {index: _shares(parameters[index], state[index]) for index in state}
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group["lr"] = before["lr"]  # a save before the next step stores it again
@@ -128,9 +75,13 @@ def restore_optimizers(optimizers, checkpoint):
         ) from error
 
 
-def _check_moments(optimizer, state, keys):
+def _shares(parameter, moments):
+    """Returns this process's share of a parameter's moments; see dist.share_of."""
+    return {k: m if k == "step" else share_of(parameter, m) for k, m in moments.items()}
+
+
+def _check_moments(parameters, state, keys):
     """Raises ValueError unless the state fits; fused AdamW would crash the process otherwise."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if state and state.keys() != set(range(len(parameters))):  # empty before the first step
         raise ValueError("it belongs to other parameters")
     for index, moments in state.items():

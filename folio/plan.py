@@ -25,6 +25,23 @@ def plan_model(settings, dataset, resumed=None, initial=None):
     return settings, config
 
 
+def check_parallel(settings, size):
+    """Raises UserError if `size` processes cannot share the work of a step equally."""
+    count, batch_size = settings.gradient_accumulation_steps, settings.batch_size
+    if count % size:
+        near = sorted({max(count // size, 1) * size, (count // size + 1) * size})
+        advice = " or ".join(f"--gradient_accumulation_steps={each}" for each in near)
+        if size > count and not count * batch_size % size:
+            smaller = count * batch_size // size
+            advice += f" (with --batch_size={smaller} for the same tokens per step)"
+        raise UserError(
+            f"gradient_accumulation_steps={count} cannot be divided by {size} processes: "
+            f"use {advice}"
+        )
+    if settings.parallel == "fsdp" and settings.dtype == "float16" and size > 1:
+        raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
+
+
 def with_model_of(checkpoint, settings):
     """Returns the settings, with a checkpoint's model where they have their default values.
 

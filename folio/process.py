@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from folio.errors import UserError
+from folio.errors import RankError, UserError
 
 SIGPIPE = 13  # which Windows lacks
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
@@ -31,7 +31,8 @@ class Interrupted(KeyboardInterrupt):
 
 def start(function, *args):
     """Calls a function that handles `--help` or invalid flags before a script imports torch."""
-    _run(function, *args)
+    if (status := _run(function, *args)) is not None:
+        sys.exit(status)
     _set_handlers(lambda number, _: os._exit(128 + number))  # an exception would print a traceback
     gc.disable()  # until run(): collecting garbage takes a third of the time to import torch
 
@@ -40,10 +41,15 @@ def run(main):
     """Calls `main()` and ends the process with its exit status."""
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
-    _run(main)
+    status = _run(main)
+    if "RANK" in os.environ:  # gloo sometimes aborts in the destructor of a thread
+        os._exit(status or 0)
+    if status is not None:
+        sys.exit(status)
 
 
 def _run(function, *args):
+    """Returns the exit status, or None if `function` returns."""
     if sys.getfilesystemencoding() != "utf-8":  # start again: arguments and paths are decoded by it
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for name in ("stdin", "stdout", "stderr"):
@@ -53,6 +59,8 @@ def _run(function, *args):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     with suppress(AttributeError):  # a notebook's stdin cannot be reconfigured
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    if not is_main():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
     _set_handlers(_interrupt)
     try:
         status = _status_of(function, *args)
@@ -66,8 +74,7 @@ def _run(function, *args):
         for handle in (1, 2):  # otherwise Python reports the same error again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
         status = 2 if is_error else 128 + SIGPIPE
-    if status is not None:
-        sys.exit(status)
+    return status
 
 
 def _status_of(function, *args):
@@ -77,15 +84,22 @@ def _status_of(function, *args):
     except SystemExit as error:
         return error.code or 0
     except UserError as error:
-        print_error(error)
+        if is_main() or isinstance(error, RankError):  # the processes of a run raise the others too
+            print_error(error)
         return 2
     except MemoryError:
         print_error("out of memory: use less data, or a machine with more memory")
         return 2
     except KeyboardInterrupt as error:
-        print_error(str(error) or "interrupted")
+        if is_main():
+            print_error(str(error) or "interrupted")
         return 128 + getattr(error, "number", signal.SIGINT)
     return None
+
+
+def is_main():
+    """Whether this is the process of a run that prints: the only one, or rank 0 of torchrun's."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def print_error(message):
@@ -113,14 +127,18 @@ def _interrupt(number, _):
 
 
 class StopSignal:
-    """Context manager that records the first stop signal in `number` instead of raising.
+    """Context manager that records the first stop signal instead of raising an exception.
 
     The training loop checks it (`if stop:`) when its state is complete. A second SIGINT raises
-    Interrupted immediately.
+    Interrupted immediately. The processes of a distributed run must stop at the same step, so there
+    a signal only counts once `agree` is called; torchrun passes on every signal and kills the
+    processes 30 s later.
     """
 
-    def __init__(self):
-        self.number = None
+    def __init__(self, is_shared=False):
+        """`is_shared`: whether the processes of a run stop together."""
+        self.is_shared, self.received, self.number = is_shared, None, None
+        self._total = 0
 
     def __enter__(self):
         self._before = _set_handlers(self._receive)
@@ -133,11 +151,28 @@ class StopSignal:
     def __bool__(self):
         return self.number is not None
 
+    @property
+    def was_received(self):
+        """Whether this process has received a signal, which the others may not know yet."""
+        return self.received is not None
+
     def request(self, number):
         """Stops as if this signal had arrived, such as SIGPIPE when the reader has exited."""
-        self.number = self.number or number
+        self.received = self.received or number
+        if not self.is_shared:
+            self.number = self.received
+
+    def agree(self, total):
+        """Stops if `total`, the number of processes that have received a signal, is not 0."""
+        if self.is_shared and total:
+            self.number = self.received or signal.SIGTERM
+
+    def agree_later(self, total):
+        """Like agree(), at the next call: until then, a GPU can compute the total."""
+        self.agree(self._total)
+        self._total = total
 
     def _receive(self, number, _):
-        if self and number == signal.SIGINT:
+        if self and number == signal.SIGINT and not self.is_shared:
             raise Interrupted(number, "interrupted immediately")
         self.request(number)

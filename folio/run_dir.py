@@ -7,7 +7,7 @@ one JSON object per line, an event of the run.
 
 import json
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from folio import checkpoint as checkpoints
@@ -178,6 +178,25 @@ class RunDir:
             with suppress(UserError):
                 replace_by_link(self.best, self.last)
         return None
+
+
+class ReadOnlyRunDir(RunDir):
+    """The output folder in the processes of a run that write no files."""
+
+    def locked(self):
+        return nullcontext()
+
+    def begin(self, settings, resumed=None):
+        pass
+
+    def append(self, event):
+        pass
+
+    def flush(self):
+        pass
+
+    def save(self, checkpoint, best):
+        pass
 
 
 def move_aside(folder, names):

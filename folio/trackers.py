@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from folio.errors import UserError, cause_of
+from folio.process import is_main
 
 
 class Trackers:
@@ -24,7 +25,7 @@ class Trackers:
         self.warn, self.running = warn, []
         for name, kind in TRACKERS.items():
             try:
-                if getattr(settings, name):
+                if getattr(settings, name) and is_main():
                     continues = resumed and resumed.settings.get(name)
                     before = resumed if continues else None
                     self.running.append(kind(settings, run_settings, before))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from folio.advice import advice
-from folio.process import SIGPIPE, STARTED, print_error
+from folio.process import SIGPIPE, STARTED, is_main, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
 from model import flops_per_token, num_params
@@ -94,7 +94,7 @@ class Tracking:
         self.seconds, self.steps = 0.0, 0
         tokens = self.settings.tokens_per_step
         flops = flops_per_token(self.run.learner.model.config) * tokens
-        mfu = flops / seconds / self.machine.peak[0]
+        mfu = flops / seconds / self.machine.peak[0] / self.run.learner.world.size
         self.peak_is_credible &= mfu <= 1
         loss, norm = float(loss), float(grad_norm)
         # JSON has no infinity, which is the norm of a step that the loss scaler skips.
@@ -147,7 +147,8 @@ class Tracking:
 
     def warn(self, message):
         self.bar.clear()
-        print_error(message)
+        if is_main():
+            print_error(message)
 
     def report_save_error(self, error):
         """Reports a UserError that does not stop training."""
@@ -184,18 +185,19 @@ def evaluation_line(step, losses):
     return line
 
 
-def print_start(settings, dataset, machine, config):
+def print_start(settings, dataset, machine, config, world):
     """Prints the changed settings, the dataset, the model's size and the machine."""
     resolved = ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
+    processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
     print(
         f"settings: {' '.join(pairs) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
         f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
-        f"machine: {machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
+        f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
         sep="\n",
         flush=True,
     )

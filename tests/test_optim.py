@@ -7,7 +7,8 @@ import torch
 import train
 from folio.device import Machine
 from folio.errors import UserError
-from folio.optim import EMBEDDING_LR_SCALE, Muon, learning_rate_at, make_optimizers, orthogonalize
+from folio.muon import Muon, orthogonalize
+from folio.optim import EMBEDDING_LR_SCALE, learning_rate_at, make_optimizers
 from model import GPT, GPTConfig
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block

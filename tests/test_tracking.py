@@ -17,6 +17,7 @@ import train
 from folio import tracking
 from folio.checkpoint import Progress
 from folio.device import Machine, choose_machine
+from folio.dist import ALONE
 from folio.process import SIGPIPE, StopSignal
 from folio.run_dir import RunDir
 from model import GPTConfig, flops_per_token
@@ -84,6 +85,7 @@ def run(folder):
         settings=settings,
         run_dir=RunDir("out"),
         learner=SimpleNamespace(
+            world=ALONE,
             machine=choose_machine("cpu", "float32", False),
             model=SimpleNamespace(config=GPTConfig(**tiny.SMALL)),
         ),

@@ -1,0 +1,261 @@
+"""The processes of a run: their ranks, and communication through torch.distributed.
+
+torchrun starts one process per device and describes it in the environment: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All processes must call the collective functions in the
+same order.
+"""
+
+import os
+from collections import defaultdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from folio.device import DTYPES, kind_of
+from folio.errors import RankError, UserError, cause_of
+
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+TIMEOUT = timedelta(minutes=5)  # for a process that hangs; one that ends is noticed at once
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run. This one has number `rank` and computes on `device`."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    is_launched: bool = False  # by torchrun, possibly as the only process
+
+    @property
+    def is_main(self):
+        """Whether this process prints and writes files."""
+        return self.rank == 0
+
+    def sum(self, *numbers):
+        """Returns the sums of numbers or scalar tensors over all processes, in their order."""
+        if not self.is_launched:
+            return numbers
+        zero = torch.zeros((), device=self.device)  # a sum does not wait for the device
+        values = torch.stack([zero + number for number in numbers])
+        torch.distributed.all_reduce(values)
+        return values.unbind()
+
+    def all_gather(self, share):
+        """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
+        if not self.is_launched:
+            return share
+        shape = (self.size * len(share), *share.shape[1:])
+        result = torch.empty(shape, dtype=share.dtype, device=share.device)
+        torch.distributed.all_gather_into_tensor(result, share)
+        return result
+
+    def all_to_all(self, parts):
+        """Sends parts[i] to rank i; returns those received, in the order of the ranks."""
+        result = torch.empty_like(parts)
+        torch.distributed.all_to_all_single(result, parts)
+        return result
+
+    def gather(self, value):
+        """Returns the plain data that each process passes, in the order of the ranks."""
+        values = [value] * self.size
+        if self.is_launched:
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    def from_main(self, value):
+        """Returns the plain data that rank 0 passes."""
+        return self.gather(value)[0]
+
+    def together(self, function, *args):
+        """Returns function(*args). If it raises a UserError on any process, all raise one.
+
+        The function must not communicate.
+        """
+        result = message = None
+        try:
+            result = function(*args)
+        except UserError as error:
+            if self.size == 1:
+                raise
+            message = str(error)
+        ranks = defaultdict(list)
+        for rank, text in enumerate(self.gather(message)):
+            ranks[text].append(rank)
+        ranks.pop(None, None)
+        if not ranks:
+            return result
+        text, found = next(iter(ranks.items()))
+        raise UserError(text if len(found) == self.size else f"rank {found[0]}: {text}")
+
+    @contextmanager
+    def entered(self, context):
+        """Enters a context if all processes can; see together()."""
+        with ExitStack() as stack:
+            yield self.together(stack.enter_context, context)
+
+    def check_same(self, values):
+        """Raises UserError unless all processes pass the same {name: plain data}."""
+        everywhere = self.gather(values)
+        for name, value in everywhere[0].items():
+            if any(each[name] != value for each in everywhere):
+                raise UserError(
+                    f"the {name} differs between processes: start all with the same command, and "
+                    "give all the same files in data/ and out_dir"
+                )
+
+
+ALONE = World()
+
+
+# Start and end
+
+
+@contextmanager
+def joined(device):
+    """A context with the World of this process, on the given device or its share of the GPUs.
+
+    Raises UserError if the processes cannot connect, RankError if one of them ends unexpectedly.
+    """
+    if "RANK" not in os.environ:
+        yield World(device=device)
+        return
+    world = _launched(device)
+    backend = BACKENDS[kind_of(device)]
+    try:
+        torch.distributed.init_process_group(
+            backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size
+        )
+    except (RuntimeError, ValueError) as error:  # torch has no type for all of them
+        raise UserError(
+            f"the processes cannot connect ({cause_of(error)}): start them with torchrun, and "
+            "check the address and port of --rdzv-endpoint"
+        ) from error
+    try:
+        yield world
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        raise RankError(
+            f"rank {world.rank}: another process of the run has ended or cannot be reached; its "
+            "message says why. To continue, run the same command with --init_from=resume"
+        ) from error
+    torch.distributed.destroy_process_group()
+
+
+def _launched(device):
+    """Returns the World that torchrun describes in the environment."""
+    try:
+        rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"RANK is set, but not {error}: start folio with torchrun") from error
+    kind = kind_of(device)
+    if kind not in BACKENDS:
+        raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if device != "cuda":
+            raise UserError(
+                f"--device={device} with torchrun: use --device=cuda, one GPU per process"
+            )
+        if local >= count:
+            raise UserError(f"this machine has {count} GPUs: use --nproc_per_node={count}")
+        device = f"cuda:{local}"
+        torch.cuda.set_device(local)
+    return World(rank, size, device, is_launched=True)
+
+
+def is_lost(error):
+    """Whether an exception says that another process cannot be reached."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    words = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+# Models
+
+
+def replicate(forward, world):
+    """Returns a module or compiled module wrapped in DDP, which averages gradients.
+
+    Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+    """
+    if not world.is_launched:
+        return forward
+    return DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def shard(model, world, dtype):
+    """Distributes a GPT on the meta device: each process has a part of every parameter.
+
+    Before a block computes, its parameters are gathered in `dtype`; gradients are averaged in
+    float32 (Zhao et al. 2023, "PyTorch FSDP"). The weights are uninitialized.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    mesh = init_device_mesh(kind_of(world.device), (world.size,))
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, "trunk")  # for sampling
+    model.to_empty(device=world.device)
+    model.tie_and_fill_tables()
+
+
+def average_gradients(forward, enabled):
+    """Sets whether the next backward pass averages gradients, as only a step's last one should."""
+    if isinstance(forward, DistributedDataParallel):
+        forward.require_backward_grad_sync = enabled
+    elif hasattr(forward, "set_requires_gradient_sync"):  # sharded
+        forward.set_requires_gradient_sync(enabled)
+
+
+# Parameters
+
+
+def is_sharded(tensor):
+    """Whether a tensor is a DTensor, distributed over the processes."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor):
+    """Returns this process's share of a tensor, which is the tensor itself if it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def share_of(parameter, full):
+    """Returns this process's share of a full tensor, distributed like a parameter or moment.
+
+    It is `full` itself if the parameter is not sharded.
+    """
+    if not is_sharded(parameter):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.to(parameter.device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def gathered(tensor):
+    """Returns the full tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def assign(parameter, full):
+    """Sets a parameter to a full tensor, whose memory it then shares if that is possible."""
+    if is_sharded(parameter):
+        parameter.copy_(share_of(parameter, full))
+    else:
+        parameter.data = full.to(parameter).contiguous()
