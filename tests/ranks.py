@@ -1,0 +1,96 @@
+"""Runs functions in several connected processes, as torchrun does."""
+
+import os
+import socket
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+
+import tiny
+import torch
+
+import train
+from folio import process
+from folio.device import resolve_device
+from folio.dist import joined
+from folio.settings import load
+
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["ranks", "torch._dynamo"])
+LIMIT_S = 120  # for a test that hangs
+
+
+class Ranks:
+    """Processes that run `function(*args)` in the current folder, each with its own rank."""
+
+    def __init__(self, size, function, *args):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            receiver, sender = CONTEXT.Pipe(duplex=False)
+            call = (sender, os.getcwd(), rank, size, port, function, args)
+            self.pipes.append(receiver)
+            self.processes.append(CONTEXT.Process(target=_run, args=call))
+            self.processes[-1].start()
+            sender.close()
+
+    def wait(self):
+        """Returns (exit statuses, errors), each in the order of the ranks."""
+        for each in self.processes:
+            each.join(LIMIT_S)
+            each.kill()  # without effect if it has ended
+        for each in self.processes:
+            each.join()
+        errors = [error_path(rank).read_text() for rank in range(len(self.processes))]
+        return [each.exitcode for each in self.processes], errors
+
+    def results(self):
+        """Returns what the functions return. All must succeed."""
+        statuses, errors = self.wait()
+        assert not any(statuses), "\n".join(errors)
+        return [pipe.recv() for pipe in self.pipes]
+
+
+def error_path(rank):
+    return Path(f"rank{rank}.txt")
+
+
+def _run(sender, folder, rank, size, port, function, args):
+    os.chdir(folder)
+    descriptor = os.open(error_path(rank), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+    sys.argv = ["train.py"]
+    torch.set_num_threads(1)
+    process.run(lambda: sender.send(function(*args)))
+
+
+# Functions to run
+
+
+def in_world(function, *args):
+    """Calls function(world, *args)."""
+    with joined("cpu") as world:
+        return function(world, *args)
+
+
+def in_setup(function, flags, *args):
+    """Calls function(run, *args) with the train.Run of the flags."""
+    settings = load(train.TrainConfig, flags, {"device": resolve_device})
+    with joined(settings.device) as world:
+        return function(train.setup(settings, world), *args)
+
+
+def trained(size, **settings):
+    """Trains in `size` processes; 1 is an ordinary process. Returns the losses of the steps."""
+    flags = tiny.flags(log_interval=1, **settings)
+    if size == 1:
+        train.main(flags)
+    else:
+        Ranks(size, train.main, flags).results()
+    events = tiny.log_events(settings.get("out_dir", "out"))
+    return [event["loss"] for event in events if event["split"] == "train"]

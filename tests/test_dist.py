@@ -1,0 +1,321 @@
+"""Several processes: the same results as one, the same checkpoints, common stops and errors."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from ranks import Ranks, in_setup, in_world, trained
+
+import train
+from folio import dist
+from folio.batches import Batches, Split
+from folio.dist import World
+from folio.errors import UserError
+from folio.files import locked
+from folio.muon import orthogonalize, orthogonalize_copies, orthogonalize_shards
+from folio.plan import check_parallel
+
+CURVE = Path(__file__).parent / "curve.json"  # losses of 100 steps of CURVE_SETTINGS in one process
+CURVE_SETTINGS = {
+    "gradient_accumulation_steps": 4,
+    "batch_size": 2,
+    "max_iters": 100,
+    "eval_interval": 50,
+    "learning_rate": 1e-3,
+    "bias": True,
+    "n_layer": 2,
+    "n_embd": 18,  # divisible by neither 4 processes nor the head count of 4
+}
+both_parallel = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+both_optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+
+
+def differences(losses, others):
+    return np.abs(np.array(losses) - np.array(others, dtype=float))
+
+
+# The same results
+
+
+def test_the_losses_of_one_process_follow_the_stored_curve(verse):
+    losses = trained(1, **CURVE_SETTINGS)
+    assert differences(losses, json.loads(CURVE.read_text())).max() < 1e-4
+
+
+@pytest.mark.slow
+@both_parallel
+@pytest.mark.parametrize(("size", "split"), [(2, (4, 2)), (2, (2, 4)), (4, (4, 2)), (4, (8, 1))])
+def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, split, parallel):
+    count, batch_size = split
+    changes = {"gradient_accumulation_steps": count, "batch_size": batch_size}
+    losses = trained(size, parallel=parallel, **CURVE_SETTINGS | changes)
+    expected = json.loads(CURVE.read_text())
+    assert differences(losses, expected).max() < 1e-4
+    assert differences(losses[:1], expected[:1]).max() < 1e-6
+
+
+@pytest.mark.slow
+def test_200_steps_of_several_processes_equal_those_of_one(verse):
+    settings = CURVE_SETTINGS | {"max_iters": 200, "n_embd": 32, "eval_interval": 200}
+    one = trained(1, **settings)
+    for parallel in ("ddp", "fsdp"):
+        found = differences(trained(2, out_dir=parallel, parallel=parallel, **settings), one)
+        assert found[0] < 1e-6
+        assert found.max() < 1e-4
+
+
+@both_parallel
+@both_optimizers
+def test_evaluations_and_weights_of_several_processes_equal_those_of_one(
+    verse, parallel, optimizer
+):
+    settings = {"optimizer": optimizer, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
+    settings |= tiny.SWITCHES | {"batch_size": 3, "n_layer": 2}
+    trained(1, out_dir="one", **settings)
+    trained(2, out_dir="two", parallel=parallel, **settings)
+    for one, two in zip(tiny.log_events("one"), tiny.log_events("two"), strict=True):
+        if one["split"] == "val":
+            assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+            assert two["train_loss"] == pytest.approx(one["train_loss"], abs=1e-5)
+    one, two = tiny.saved("last.pt", "one"), tiny.saved("last.pt", "two")
+    assert one["model"].keys() == two["model"].keys()
+    for name, weight in one["model"].items():
+        torch.testing.assert_close(two["model"][name], weight, atol=1e-5, rtol=0)
+    for key in ("optimizer", "muon"):
+        if one[key]:
+            assert one[key]["param_groups"] == two[key]["param_groups"]
+            for index, moments in one[key]["state"].items():
+                for name, moment in moments.items():
+                    found = two[key]["state"][index][name]
+                    torch.testing.assert_close(found, moment, atol=1e-5, rtol=0)
+
+
+def test_runs_with_dropout_and_as_many_processes_are_equal(verse):
+    settings = {"dropout": 0.3, "gradient_accumulation_steps": 2}
+    first = trained(2, out_dir="first", **settings)
+    assert trained(2, out_dir="second", **settings) == first
+    assert not tiny.differences("first", "second")
+
+
+def test_the_processes_draw_different_dropout_masks(verse):
+    first, second = Ranks(
+        2, in_setup, mask_of_a_step, tiny.flags(gradient_accumulation_steps=2)
+    ).results()
+    assert first != second
+
+
+def mask_of_a_step(run):
+    run.learner.gradient([run.dataset.train.windows(np.zeros(4, np.int64), 8)], 0)
+    return torch.rand(3).tolist()  # from the generator that dropout uses
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("split", [(4, 6), (8, 3), (12, 2)])
+def test_every_division_has_the_same_global_batches(size, split):
+    count, batch_size = split
+    settings = tiny.settings(gradient_accumulation_steps=count, batch_size=batch_size)
+    ids = Split(np.arange(1000, dtype=np.uint16), "cpu")
+    whole = tiny.settings(gradient_accumulation_steps=1, batch_size=24)
+    for step in (0, 3):
+        [(expected, _)] = Batches(ids, whole).at(step)
+        parts = [Batches(ids, settings, World(rank, size)).at(step) for rank in range(size)]
+        found = torch.cat([x for x, _ in itertools.chain(*parts)])
+        assert torch.equal(found, expected)
+
+
+# Checkpoints
+
+
+@pytest.mark.slow
+@both_optimizers
+def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(verse, optimizer):
+    settings = {"optimizer": optimizer, "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
+    settings |= {"batch_size": 1, "n_embd": 18, "max_iters": 12, "eval_interval": 4}
+    whole = trained(1, out_dir="whole", **settings)
+    parts = [(4, "fsdp", 4), (1, "ddp", 6), (2, "ddp", 9), (2, "fsdp", 12)]
+    for size, parallel, stop_at in parts:
+        found = trained(size, parallel=parallel, stop_at=stop_at, init_from="auto", **settings)
+    assert differences(found, whole).max() < 1e-5
+
+
+@both_parallel
+def test_resuming_in_several_processes_is_exact(verse, parallel):
+    settings = {"parallel": parallel, "gradient_accumulation_steps": 2, "dropout": 0.2}
+    trained(2, out_dir="whole", **settings)
+    trained(2, stop_at=3, **settings)
+    trained(2, init_from="resume", **settings)
+    assert not tiny.differences("out", "whole", names=["last.pt"])
+
+
+def test_samples_are_printed_once(verse):
+    flags = tiny.flags(gradient_accumulation_steps=2, sample_interval=6, parallel="fsdp")
+    Ranks(2, train.main, flags).results()
+    assert Path("rank0.txt").read_text().count("sample at step 6") == 1
+    assert Path("rank1.txt").read_text() == ""
+
+
+def test_the_preset_budget_gives_all_processes_the_same_steps(verse):
+    flags = tiny.flags(gradient_accumulation_steps=2, minutes=0.01, max_iters=10**6)
+    flags += ["--eval_interval=200000", "--eval_iters=1"]
+    Ranks(2, train.main, flags).results()
+    assert tiny.saved()["fitted_iters"] == tiny.saved()["iter_num"]
+
+
+# Stops and errors
+
+
+@pytest.mark.slow
+@both_parallel
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_process_stops_all_at_the_same_step(verse, parallel, number):
+    flags = tiny.flags(gradient_accumulation_steps=2, max_iters=10**6, parallel=parallel)
+    ranks = Ranks(2, train.main, flags)
+    wait_for(Path("out/last.pt"))
+    os.kill(ranks.processes[1].pid, number)
+    statuses, (main, other) = ranks.wait()
+    assert statuses == [128 + signal.SIGTERM, 128 + number]
+    assert f"stopped at step {tiny.saved('last.pt')['iter_num']}" in main
+    assert other == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@both_parallel
+def test_if_a_process_is_killed_the_others_end_with_a_message(verse, rank, parallel):
+    flags = tiny.flags(gradient_accumulation_steps=2, max_iters=10**6, parallel=parallel)
+    ranks = Ranks(2, train.main, flags)
+    wait_for(Path("out/last.pt"))
+    os.kill(ranks.processes[rank].pid, signal.SIGKILL)
+    statuses, errors = ranks.wait()
+    assert statuses[rank] == -signal.SIGKILL
+    assert statuses[1 - rank] == 2
+    last = errors[1 - rank].strip().splitlines()[-1]
+    assert last.startswith(f"train.py: rank {1 - rank}: another process of the run has ended")
+    losses = trained(1, init_from="resume", gradient_accumulation_steps=2, max_iters=10**6 + 1)
+    assert math.isfinite(losses[-1])
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, [p.read_text() for p in Path().glob("rank*.txt")]
+        time.sleep(0.05)
+
+
+def fail_on(world, ranks):
+    def check():
+        if world.rank in ranks:
+            raise UserError("the disk is missing")
+
+    world.together(check)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [([0, 1], "the disk is missing"), ([1], "rank 1: the disk is missing")],
+)
+def test_all_processes_end_if_one_cannot_start(folder, ranks, message):
+    statuses, errors = Ranks(2, in_world, fail_on, ranks).wait()
+    assert statuses == [2, 2]
+    assert errors == [f"train.py: {message}\n", ""]
+
+
+def test_processes_with_different_data_are_refused(verse):
+    statuses, (error, other) = Ranks(2, other_dataset).wait()
+    assert statuses == [2, 2]
+    assert "the dataset differs between processes" in error
+    assert other == ""
+
+
+def other_dataset():
+    if os.environ["RANK"] == "1":
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        tiny.prepare_verse(text=tiny.VERSE * 19)
+    train.main(tiny.flags(gradient_accumulation_steps=2))
+
+
+def test_divergence_ends_all_processes(verse):
+    flags = tiny.flags(gradient_accumulation_steps=2, learning_rate=1e30, warmup_iters=0)
+    flags += ["--grad_clip=0", "--max_iters=50"]
+    statuses, (error, other) = Ranks(2, train.main, flags).wait()
+    assert statuses == [2, 2]
+    assert "training diverged at step" in error
+    assert other == ""
+
+
+def test_a_folder_in_use_is_reported_once(verse):
+    with locked("out"):
+        statuses, (error, other) = Ranks(
+            2, train.main, tiny.flags(gradient_accumulation_steps=2)
+        ).wait()
+    assert statuses == [2, 2]
+    assert "another process is writing to out" in error.splitlines()[-1]
+    assert other == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "size", "advice"),
+    [
+        (5, 3, 2, "use --gradient_accumulation_steps=4 or --gradient_accumulation_steps=6"),
+        (1, 12, 2, "use --gradient_accumulation_steps=2 (with --batch_size=6 for the same"),
+        (1, 3, 2, "use --gradient_accumulation_steps=2"),
+        (40, 12, 64, "use --gradient_accumulation_steps=64"),
+    ],
+)
+def test_a_batch_that_cannot_be_divided_is_refused(count, batch_size, size, advice):
+    settings = tiny.settings(gradient_accumulation_steps=count, batch_size=batch_size)
+    with pytest.raises(UserError) as caught:
+        check_parallel(settings, size)
+    assert f"{advice}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "start folio with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, "start folio with torchrun"),
+    ],
+)
+def test_an_incomplete_environment_is_refused(monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message), dist.joined("cpu"):
+        pass
+
+
+# Muon
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (5, 9), (9, 5), (3, 7)])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_divided_orthogonalization_equals_the_whole(folder, shape, count):
+    torch.manual_seed(0)
+    matrices = torch.randn(count, *shape)
+    expected = orthogonalize(matrices if shape[0] <= shape[1] else matrices.mT)
+    expected = expected if shape[0] <= shape[1] else expected.mT
+    for function in (copies, shards):
+        for found in Ranks(4, in_world, function, matrices).results():
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def copies(world, matrices):
+    return torch.stack(orthogonalize_copies(list(matrices), world))
+
+
+def shards(world, matrices):
+    rows = matrices.shape[1]
+    most = -(-rows // world.size)
+    mine = [matrix[world.rank * most :][:most] for matrix in matrices]
+    results = orthogonalize_shards(mine, rows, world)
+    assert [each.shape for each in results] == [each.shape for each in mine]
+    everywhere = world.gather(results)
+    return torch.stack([torch.cat(parts) for parts in zip(*everywhere, strict=True)])
