@@ -135,6 +135,7 @@ from folio.memory import check_memory, explained_out_of_memory, keep_freed_memor
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import plan_model
 from folio.run_dir import RunDir
+from folio.saving import Saver
 from folio.tracking import Tracking, evaluation_line, print_end, print_finished, print_start
 from model import GPT
 
@@ -210,7 +211,12 @@ def train(run):
     """Trains until max_iters, or until patience is exhausted, and saves the state along the way."""
     settings, learner, progress = run.settings, run.learner, run.progress
     batches = Batches(run.dataset.train, settings)
-    with process.StopSignal() as stop, run.run_dir.locked(), Tracking(run, stop) as tracking:
+    with (
+        process.StopSignal() as stop,
+        run.run_dir.locked(),
+        Tracking(run, stop) as tracking,
+        Saver(run, tracking) as saver,
+    ):
         tracking.begin(run.run_dir.begin(settings, run.resumed))
         while True:
             lr = learning_rate_at(progress.step, settings)
@@ -218,7 +224,7 @@ def train(run):
                 with tracking.paused():
                     if losses := learner.evaluate(run.dataset, progress.step, stop):
                         tracking.evaluated(progress.step, losses, lr)
-                        save_evaluated(run, tracking, losses["loss"])
+                        saver.evaluated(losses["loss"])
             if stop or progress.step >= (settings.stop_at or math.inf):
                 break
             done = progress.is_finished(settings)
@@ -234,51 +240,13 @@ def train(run):
             is_saved = progress.evaluated == progress.step
             if progress.is_due(settings.checkpoint_interval) and not is_saved:
                 with tracking.paused():  # after the gradient, which save() checks
-                    if error := save(run, tracking):
-                        tracking.report_save_error(error)
+                    saver.save()
             learner.update(grad_norm, lr)
             tracking.stepped(progress.step, loss, grad_norm, lr)
             progress.step += 1
         if not progress.is_finished(settings):
-            return save_stopped(run, tracking, stop)
+            return saver.stopped(stop)
     return print_end(run)
-
-
-def save(run, tracking, best=False):
-    """Writes last.pt, and ckpt.pt if `best`. Returns the UserError if writing fails."""
-    run.learner.divergence.check()
-    run.progress.elapsed_s = tracking.elapsed_s()
-    checkpoint = Checkpoint(
-        progress=run.progress,
-        settings=dataclasses.asdict(run.requested),
-        tokenizer=run.dataset.tokenizer.to_dict(),
-        data=run.dataset.fingerprint,
-        **run.learner.state_dict(),
-    )
-    return run.run_dir.save(checkpoint, best)
-
-
-def save_evaluated(run, tracking, val_loss):
-    """Saves after an evaluation. Raises UserError if writing fails at the start or the end."""
-    before = dataclasses.replace(run.progress)
-    is_best = run.progress.record(val_loss)
-    if error := save(run, tracking, best=is_best or run.settings.always_save_checkpoint):
-        if run.progress.step == 0 or run.progress.is_finished(run.settings):
-            raise error
-        vars(run.progress).update(vars(before))  # the best loss stays that of ckpt.pt
-        tracking.report_save_error(error)
-
-
-def save_stopped(run, tracking, stop):
-    """Saves the state of a run that is not finished. Raises Interrupted after a stop signal."""
-    if error := save(run, tracking):
-        raise UserError(f"stopped without saving ({error}): progress since the last save is lost")
-    how = "--init_from=resume" if stop else "--init_from=resume, without --stop_at"
-    message = f"stopped at step {run.progress.step}, saved in {run.run_dir.last}"
-    message += f"; to continue, run the same command with {how}"
-    if stop:
-        raise process.Interrupted(stop.number, message)
-    tracking.say(message)
 
 
 class Learner:

@@ -75,7 +75,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"batches", "compile", "divergence", "generate", "trackers"},
     {"budget", "checkpoint", "tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
-    {"initial"},
+    {"initial", "saving"},
 )
 LIBRARY = {path.stem for path in (ROOT / "folio").glob("*.py")}
 TOP = {path.stem for path in ROOT.glob("*.py")}

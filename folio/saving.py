@@ -1,0 +1,145 @@
+"""Saves the state of a run: copied to host memory, then written by another thread."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from folio.checkpoint import Checkpoint
+from folio.errors import UserError
+from folio.process import Interrupted
+
+
+class Saver:
+    """Saves the state of a run. Training waits for the copy of the state, not for the file.
+
+    At most one write is in flight: the next save, an evaluation and the end of the context wait for
+    it. If it failed, they print a warning, and the evaluation that it contained does not count, so
+    that the best loss stays that of ckpt.pt.
+    """
+
+    def __init__(self, run, tracking):
+        """`run` is a train.Run, `tracking` its Tracking."""
+        self.run, self.tracking = run, tracking
+        self.writer = ThreadPoolExecutor(max_workers=1)
+        self.in_flight = None  # future of the UserError of a write, or of None
+        self.before = None  # Progress before the evaluation that the write contains
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _, error, __):
+        """Waits for the write in flight. A second Ctrl-C cancels it."""
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                self.run.run_dir.canceled.set()
+            elif failed := self._wait():
+                self.tracking.warn(failed)
+        finally:
+            self._end_thread()
+
+    def save(self):
+        """Saves to last.pt."""
+        self._report_previous()
+        self._start(dataclasses.replace(self.run.progress), best=False)
+
+    def evaluated(self, val_loss):
+        """Saves after an evaluation: to ckpt.pt if it is the best.
+
+        At step 0 and at the end of the run, waits and raises UserError if writing fails.
+        """
+        self._report_previous()
+        progress, settings = self.run.progress, self.run.settings
+        before = dataclasses.replace(progress)
+        is_best = progress.record(val_loss)
+        self._start(before, best=is_best or settings.always_save_checkpoint)
+        must_succeed = progress.step == 0 or progress.is_finished(settings)
+        if must_succeed and (error := self._wait()):
+            raise error
+
+    def stopped(self, stop):
+        """Saves the state of a run that is not finished, and waits.
+
+        Raises Interrupted after a stop signal, UserError if writing fails.
+        """
+        self.save()
+        if error := self._wait():
+            lost = "progress since the last save is lost"
+            raise UserError(f"stopped without saving ({error}): {lost}")
+        how = "--init_from=resume" if stop else "--init_from=resume, without --stop_at"
+        message = f"stopped at step {self.run.progress.step}, saved in {self.run.run_dir.last}"
+        message += f"; to continue, run the same command with {how}"
+        if stop:
+            raise Interrupted(stop.number, message)
+        self.tracking.say(message)
+
+    def _start(self, before, best):
+        """Copies the state and starts to write it. Raises UserError if the run diverged."""
+        run = self.run
+        run.learner.divergence.check()
+        run.progress.elapsed_s = self.tracking.elapsed_s()
+        checkpoint = Checkpoint(
+            progress=dataclasses.replace(run.progress),
+            settings=dataclasses.asdict(run.requested),
+            tokenizer=run.dataset.tokenizer.to_dict(),
+            data=run.dataset.fingerprint,
+            log_bytes=run.run_dir.log_size(),
+            **host_copy(run.learner.state_dict()),
+        )
+        self.before = before
+        self.in_flight = self.writer.submit(self._write, checkpoint, best)
+
+    def _write(self, checkpoint, best):
+        """Runs in the other thread. Returns the UserError if writing fails."""
+        error = self.run.run_dir.save(checkpoint, best)
+        return UserError(str(error)) if error else None  # a traceback would keep the copy in memory
+
+    def _wait(self):
+        """Waits for the write in flight, if any. Returns the UserError if it failed."""
+        write, self.in_flight = self.in_flight, None
+        error = write.result() if write else None
+        if error:
+            progress, before = self.run.progress, self.before
+            progress.evaluated = before.evaluated
+            progress.best_step, progress.best_val_loss = before.best_step, before.best_val_loss
+        return error
+
+    def _report_previous(self):
+        if error := self._wait():
+            self.tracking.report_save_error(error)
+
+    def _end_thread(self):
+        """Waits for the thread. If it outlived Python, torch's writer would abort the process."""
+        try:
+            self.writer.shutdown()
+        except KeyboardInterrupt:
+            self.run.run_dir.canceled.set()
+            self._end_thread()
+            raise
+
+
+def host_copy(tree):
+    """Returns a copy of nested dicts and lists, with tensors on the CPU; other values are shared.
+
+    Tied weights are tied in the copy, too. A GPU copies to pinned memory, which torch reuses.
+    """
+    copies = {}
+
+    def copy(value):
+        if isinstance(value, dict):
+            return {key: copy(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [copy(each) for each in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        place = value.data_ptr(), value.dtype, value.shape, value.stride()
+        if place not in copies:
+            on_gpu = value.is_cuda
+            target = torch.empty_like(value, device="cpu", pin_memory=on_gpu, requires_grad=False)
+            copies[place] = target.copy_(value.detach(), non_blocking=on_gpu)
+        return copies[place]
+
+    copied = copy(tree)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # until the data has arrived
+    return copied
