@@ -29,14 +29,22 @@ class Saver:
         return self
 
     def __exit__(self, _, error, __):
-        """Waits for the write in flight. A second Ctrl-C cancels it."""
+        """Waits for the write in flight. A second Ctrl-C, before or now, cancels it.
+
+        If the thread outlived Python, torch's writer would abort the process.
+        """
+        canceled = self.run.run_dir.canceled
+        if isinstance(error, KeyboardInterrupt):
+            canceled.set()
         try:
-            if isinstance(error, KeyboardInterrupt):
-                self.run.run_dir.canceled.set()
-            elif failed := self._wait():
-                self.tracking.warn(failed)
-        finally:
-            self._end_thread()
+            failed = self._wait()
+            self.writer.submit(int).result()  # after a write that Ctrl-C kept from being recorded
+        except KeyboardInterrupt as interrupt:
+            self.__exit__(None, interrupt, None)
+            raise
+        if failed and not canceled.is_set():
+            self.tracking.warn(failed)
+        self.writer.shutdown()
 
     def save(self):
         """Saves to last.pt."""
@@ -96,8 +104,8 @@ class Saver:
 
     def _wait(self):
         """Waits for the write in flight, if any. Returns the UserError if it failed."""
-        write, self.in_flight = self.in_flight, None
-        error = write.result() if write else None
+        error = self.in_flight.result() if self.in_flight else None
+        self.in_flight = None
         if error:
             progress, before = self.run.progress, self.before
             progress.evaluated = before.evaluated
@@ -107,15 +115,6 @@ class Saver:
     def _report_previous(self):
         if error := self._wait():
             self.tracking.report_save_error(error)
-
-    def _end_thread(self):
-        """Waits for the thread. If it outlived Python, torch's writer would abort the process."""
-        try:
-            self.writer.shutdown()
-        except KeyboardInterrupt:
-            self.run.run_dir.canceled.set()
-            self._end_thread()
-            raise
 
 
 def host_copy(tree):

@@ -186,10 +186,10 @@ def test_resuming_truncates_the_log_to_that_of_the_checkpoint():
 def test_size_of_the_log_includes_events_that_could_not_be_written_before(monkeypatch):
     Path("out").mkdir()
     run = RunDir("out")
-    assert run.log_size() is None
     with monkeypatch.context() as patch:
         patch.setattr(run_dir, "open", refuse, raising=False)
         run.append({"step": 0})
+        assert run.log_size() is None
     assert run.log_size() == run.log.stat().st_size == len(b'{"step": 0}\n')
 
 
