@@ -1,7 +1,7 @@
 """Saves the state of a run: copied to host memory, then written by another thread."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -26,6 +26,7 @@ class Saver:
         self.before = None  # Progress before the evaluation that the write contains
 
     def __enter__(self):
+        self._wait_for_thread()  # starts it: Ctrl-C at the first write would start a second one
         return self
 
     def __exit__(self, _, error, __):
@@ -38,7 +39,7 @@ class Saver:
             canceled.set()
         try:
             failed = self._wait()
-            self.writer.submit(int).result()  # after a write that Ctrl-C kept from being recorded
+            self._wait_for_thread()  # in case Ctrl-C arrived before a write was recorded
         except KeyboardInterrupt as interrupt:
             self.__exit__(None, interrupt, None)
             raise
@@ -104,7 +105,7 @@ class Saver:
 
     def _wait(self):
         """Waits for the write in flight, if any. Returns the UserError if it failed."""
-        error = self.in_flight.result() if self.in_flight else None
+        error = result_of(self.in_flight) if self.in_flight else None
         self.in_flight = None
         if error:
             progress, before = self.run.progress, self.before
@@ -112,9 +113,19 @@ class Saver:
             progress.best_step, progress.best_val_loss = before.best_step, before.best_val_loss
         return error
 
+    def _wait_for_thread(self):
+        result_of(self.writer.submit(int))
+
     def _report_previous(self):
         if error := self._wait():
             self.tracking.report_save_error(error)
+
+
+def result_of(future):
+    """Waits for a future and returns its result. Ctrl-C ends the wait, on Windows too."""
+    while wait([future], timeout=0.1).not_done:  # without a timeout, Windows handles no signal
+        pass
+    return future.result()
 
 
 def host_copy(tree):

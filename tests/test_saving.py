@@ -303,7 +303,7 @@ def test_second_ctrl_c_in_a_step_cancels_the_write_in_flight(run, disk):
     assert saver.tracking.warnings == []
 
 
-@pytest.mark.skipif(os.name != "posix", reason="elsewhere a signal does not end a wait")
+@pytest.mark.skipif(os.name != "posix", reason="sending SIGINT needs POSIX")
 def test_ctrl_c_cancels_a_write_that_an_exception_waits_for(run, disk):
     def interrupt():
         disk.busy.wait(10)
@@ -316,19 +316,16 @@ def test_ctrl_c_cancels_a_write_that_an_exception_waits_for(run, disk):
     assert os.listdir("out") == ["log.jsonl"]
 
 
-def test_no_number_of_interrupts_leaves_a_write_in_flight(run, disk):
+def test_no_number_of_interrupts_leaves_a_write_in_flight(run, disk, monkeypatch):
+    interrupts, real, saver = [KeyboardInterrupt] * 3, saving.wait, saver_of(run)
+
+    def wait(*args, **kwargs):
+        return fail(interrupts.pop()) if interrupts else real(*args, **kwargs)
+
     threading.Thread(target=free_when_canceled, args=(run, disk)).start()
-    interrupts = [KeyboardInterrupt] * 3
-    saver = saver_of(run)
+    saver.__enter__().save()
+    monkeypatch.setattr(saving, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
-        end_with_interrupts(saver, interrupts)
+        saver.__exit__(None, None, None)
     assert (interrupts, saver.in_flight) == ([], None)
     assert os.listdir("out") == ["log.jsonl"]
-
-
-def end_with_interrupts(saver, interrupts):
-    """Saves and ends the context, while waiting is interrupted."""
-    with saver:
-        saver.save()
-        real = saver.in_flight.result
-        saver.in_flight.result = lambda: fail(interrupts.pop()) if interrupts else real()
