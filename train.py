@@ -12,7 +12,6 @@ and the optimizers. Checkpoints and log.jsonl go to out_dir.
 
 import dataclasses
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,14 +134,16 @@ from folio.compile import compile_model
 from folio.completion import sample_text
 from folio.dataset import Dataset, load_dataset
 from folio.device import choose_machine, kind_of, resolve_device
-from folio.dist import ALONE, assign, average_gradients, gathered, joined, replicate, shard
+from folio.dist import ALONE, joined
 from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import check_parallel, plan_model
 from folio.run_dir import ReadOnlyRunDir, RunDir
-from folio.tracking import Tracking, evaluation_line, print_end, print_finished, print_start
+from folio.saving import Saver
+from folio.sharding import assign, average_gradients, gathered, replicate, shard
+from folio.tracking import evaluation_line, print_end, print_finished, print_start, recorded
 from model import GPT
 
 
@@ -230,6 +231,7 @@ def train(run):
     with (
         process.StopSignal(world.is_launched) as stop,
         world.entered(recorded(run, stop)) as tracking,
+        Saver(run, tracking) as saver,
     ):
         while True:
             lr = learning_rate_at(progress.step, settings)
@@ -237,7 +239,7 @@ def train(run):
                 with tracking.paused():
                     if losses := learner.evaluate(run.dataset, progress.step, stop):
                         tracking.evaluated(progress.step, losses, lr)
-                        save_evaluated(run, tracking, losses["loss"])
+                        saver.evaluated(losses["loss"])
             if stop or progress.step >= (settings.stop_at or math.inf):
                 break
             done = progress.is_finished(settings)
@@ -253,62 +255,13 @@ def train(run):
             is_saved = progress.evaluated == progress.step
             if progress.is_due(settings.checkpoint_interval) and not is_saved:
                 with tracking.paused():  # after the gradient, which save() checks
-                    if error := save(run, tracking):
-                        tracking.report_save_error(error)
+                    saver.save()
             learner.update(grad_norm, lr)
             tracking.stepped(progress.step, loss, grad_norm, lr)
             progress.step += 1
         if not progress.is_finished(settings):
-            return save_stopped(run, tracking, stop)
+            return saver.stopped(stop)
     return print_end(run)
-
-
-@contextmanager
-def recorded(run, stop):
-    """Yields the Tracking of a run, whose folder is locked and prepared."""
-    with run.run_dir.locked(), Tracking(run, stop) as tracking:
-        tracking.begin(run.run_dir.begin(run.settings, run.resumed))
-        yield tracking
-
-
-def save(run, tracking, best=False):
-    """Writes last.pt, and ckpt.pt if `best`. Returns the UserError if writing fails."""
-    run.learner.divergence.check()
-    run.progress.elapsed_s = tracking.elapsed_s()
-    checkpoint = Checkpoint(
-        progress=run.progress,
-        settings=dataclasses.asdict(run.requested),
-        tokenizer=run.dataset.tokenizer.to_dict(),
-        data=run.dataset.fingerprint,
-        **run.learner.state_dict(),
-    )
-    return run.run_dir.save(checkpoint, best)
-
-
-def save_evaluated(run, tracking, val_loss):
-    """Saves after an evaluation. Raises UserError if writing fails at the start or the end."""
-    before = dataclasses.replace(run.progress)
-    is_best = run.progress.record(val_loss)
-    if error := save(run, tracking, best=is_best or run.settings.always_save_checkpoint):
-        if run.progress.step == 0 or run.progress.is_finished(run.settings):
-            raise error
-        vars(run.progress).update(vars(before))  # the best loss stays that of ckpt.pt
-        tracking.report_save_error(error)
-
-
-def save_stopped(run, tracking, stop):
-    """Saves the state of a run that is not finished. Raises Interrupted after a stop signal."""
-    if error := save(run, tracking):
-        raise UserError(f"stopped without saving ({error}): progress since the last save is lost")
-    how = "--init_from=resume" if stop else "--init_from=resume, without --stop_at"
-    message = f"stopped at step {run.progress.step}, saved in {run.run_dir.last}"
-    message += f"; to continue, run the same command with {how}"
-    if stop:
-        raise process.Interrupted(stop.number, message)
-    tracking.say(message)
-
-
-NEVER = process.StopSignal()  # no stop is requested
 
 
 class Learner:
@@ -343,7 +296,7 @@ class Learner:
         """Returns references to the state. Tensors are sharded if the model is."""
         return {
             "config": self.model.config,
-            "weights": self.model.state_dict(),
+            "weights": self.model.state_dict(keep_vars=True),  # tied weights are one object
             "optimizers": {name: each.state_dict() for name, each in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
         }
@@ -360,7 +313,7 @@ class Learner:
         if not self.is_sharded:
             self.forward = replicate(self.forward, self.world)
 
-    def gradient(self, micro_batches, step, stop=NEVER):
+    def gradient(self, micro_batches, step, stop=process.NEVER):
         """Accumulates the gradient of a step's mean loss. Returns (loss, norm), scalar tensors.
 
         With several processes, they are of the whole batch, and `stop` learns of stop signals that
@@ -398,7 +351,7 @@ class Learner:
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
 
-    def evaluate(self, dataset, step, stop=NEVER):
+    def evaluate(self, dataset, step, stop=process.NEVER):
         """Returns the losses of both splits, or None if a stop is requested during the evaluation.
 
         Keys: "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
@@ -418,7 +371,7 @@ class Learner:
         return losses
 
     @torch.no_grad()
-    def split_loss(self, split, stop=NEVER):
+    def split_loss(self, split, stop=process.NEVER):
         """Returns this process's share of the mean loss of the evaluated windows, a scalar tensor.
 
         Incomplete batches are padded with targets that do not count, for a constant shape and the

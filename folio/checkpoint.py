@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from folio.dist import assign
 from folio.errors import UserError, cause_of, os_error
 from folio.files import Sink, replacing
 from folio.memory import is_out_of_memory
+from folio.sharding import assign
 from model import GPT, GPTConfig
 
 FORMAT = 1
@@ -97,8 +97,12 @@ class Checkpoint:
 # Writing
 
 
-def save(path, checkpoint):
-    """Writes a checkpoint atomically. Raises UserError if writing fails."""
+def save(path, checkpoint, canceled=None):
+    """Writes a checkpoint atomically. Raises UserError if writing fails.
+
+    Args:
+        canceled: a threading.Event; if another thread sets it, writing fails.
+    """
     plain = {
         "format": FORMAT,
         "model": checkpoint.weights,
@@ -111,7 +115,7 @@ def save(path, checkpoint):
     plain |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
     with replacing(path) as [file]:
         try:
-            torch.save(plain, Sink(file))
+            torch.save(plain, Sink(file, canceled))
         except RuntimeError as error:  # torch hides a full disk or Ctrl-C behind its own error
             raise error.__context__ or error from None
 

@@ -3,6 +3,7 @@
 Standard library and filelock only, so that `--help` does not wait for torch.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -46,17 +47,22 @@ def replacing(*paths):
 
 
 class Sink:
-    """A file that ignores writes after it is closed.
+    """A file that ignores writes after it is closed, and fails if another thread cancels them.
 
-    If a second Ctrl-C interrupts torch.save, its writer writes once more when it is deleted. It
-    would abort the process if that failed.
+    If a write fails, torch's writer writes once more when it is deleted. It would abort the process
+    if that failed.
     """
 
-    def __init__(self, file):
-        self.file = file
+    def __init__(self, file, canceled=None):
+        """`canceled` is a threading.Event."""
+        self.file, self.canceled = file, canceled
 
     def write(self, data):
-        return len(data) if self.file.closed else self.file.write(data)
+        if self.file.closed:
+            return len(data)
+        if self.canceled and self.canceled.is_set():
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        return self.file.write(data)
 
     def flush(self):
         if not self.file.closed:

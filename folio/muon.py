@@ -6,7 +6,8 @@ from collections import defaultdict
 import torch
 import torch.nn.functional as F
 
-from folio.dist import ALONE, is_sharded, local
+from folio.dist import ALONE
+from folio.sharding import is_sharded, local
 
 
 class Muon(torch.optim.Optimizer):

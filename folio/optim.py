@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from folio.device import DTYPES
-from folio.dist import ALONE, share_of
+from folio.dist import ALONE
 from folio.errors import UserError, cause_of
 from folio.muon import Muon
+from folio.sharding import share_of
 
 MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically

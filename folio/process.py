@@ -176,3 +176,6 @@ class StopSignal:
         if self and number == signal.SIGINT and not self.is_shared:
             raise Interrupted(number, "interrupted immediately")
         self.request(number)
+
+
+NEVER = StopSignal()  # no stop is requested

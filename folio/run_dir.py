@@ -7,6 +7,7 @@ one JSON object per line, an event of the run.
 
 import json
 import os
+import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class RunDir:
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
         self._pending = b""  # lines of the log that could not be written yet
         self._loaded = None  # see _stamps()
+        self.canceled = threading.Event()  # ends a save in another thread
 
     @staticmethod
     def find(parent="."):
@@ -147,6 +149,13 @@ class RunDir:
         self._pending = b""
         return None
 
+    def log_size(self):
+        """Writes pending events. Returns the bytes in log.jsonl, or None if it is missing."""
+        self.flush()
+        with suppress(OSError):
+            return self.log.stat().st_size
+        return None
+
     def evaluations(self):
         """Returns (step, training loss, validation loss) of each evaluation in log.jsonl, in order.
 
@@ -165,13 +174,11 @@ class RunDir:
         """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.
 
         Returns the UserError if writing fails, else None. If ckpt.pt is written but not last.pt,
-        the state is saved, because a run resumes from the newer of the two.
+        the state is saved, because a run resumes from the newer of the two. Another thread may call
+        it; `canceled` makes it fail.
         """
-        self.flush()
-        with suppress(OSError):
-            checkpoint.log_bytes = self.log.stat().st_size
         try:
-            checkpoints.save(self.best if best else self.last, checkpoint)
+            checkpoints.save(self.best if best else self.last, checkpoint, self.canceled)
         except UserError as error:
             return error
         if best:
@@ -193,6 +200,9 @@ class ReadOnlyRunDir(RunDir):
         pass
 
     def flush(self):
+        pass
+
+    def log_size(self):
         pass
 
     def save(self, checkpoint, best):

@@ -163,6 +163,14 @@ class Tracking:
                 self.stop.request(SIGPIPE)
 
 
+@contextmanager
+def recorded(run, stop):
+    """Yields the Tracking of a run, whose folder is locked and prepared."""
+    with run.run_dir.locked(), Tracking(run, stop) as tracking:
+        tracking.begin(run.run_dir.begin(run.settings, run.resumed))
+        yield tracking
+
+
 def run_settings(settings):
     """Returns the settings that describe a run, without those about files."""
     files = names_in(type(settings), "files")

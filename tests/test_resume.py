@@ -5,6 +5,8 @@ import io
 import os
 import shutil
 import signal
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,10 @@ from filelock import FileLock
 
 import train
 from folio import checkpoint as checkpoints
-from folio import files, run_dir, tracking
+from folio import files, run_dir, saving, tracking
 from folio.errors import UserError
 from folio.files import LOCK
-from folio.process import SIGPIPE, Interrupted
+from folio.process import SIGPIPE, Interrupted, StopSignal
 from train import Learner
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]
@@ -131,11 +133,11 @@ def test_log_of_a_killed_run_has_no_line_twice(verse):
 def test_states_are_saved_before_the_first_step_at_evaluations_and_in_between(verse, monkeypatch):
     saved, real = [], checkpoints.save
 
-    def save(path, checkpoint):
-        events = len(tiny.log_events())
-        assert checkpoint.log_bytes == Path("out/log.jsonl").stat().st_size
-        saved.append((path.name, checkpoint.progress.step, events))
-        real(path, checkpoint)
+    def save(path, checkpoint, canceled):
+        events = Path("out/log.jsonl").read_bytes()[: checkpoint.log_bytes]
+        assert events.endswith(b"\n")
+        saved.append((path.name, checkpoint.progress.step, events.count(b"\n")))
+        real(path, checkpoint, canceled)
 
     monkeypatch.setattr(checkpoints, "save", save)
     train.main(tiny.flags(eval_interval=4, checkpoint_interval=3))
@@ -264,18 +266,22 @@ def test_signal_ends_an_evaluation(verse):
     assert tiny.differences("out", "out-whole") == []
 
 
-class InterruptedFile(io.FileIO):
-    """A file in which a write is interrupted by two SIGINTs."""
-
-    def write(self, data):
-        send(signal.SIGINT)()
-        send(signal.SIGINT)()
-        return super().write(data)
-
-
 def test_second_sigint_ends_a_save_and_keeps_the_files_whole(verse, monkeypatch):
     train.main(tiny.flags(max_iters=3))
-    before = contents()
+    before, stopped, runs = contents(), threading.Event(), []
+
+    class InterruptedFile(io.FileIO):
+        """A file in which a write is interrupted by two SIGINTs."""
+
+        def write(self, data):
+            for event in (stopped, runs[0].run_dir.canceled):
+                send(signal.SIGINT)()
+                assert event.wait(10)  # until the main thread has received it
+            return super().write(data)
+
+    after_calls(monkeypatch, StopSignal, "request", 1, stopped.set)
+    setup = train.setup
+    monkeypatch.setattr(train, "setup", lambda settings: runs.append(setup(settings)) or runs[0])
     opened = lambda path, mode: io.BufferedWriter(InterruptedFile(path, mode))  # noqa: E731
     monkeypatch.setattr(files, "open", opened, raising=False)
     with pytest.raises(Interrupted, match="interrupted immediately"):
@@ -422,9 +428,25 @@ class FullDisk(io.FileIO):
         return refuse() if self.tell() + len(data) > 100 else super().write(data)
 
 
+class AtOnce:
+    """An executor that runs each call at once, so that tests know when a file is written."""
+
+    def __init__(self, max_workers):
+        pass
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+    def shutdown(self):
+        pass
+
+
 @pytest.fixture
 def disk(monkeypatch):
-    """A dict of what is full: "states", "log"."""
+    """A dict of what is full: "states", "log". States are written at once."""
+    monkeypatch.setattr(saving, "ThreadPoolExecutor", AtOnce)
     full = {"states": False, "log": False}
 
     def opener(kind):
@@ -504,6 +526,7 @@ def test_states_are_saved_if_only_the_log_is_refused(verse, disk, capsys):
 
 
 def test_folder_that_is_missing_for_a_while_costs_nothing(verse, monkeypatch, capsys):
+    monkeypatch.setattr(saving, "ThreadPoolExecutor", AtOnce)
     train.main(tiny.flags(out_dir="out-whole", max_iters=9))
     move, move_back = (lambda: os.rename("out", "away")), (lambda: os.rename("away", "out"))
     between_updates(monkeypatch, 1, move, move_back, last=3)

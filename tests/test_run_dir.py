@@ -87,6 +87,17 @@ def test_best_checkpoint_is_a_link_or_a_copy(links, monkeypatch):
     assert not list(run.folder.glob("*.tmp"))
 
 
+def test_canceled_save_keeps_the_old_files():
+    write("out", "ckpt.pt", "last.pt", step=1)
+    run = RunDir("out")
+    run.canceled.set()
+    for best in (True, False):
+        assert "Operation canceled" in str(run.save(checkpoint_at(2), best))
+    steps = [checkpoints.load(path).progress.step for path in (run.best, run.last)]
+    assert steps == [1, 1]
+    assert sorted(os.listdir("out")) == ["ckpt.pt", "last.pt"]
+
+
 def test_run_resumes_from_ckpt_pt_if_only_last_pt_could_not_be_replaced(monkeypatch):
     write("out", "ckpt.pt", "last.pt", step=1)
     run, real = RunDir("out"), os.replace
@@ -163,11 +174,23 @@ def test_resuming_truncates_the_log_to_that_of_the_checkpoint():
     Path("out").mkdir()
     run, settings = RunDir("out"), tiny.settings(init_from="resume")
     run.append({"step": 0})
-    run.save(checkpoint_at(1), best=False)
+    checkpoint = checkpoint_at(1)
+    checkpoint.log_bytes = run.log_size()
+    run.save(checkpoint, best=False)
     run.append({"step": 1})
     run.log.write_bytes(run.log.read_bytes()[:-3])  # killed while writing
     run.begin(settings, run.load_newest())
     assert tiny.log_events() == [{"step": 0}]
+
+
+def test_size_of_the_log_includes_events_that_could_not_be_written_before(monkeypatch):
+    Path("out").mkdir()
+    run = RunDir("out")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_dir, "open", refuse, raising=False)
+        run.append({"step": 0})
+        assert run.log_size() is None
+    assert run.log_size() == run.log.stat().st_size == len(b'{"step": 0}\n')
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")

@@ -71,13 +71,13 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors"},
     {"bpe", "fields", "model"},
     {"settings", "files", "tokenizers", "device", "hub", "architectures"},
-    {"process", "memory", "corpus", "dataset", "dist", "sampling"},
+    {"process", "memory", "corpus", "dataset", "dist", "sampling", "sharding"},
     {"batches", "compile", "generate", "muon", "trackers"},
     {"optim"},
     {"divergence"},
     {"budget", "checkpoint", "tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
-    {"initial"},
+    {"initial", "saving"},
 )
 LIBRARY = {path.stem for path in (ROOT / "folio").glob("*.py")}
 TOP = {path.stem for path in ROOT.glob("*.py")}

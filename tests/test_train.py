@@ -287,12 +287,6 @@ def test_resuming_uses_the_hyperparameters_of_the_settings(verse):
     assert tiny.saved("last.pt")["model_args"]["dropout"] == 0.2
 
 
-def test_distributed_training_is_refused(verse, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="trains in one process"):
-        train.main(tiny.flags())
-
-
 # nanoGPT's files
 
 NANOGPT_SETTINGS = tiny.SETTINGS | {
