@@ -27,7 +27,7 @@ class Saver:
         self.before = None  # Progress before the evaluation that the write contains
 
     def __enter__(self):
-        self._wait_for_thread()  # starts it: Ctrl-C at the first write would start a second one
+        self._wait_for_thread()  # starts it; Ctrl-C during its start would lead to a second one
         return self
 
     def __exit__(self, _, error, __):
