@@ -101,6 +101,16 @@ class TrainConfig:
         "auto", "data type of matrix products; weights stay float32"
     )
     compile: Literal["auto"] | bool = setting("auto", "use torch.compile", scope="machine")
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp",
+        "with torchrun; fsdp: shard weights, gradients and optimizer over processes",
+        scope="machine",
+    )
+    activation_checkpointing: bool = setting(
+        False,
+        "recompute activations in the backward pass: less memory, about a third slower",
+        scope="machine",
+    )
     backend: str = setting("nccl", "unused; accepted for nanoGPT's config files", scope="machine")
 
     def __post_init__(self):
@@ -134,6 +144,7 @@ from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import plan_model
+from folio.recompute import recompute_blocks
 from folio.run_dir import RunDir
 from folio.tracking import Tracking, evaluation_line, print_end, print_finished, print_start
 from model import GPT
@@ -179,12 +190,12 @@ def setup(settings):
     resumed, initial = load_start(settings.init_from, run_dir)
     settings, config = plan_model(settings, dataset, resumed, initial)
     dataset.check_length(config.block_size)
-    check_memory(config, settings)
     if settings.sample_interval:
         dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
     keep_freed_memory()
     machine = choose_machine(settings.device, settings.dtype, settings.compile)
     settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
+    check_memory(config, settings)
     print_start(settings, dataset, machine, config)
     learner = Learner(config, settings, machine)
     if resumed:
@@ -288,6 +299,8 @@ class Learner:
         """Weights are uninitialized until init_weights() or load_state_dict()."""
         self.settings, self.machine = settings, machine
         self.model = GPT.uninitialized(config, machine.device)
+        if settings.activation_checkpointing:
+            recompute_blocks(self.model)
         self.forward = self.model  # replaced by compile()
         self.optimizers = make_optimizers(self.model, settings)
         enabled = machine.dtype == "float16"

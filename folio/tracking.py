@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from folio.advice import advice
+from folio.memory import estimate
 from folio.process import SIGPIPE, STARTED, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
@@ -185,7 +186,7 @@ def evaluation_line(step, losses):
 
 
 def print_start(settings, dataset, machine, config):
-    """Prints the changed settings, the dataset, the model's size and the machine."""
+    """Prints the changed settings, the dataset, the model's size, the machine and the memory."""
     resolved = ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
@@ -196,6 +197,7 @@ def print_start(settings, dataset, machine, config):
         f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
+        estimate(config, settings).summary,
         sep="\n",
         flush=True,
     )

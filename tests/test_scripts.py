@@ -71,7 +71,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors"},
     {"bpe", "fields", "model"},
     {"settings", "files", "tokenizers", "device", "hub", "architectures"},
-    {"process", "memory", "corpus", "dataset", "optim", "sampling"},
+    {"process", "memory", "recompute", "corpus", "dataset", "optim", "sampling"},
     {"batches", "compile", "divergence", "generate", "trackers"},
     {"budget", "checkpoint", "tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
