@@ -44,30 +44,25 @@ def keep_freed_memory():
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one process at the peak of a training step, in bytes.
-
-    `available` is the memory of the device, None if unknown.
-    """
+    """Memory of one process at the peak of a training step, in bytes."""
 
     weights: int  # with those gathered from other processes
     gradients: int
     optimizer: int
     activations: int  # with 16-bit copies of weights
     saving: int = 0  # the copy of weights and moments that a background save writes
-    available: int | None = None
 
     @property
     def total(self):
         return sum(getattr(self, name) for name in PARTS)
 
-    @property
-    def summary(self):
-        """The estimate in one line."""
+    def summary(self, available=None):
+        """Returns the estimate as one line. `available` is the memory of the device in bytes."""
         unit, name = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
         digits = 1 if name == "GiB" else 0
         sizes = {key: getattr(self, key) / unit for key in PARTS if getattr(self, key)}
         parts = ", ".join(f"{key} {size:.{digits}f}" for key, size in sizes.items())
-        known = f" of {self.available / 2**30:.0f} GiB" if self.available else ""
+        known = f" of {available / 2**30:.0f} GiB" if available else ""
         return f"memory per process: about {self.total / unit:.{digits}f} {name}{known} ({parts})"
 
 
@@ -78,7 +73,7 @@ def estimate(config, settings, world_size=1):
         config: the model's GPTConfig.
         settings: a TrainConfig with device, dtype and compile resolved.
     """
-    count, available = num_params(config), memory_bytes(settings.device)
+    count = num_params(config)
     is_sharded = settings.parallel == "fsdp" and world_size > 1
     shards = world_size if is_sharded else 1
     weights, saving = 4 * count // shards, 0
@@ -98,7 +93,7 @@ def estimate(config, settings, world_size=1):
             activations = max(activations - gradients, last)
         if kind_of(settings.device) == "cpu":
             saving = 4 * count + moment_bytes(config, settings)
-    return MemoryEstimate(weights, gradients, optimizer, activations, saving, available)
+    return MemoryEstimate(weights, gradients, optimizer, activations, saving)
 
 
 def moment_bytes(config, settings):
@@ -172,8 +167,9 @@ def saved_by_block(config, settings):
     scores = config.n_head * keys * (3 if config.dropout else 1) if has_scores else 0
 
     norms = 2 * (2 if config.norm == "rmsnorm" and on_cpu and not settings.compile else 1)
+    norms += 2 * config.qk_norm
     linear = 1 + 1 + 1 + (4 if config.activation == "relu" else 8)  # see MLP for the last
-    qkv = 3 + 2 * is_windowed + 2 * config.qk_norm
+    qkv = 3 + 2 * is_windowed
     if (config.qk_norm or config.position == "rotary") and not (has_scores or is_windowed):
         qkv += 2  # queries and keys before and after
     masks = (item if on_cpu and not settings.compile else 1) * 2 * C if config.dropout else 0
@@ -186,16 +182,16 @@ def check_memory(config, settings, world_size=1):
     An evaluation has weights and logits only. What else a step needs depends on the version of
     torch, so that it can only be estimated. Arguments are those of `estimate`.
     """
-    found = estimate(config, settings, world_size)
+    found, available = estimate(config, settings, world_size), memory_bytes(settings.device)
     model = found.weights + found.gradients + found.optimizer
     tokens = settings.batch_size * settings.block_size
     needed = model + 2 * tokens * config.vocab_size  # 16-bit logits
-    if found.available and needed > found.available:
-        fits = model < found.available
+    if available and needed > available:
+        fits = model < available
         advice = memory_advice(settings) if fits else "decrease --n_layer or --n_embd"
         raise UserError(
             f"the model needs more than {needed >> 30:,} GiB of memory, but {settings.device} has "
-            f"{found.available >> 30:,} GiB: {advice}"
+            f"{available >> 30:,} GiB: {advice}"
         )
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from folio.advice import advice
-from folio.memory import estimate
+from folio.memory import estimate, memory_bytes
 from folio.process import SIGPIPE, STARTED, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
@@ -197,7 +197,7 @@ def print_start(settings, dataset, machine, config):
         f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        estimate(config, settings).summary,
+        estimate(config, settings).summary(memory_bytes(settings.device)),
         sep="\n",
         flush=True,
     )
