@@ -190,12 +190,12 @@ def setup(settings):
     resumed, initial = load_start(settings.init_from, run_dir)
     settings, config = plan_model(settings, dataset, resumed, initial)
     dataset.check_length(config.block_size)
+    check_memory(config, settings)
     if settings.sample_interval:
         dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
     keep_freed_memory()
     machine = choose_machine(settings.device, settings.dtype, settings.compile)
     settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
-    check_memory(config, settings)
     print_start(settings, dataset, machine, config)
     learner = Learner(config, settings, machine)
     if resumed:

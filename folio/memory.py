@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from folio.device import DTYPES, kind_of
+from folio.device import DTYPES, kind_of, resolve_dtype
 from folio.errors import UserError
 from model import num_params
 
@@ -180,9 +180,12 @@ def check_memory(config, settings, world_size=1):
     """Raises UserError if weights, gradients, moments and logits exceed the memory.
 
     An evaluation has weights and logits only. What else a step needs depends on the version of
-    torch, so that it can only be estimated. Arguments are those of `estimate`.
+    torch, so that it can only be estimated. Arguments are those of `estimate`, but dtype and
+    compile may be "auto".
     """
-    found, available = estimate(config, settings, world_size), memory_bytes(settings.device)
+    dtype = resolve_dtype(settings.dtype, settings.device)
+    found = estimate(config, replace(settings, dtype=dtype), world_size)
+    available = memory_bytes(settings.device)
     model = found.weights + found.gradients + found.optimizer
     tokens = settings.batch_size * settings.block_size
     needed = model + 2 * tokens * config.vocab_size  # 16-bit logits
@@ -200,6 +203,8 @@ def memory_advice(settings):
     size = settings.batch_size
     factor = next((n for n in range(2, size + 1) if size % n == 0), None)
     others = "decrease --block_size, --n_layer or --n_embd"
+    if not settings.activation_checkpointing:
+        others = f"use --activation_checkpointing=True; or {others}"
     if not factor:
         return others
     return (

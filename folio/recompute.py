@@ -19,6 +19,7 @@ def recompute_blocks(model):
     """Makes the blocks of a GPT save memory in training, in place.
 
     Losses, gradients and dropout do not change: the second run restores the generators' states.
+    FSDP must be applied afterwards, because it also replaces the classes of modules.
     """
     for block in model.transformer.h:
         block.__class__ = RecomputedBlock  # a wrapper would change the names of the parameters

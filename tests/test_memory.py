@@ -44,7 +44,10 @@ def test_advice_keeps_tokens_per_step_and_evaluation():
     advice = memory_advice(settings)
     assert "--batch_size=5 --gradient_accumulation_steps=6" in advice
     assert "--eval_iters=21" in advice
-    single = memory_advice(tiny.settings(batch_size=1))
+    assert advice.endswith(
+        "; or use --activation_checkpointing=True; or decrease --block_size, --n_layer or --n_embd"
+    )
+    single = memory_advice(tiny.settings(batch_size=1, activation_checkpointing=True))
     assert single == "decrease --block_size, --n_layer or --n_embd"
 
 

@@ -47,7 +47,7 @@ def main(argv=None):
     load(ScaleConfig, argv)
     print_table(speed_rows(), ("model", "GPUs", "micro-batch", "micro-batches", "memory, GiB",
                 "sent, GB", "compute, ms", "communication, ms", "tokens/s"))  # fmt: skip
-    print_table(choice_rows(), ("model", "GPUs", "setting", "state, GiB", "largest micro-batch",
+    print_table(choice_rows(), ("model", "setting on 8 GPUs", "state, GiB", "largest micro-batch",
                 "sent, GB, 1 micro-batch", "sent, GB, 8 micro-batches"))  # fmt: skip
 
 
@@ -76,19 +76,18 @@ def speed_rows():
 
 
 def choice_rows():
-    """Returns the rows that compare DDP, FSDP and activation checkpointing."""
-    rows = []
+    """Returns the rows that compare DDP, FSDP and activation checkpointing on one node."""
+    rows, gpus = [], GPUS_PER_NODE
     for name, config in MODELS.items():
-        for gpus in GPUS[1:]:
-            for parallel, recomputes in (("ddp", False), ("fsdp", False), ("fsdp", True)):
-                settings = settings_of(parallel, gpus, SEQUENCES // gpus)
-                found = estimate(config, settings, gpus)
-                state = found.weights + found.gradients + found.optimizer
-                size = largest_micro_batch(config, gpus, parallel, recomputes, gpus * SEQUENCES)
-                sent = [sent_bytes(config, parallel, gpus, n) for n in (1, 8)]
-                setting = f"{parallel}, checkpointing" if recomputes else parallel
-                rows.append([name, str(gpus), setting, f"{state / 2**30:.1f}", str(size),
-                             *(f"{each / 1e9:.2f}" for each in sent)])  # fmt: skip
+        for parallel, recomputes in (("ddp", False), ("fsdp", False), ("fsdp", True)):
+            settings = settings_of(parallel, gpus, SEQUENCES // gpus)
+            found = estimate(config, settings, gpus)
+            state = found.weights + found.gradients + found.optimizer
+            size = largest_micro_batch(config, gpus, parallel, recomputes, gpus * SEQUENCES)
+            sent = [sent_bytes(config, parallel, gpus, n) for n in (1, 8)]
+            setting = f"{parallel}, checkpointing" if recomputes else parallel
+            rows.append([name, setting, f"{state / 2**30:.1f}", str(size),
+                         *(f"{each / 1e9:.2f}" for each in sent)])  # fmt: skip
     return rows
 
 
