@@ -1,7 +1,7 @@
 """Device memory: how much there is and how much a run needs.
 
-The estimate counts what torch allocates for `model.py`: docs/scale.md has its formulas. Measured
-peaks of training steps are within 15% of it (python -m tools.bench --memory).
+The estimate counts the tensors that torch allocates for `model.py`; docs/scale.md has its formulas.
+Measured peaks on a CPU are within 15% of it (python -m tools.bench --memory).
 """
 
 import ctypes
