@@ -102,9 +102,10 @@ class TrainConfig:
     )
     compile: Literal["auto"] | bool = setting("auto", "use torch.compile", scope="machine")
     parallel: Literal["ddp", "fsdp"] = setting(
-        "ddp",
-        "with torchrun; fsdp: divide weights, gradients and optimizer over the processes",
-        scope="machine",
+        "ddp", "with torchrun; fsdp: divide weights and optimizer over processes", scope="machine"
+    )
+    activation_checkpointing: bool = setting(
+        False, "recompute activations: less memory, about a third slower", scope="machine"
     )
     backend: str = setting("nccl", "unused; accepted for nanoGPT's config files", scope="machine")
 
@@ -140,6 +141,7 @@ from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import check_parallel, plan_model
+from folio.recompute import recompute_blocks
 from folio.run_dir import ReadOnlyRunDir, RunDir
 from folio.saving import Saver
 from folio.sharding import assign, average_gradients, gathered, replicate, shard
@@ -215,7 +217,7 @@ def plan(settings, run_dir, world):
     resumed, initial = load_start(settings.init_from, run_dir)
     settings, config = plan_model(settings, dataset, resumed, initial)
     dataset.check_length(config.block_size)
-    check_memory(config, settings)
+    check_memory(config, settings, world.size)
     if settings.sample_interval:
         dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
     return settings, config, dataset, resumed, initial
@@ -272,6 +274,8 @@ class Learner:
         self.settings, self.machine, self.world = settings, machine, world
         self.is_sharded = settings.parallel == "fsdp" and world.is_launched
         self.model = GPT.uninitialized(config, "meta" if self.is_sharded else machine.device)
+        if settings.activation_checkpointing:
+            recompute_blocks(self.model)
         if self.is_sharded:
             shard(self.model, world, machine.dtype)
         self.forward = self.model  # replaced by make_forward()

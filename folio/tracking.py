@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from folio.advice import advice
+from folio.memory import estimate, memory_bytes
 from folio.process import SIGPIPE, STARTED, is_main, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
@@ -194,7 +195,7 @@ def evaluation_line(step, losses):
 
 
 def print_start(settings, dataset, machine, config, world):
-    """Prints the changed settings, the dataset, the model's size and the machine."""
+    """Prints the changed settings, the dataset, the model's size, the machine and the memory."""
     resolved = ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
@@ -206,6 +207,7 @@ def print_start(settings, dataset, machine, config, world):
         f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
+        estimate(config, settings, world.size).summary(memory_bytes(machine.device)),
         sep="\n",
         flush=True,
     )

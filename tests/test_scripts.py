@@ -71,7 +71,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors"},
     {"bpe", "fields", "model"},
     {"settings", "files", "tokenizers", "device", "hub", "architectures"},
-    {"process", "memory", "corpus", "dataset", "dist", "sampling", "sharding"},
+    {"process", "memory", "recompute", "corpus", "dataset", "dist", "sampling", "sharding"},
     {"batches", "compile", "generate", "muon", "trackers"},
     {"optim"},
     {"divergence"},

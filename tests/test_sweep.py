@@ -94,7 +94,7 @@ def test_signal_during_imports_ends_a_tool_without_a_traceback(tool, number):
 @pytest.mark.parametrize(
     ("tool", "names"),
     [
-        ("bench", "script runs target vs vs_dir profile count"),
+        ("bench", "script runs target vs vs_dir profile memory count"),
         ("plot", "x y all out attention out_dir start"),
         ("sweep", "sweep_dir jobs trials search halving"),
     ],

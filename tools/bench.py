@@ -4,11 +4,13 @@
     python -m tools.bench --target=1.9 --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
+    python -m tools.bench --memory -- config/shakespeare_char.py
     python -m tools.bench --count -- config/shakespeare_char.py
 
 The arguments after -- are passed to the script. Commands run alternately as whole
 processes, and the figures are medians over the runs. Instead, --profile prints the time of
-each operation of a step, and --count prints a model's parameters and FLOPs.
+each operation of a step, --memory the estimated and the measured peak memory of training, and
+--count a model's parameters and FLOPs.
 """
 
 import os
@@ -56,6 +58,7 @@ class BenchConfig:
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
     vs_dir: str = setting(".", "folder in which to run the --vs command")
     profile: bool = setting(False, "print the time of each operation in a step instead")
+    memory: bool = setting(False, "print train.py's estimated and measured peak memory instead")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
 
 
@@ -70,7 +73,7 @@ if __name__ == "__main__":  # --help must not wait for torch
 
 import torch
 
-from tools import count, roofline
+from tools import count, peak, roofline
 from tools.measure import figures, measure
 from tools.table import aligned
 
@@ -81,6 +84,9 @@ def main(argv=None):
     settings = replace(settings, arguments=(*settings.arguments, *rest))
     if settings.count:
         count.print_counts(settings.arguments)
+    elif settings.memory:
+        print(where())
+        peak.print_peak(settings.arguments)
     elif settings.profile:
         print(where())
         profiles = {"train": roofline.profile_training, "sample": roofline.profile_sampling}

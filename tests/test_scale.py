@@ -1,0 +1,50 @@
+"""tools.scale: the tables of docs/scale.md."""
+
+import pytest
+
+from folio.settings import ROOT
+from model import GPTConfig, num_params
+from tools import scale
+
+SMALL = GPTConfig(bias=False)
+
+
+def test_ddp_sends_gradients_once_per_step():
+    gradients = 4 * num_params(SMALL)
+    assert scale.sent_bytes(SMALL, "ddp", 1, micro_batches=5) == 0
+    assert scale.sent_bytes(SMALL, "ddp", 2, micro_batches=5) == gradients
+    assert scale.sent_bytes(SMALL, "ddp", 8, micro_batches=1) == 2 * 7 / 8 * gradients
+
+
+def test_fsdp_sends_parameters_for_every_micro_batch():
+    blocks = 12 * (12 * 768**2 + 2 * 768)
+    data = 2 * (num_params(SMALL) + blocks)  # those of blocks twice, in bfloat16
+    for micro_batches in (1, 3):
+        sent = scale.sent_bytes(SMALL, "fsdp", 4, micro_batches)
+        assert sent == 3 / 4 * (micro_batches * data + 4 * num_params(SMALL))
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not():
+    config = scale.MODELS["1.5B"]
+    size = scale.largest_micro_batch(config, 8)
+    limit = scale.USED * scale.GPU_BYTES
+    used = [
+        scale.estimate(config, scale.settings_of("ddp", 8, each), 8).total
+        for each in (size, 2 * size)
+    ]
+    assert used[0] <= limit < used[1]
+    assert scale.largest_micro_batch(GPTConfig(n_layer=1000, n_embd=12288), 8) == 0
+
+
+def test_compute_is_the_products_at_the_assumed_speed():
+    tokens = scale.SEQUENCES * 1024
+    flops = 6 * (12 * 12 * 768**2 + 50304 * 768 + 12 * 2 * 768 * 1024)
+    expected = tokens * flops / (0.33 * 989e12 * 8)
+    assert scale.compute_seconds(SMALL, 8) == pytest.approx(expected)
+
+
+def test_the_tables_in_the_documentation_are_those_of_the_command(capsys):
+    scale.main([])
+    documentation = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    for table in capsys.readouterr().out.strip().split("\n\n"):
+        assert table in documentation
