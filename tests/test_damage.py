@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folio.checkpoint import Checkpoint, Progress, load, save
-from folio.dataset import load_dataset, load_tokenizer, write_dataset
+from folio.dataset import load_dataset, load_tokenizer
+from folio.dataset_writer import write_dataset
 from folio.errors import UserError
 from folio.optim import make_optimizers
 from folio.tokenizers import CharTokenizer

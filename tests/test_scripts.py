@@ -68,12 +68,12 @@ def test_constraints_pin_every_required_package():
 # Imports
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
-    {"advice", "dropout", "errors"},
+    {"advice", "dropout", "errors", "split_writer"},
     {"bpe", "fields", "model"},
     {"settings", "files", "tokenizers", "device", "hub", "architectures"},
-    {"process", "memory", "corpus", "dataset", "optim", "sampling"},
-    {"batches", "compile", "divergence", "generate", "trackers"},
-    {"budget", "checkpoint", "tensor_file", "tokenizer_files"},
+    {"process", "memory", "corpus", "shards", "optim", "sampling"},
+    {"dataset", "batches", "compile", "divergence", "generate", "trackers"},
+    {"budget", "checkpoint", "dataset_writer", "tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"initial"},
 )
