@@ -71,9 +71,9 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors", "split_writer"},
     {"bpe", "fields", "model"},
     {"settings", "files", "tokenizers", "device", "hub", "architectures"},
-    {"process", "memory", "corpus", "shards", "optim", "sampling"},
+    {"process", "memory", "corpus", "shards", "sources", "optim", "sampling"},
     {"dataset", "batches", "compile", "divergence", "generate", "trackers"},
-    {"budget", "checkpoint", "dataset_writer", "tensor_file", "tokenizer_files"},
+    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"initial"},
 )
