@@ -46,22 +46,16 @@ def unfinished(folder, key):
         if journal["key"] != json.loads(json.dumps(key)):
             return None
         size = np.dtype(journal["dtype"]).itemsize
-        for path, shard in _committed_parts(folder, journal):
-            place = path if path.exists() else folder / journal["renames"][path.name]
-            if place.stat().st_size < shard["tokens"] * size:
-                return None
+        for split in SPLITS:
+            for number, shard in enumerate(journal["splits"][split]["shards"]):
+                path = part_path(folder, split, number)
+                if not path.exists():  # renamed by a killed `finish`
+                    path = folder / journal["renames"][path.name]
+                if path.stat().st_size < shard["tokens"] * size:
+                    return None
         return Unfinished(from_dict(journal["tokenizer"]), journal["position"], journal)
     except Exception:  # it may contain anything, or a partial file was removed
         return None
-
-
-def _committed_parts(folder, journal):
-    """Returns a list of (path of a partial file, its dict of tokens and crc32)."""
-    return [
-        (part_path(folder, split, number), shard)
-        for split in SPLITS
-        for number, shard in enumerate(journal["splits"][split]["shards"])
-    ]
 
 
 class DatasetWriter:
@@ -165,7 +159,7 @@ class DatasetWriter:
         return meta
 
     def _put_in_place(self, meta):
-        """Renames the files. If it is killed, there are files missing until it is continued."""
+        """Renames the files. If it is killed, files are missing until another process continues."""
         renames = {
             part_path(self.folder, split, number).name: name
             for split in SPLITS
@@ -186,15 +180,10 @@ class DatasetWriter:
         self._journal = None
 
     def _restore(self):
-        """Undoes the renames of a killed `finish`, and removes what was not committed."""
+        """Undoes the renames of a killed `finish`."""
         for part, name in self._journal["renames"].items():
             if not (self.folder / part).exists():
                 os.replace(self.folder / name, self.folder / part)
-        self._journal["renames"] = {}
-        self._write_journal()
-        committed = {path for path, _ in _committed_parts(self.folder, self._journal)}
-        for path in set(_bins(self.folder, ".bin.part")) - committed:
-            path.unlink()
 
     def _delete_unfinished(self):
         (self.folder / JOURNAL).unlink(missing_ok=True)  # first: it describes the others

@@ -169,6 +169,8 @@ def test_a_kill_at_any_operation_loses_nothing(sharded, commits, tmp_path, monke
                 kill_at(at, patch)
                 write(commits=commits)
             states.append(state())
+            if commits and states[-1] == "refused":
+                assert unfinished(FOLDER, KEY).position == {"count": 6}
         del states[-1]  # after the second kill
         write(commits=commits)
         assert contents() == expected
@@ -190,6 +192,7 @@ def commit_and_die(key=KEY):
         for split, ids in IDS.items():
             writer.append(split, ids[:9], 9)
         writer.commit({"count": 2})
+        assert (FOLDER / "train_00000.bin.part").stat().st_size == 18  # also if nothing is closed
         writer.append("train", IDS["train"], 1)
         raise Killed
 
