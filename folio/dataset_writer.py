@@ -14,7 +14,7 @@ import numpy as np
 
 from folio.dataset import SPLITS, meta_checksum
 from folio.errors import UserError, os_error
-from folio.files import is_file, locked, replacing, sync_folder
+from folio.files import LOCK, is_file, locked, replacing, sync_folder
 from folio.shards import DTYPES, bin_names
 from folio.split_writer import SplitWriter, part_path
 from folio.tokenizers import from_dict
@@ -82,6 +82,8 @@ class DatasetWriter:
 
     def __enter__(self):
         with ExitStack() as stack:
+            if not os.path.exists(self.folder):  # Path.exists raises for a name that is too long
+                stack.callback(self._remove_empty_folder)
             stack.enter_context(locked(self.folder))
             stack.callback(self._close)
             with self._writing():
@@ -203,6 +205,12 @@ class DatasetWriter:
         if not self._journal:
             with suppress(OSError):  # the folder may be read-only
                 self._delete_unfinished()
+
+    def _remove_empty_folder(self):
+        with suppress(OSError):
+            if {path.name for path in self.folder.iterdir()} <= {LOCK}:
+                (self.folder / LOCK).unlink(missing_ok=True)
+                self.folder.rmdir()
 
     @contextmanager
     def _writing(self):
