@@ -106,16 +106,12 @@ class Shards:
         """Returns the ids of windows, (B, length) int64.
 
         Args:
-            starts: (B,) int64, positions of their first ids.
+            starts: (B,) int64, positions of their first ids; B is at least 1.
         """
-        windows = np.empty((len(starts), length), np.int64)
         numbers = np.searchsorted(self._ends, starts, side="right")
-        offsets = starts - self._firsts[numbers]
-        arrays, rows = self.arrays, zip(windows, numbers.tolist(), offsets.tolist(), strict=True)
-        for row, number, offset in rows:
-            ids = arrays[number][offset : offset + length]
-            if len(ids) < length:  # the window ends in another file
-                start = offset + int(self._firsts[number])
-                ids = self[start : start + length]
-            row[:] = ids
-        return windows
+        offsets = (starts - self._firsts[numbers]).tolist()
+        places = zip(numbers.tolist(), offsets, strict=True)
+        windows = [self.arrays[number][offset : offset + length] for number, offset in places]
+        for n in np.flatnonzero(starts + length > self._ends[numbers]):  # they end in another file
+            windows[n] = self[starts[n] : starts[n] + length]
+        return np.concatenate(windows, dtype=np.int64).reshape(len(starts), length)

@@ -23,7 +23,9 @@ def test_windows_and_slices_are_those_of_the_concatenation(cuts, data):
     split = Shards(np.split(IDS, sorted(cuts)))
     assert (len(split), split.dtype) == (500, np.uint16)
     length = data.draw(st.integers(1, 500))
-    starts = np.array(data.draw(st.lists(st.integers(0, 500 - length), max_size=9)), np.int64)
+    starts = np.array(
+        data.draw(st.lists(st.integers(0, 500 - length), min_size=1, max_size=9)), np.int64
+    )
     windows = split.windows(starts, length)
     assert windows.dtype == np.int64
     assert windows.tolist() == [IDS[start : start + length].tolist() for start in starts]
