@@ -83,7 +83,8 @@ if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
 from folio.corpus import Corpus
-from folio.dataset import DATA, FILES, dataset_folder, write_dataset
+from folio.dataset import DATA, FILES, dataset_folder
+from folio.dataset_writer import write_dataset
 from folio.files import Text, is_file, locked, read_text, replacing
 from folio.tokenizers import BPE_SIZE, TOKENIZERS, BPETokenizer, CharTokenizer
 

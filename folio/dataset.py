@@ -1,17 +1,17 @@
 """The format of a dataset folder: data/NAME/{train.bin, val.bin, meta.json}.
 
 The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
-ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids
-(default: uint16), token counts, byte counts and CRC-32 of each split, the source of the text, and a
-CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character table, or neither file if
-they hold GPT-2 tokens.
+ids. A split of more than split_writer.SHARD_TOKENS is in several files (shards): train_00000.bin,
+train_00001.bin, and so on. meta.json holds the format version, the tokenizer, the vocabulary size,
+the type of the ids (default: uint16), token counts, byte counts and CRC-32 of each split (and token
+counts and CRC-32 of its shards), the source of the text, and a CRC-32 of itself. nanoGPT's folders
+have a meta.pkl with the character table, or neither file if they hold GPT-2 tokens.
 """
 
 import io
 import json
 import pickle
 import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,23 +19,26 @@ from typing import Any
 
 import numpy as np
 
-from folio.errors import UserError, cause_of, os_error
-from folio.files import is_file, locked, replacing
+from folio.errors import UserError
+from folio.files import is_file
+from folio.shards import Shards, bin_names, check_ids, check_split, dtype_of, map_split, reading
 from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
 
-FORMAT = 1
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+FORMAT = 2  # the newest; it is 1 if no split has shards
 SPLITS = ("train", "val")
 FILES = ("meta.json", "train.bin", "val.bin")
 DATA = Path("data")
+VERIFY_TOKENS = 2**22  # that are read at once
 
 
 @dataclass(frozen=True)
 class Dataset:
     """A prepared dataset.
 
-    train, val: (N,) uint16 or uint32 ids, memory-mapped; after batches.to_device, a Split each.
-    fingerprint: CRC-32 of each split's bytes.
+    train, val: (N,) uint16 or uint32 ids, memory-mapped, in an array or Shards; after
+        batches.to_device, a Split each.
+    fingerprint: CRC-32 of each split's bytes. For nanoGPT's splits of more than READ_BYTES, it is
+        that of the size as decimal digits and of SAMPLES evenly spaced blocks of SAMPLE_TOKENS.
     """
 
     name: str
@@ -80,72 +83,56 @@ def dataset_folder(name):
     return DATA / name
 
 
-# Writing
-
-
-def write_dataset(folder, corpus, tokenizer):
-    """Splits a Corpus, encodes it and writes the folder. Returns the content of meta.json.
-
-    Byte counts are those of the documents. If writing fails, the old files remain.
-    """
-    dtype = tokenizer.dtype.name
-    meta = {
-        "format": FORMAT,
-        "tokenizer": tokenizer.to_dict(),
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": dtype,
-        "source": corpus.source,
-        "source_sha256": corpus.sha256,
-    }
-    bins = {}
-    for split, documents in zip(SPLITS, corpus.split(), strict=True):
-        ids = tokenizer.encode_documents(documents).astype(DTYPES[dtype], copy=False)
-        if len(ids) < 2:
-            raise UserError(
-                f"{corpus.source} is too short to split: its {corpus.characters} characters leave "
-                f"{len(ids)} tokens for {split}.bin, which needs at least 2"
-            )
-        size = sum(len(text.encode()) for text in documents)
-        bins[f"{split}.bin"] = ids
-        meta[split] = {"tokens": len(ids), "bytes": size, "crc32": zlib.crc32(ids)}
-    meta["crc32"] = _meta_checksum(meta)
-    # meta.json is renamed first: without it, the others would be read as nanoGPT's.
-    contents = {"meta.json": json.dumps(meta, indent=1).encode()} | bins
-    with locked(folder), replacing(*(folder / name for name in contents)) as files:
-        for file, content in zip(files, contents.values(), strict=True):
-            file.write(content)
-    return meta
-
-
-def _meta_checksum(meta):
+def meta_checksum(meta):
     """Returns the CRC-32 of everything in a meta.json except its own checksum."""
     rest = {key: value for key, value in meta.items() if key != "crc32"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-# Reading
-
-
 def load_dataset(name):
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
-    Raises UserError if a file is missing, damaged or does not match the others.
+    Small splits are read completely. Of larger ones, the sizes of the files and a sample of the ids
+    are checked. Raises UserError if a file is missing, damaged or does not match the others.
     """
     folder = dataset_folder(name)
     _check_prepared(folder)
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
     for split in SPLITS:
-        with _reading(folder / f"{split}.bin") as path:
-            ids = np.memmap(path, _dtype(meta), mode="r")
-            splits[split], fingerprint[split] = ids, zlib.crc32(ids)
-            if meta and meta[split]["crc32"] != fingerprint[split]:
-                raise ValueError("it does not match meta.json")
-            if not meta and (largest := ids.max()) >= tokenizer.vocab_size:
-                raise ValueError(
-                    f"it contains token {largest}, but the vocabulary has {tokenizer.vocab_size}"
-                )
+        files = map_split(folder, split, meta)
+        found = check_split(files, tokenizer.vocab_size)
+        fingerprint[split] = meta[split]["crc32"] if meta else found
+        arrays = [ids for _, ids, _ in files]
+        splits[split] = arrays[0] if len(arrays) == 1 else Shards(arrays)
     return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
+
+
+def verify_dataset(name):
+    """Reads all of data/NAME in constant memory. Returns a line that says what was checked.
+
+    Raises UserError if a file is missing or damaged.
+    """
+    from tqdm import tqdm
+
+    folder = dataset_folder(name)
+    _check_prepared(folder)
+    meta, tokenizer = _read_meta(folder)
+    splits = [map_split(folder, split, meta) for split in SPLITS]
+    counts = [sum(len(ids) for _, ids, _ in files) for files in splits]
+    size = sum(counts) * dtype_of(meta).itemsize
+    with tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        for path, ids, crc in sum(splits, []):
+            with reading(path), open(path, "rb") as file:
+                found = 0
+                while len(block := np.fromfile(file, ids.dtype, VERIFY_TOKENS)):
+                    found = zlib.crc32(block, found)
+                    check_ids(block, tokenizer.vocab_size)
+                    bar.update(block.nbytes)
+                if crc not in (None, found):
+                    raise ValueError("it does not match meta.json")
+    checked = "checksums and ids are correct" if meta else "ids are correct; it has no checksums"
+    return f"{folder}: {counts[0]:,} training and {counts[1]:,} validation tokens, {checked}"
 
 
 def dataset_size(name):
@@ -153,13 +140,16 @@ def dataset_size(name):
     folder = dataset_folder(name)
     _check_prepared(folder)
     meta, tokenizer = _read_meta(folder)
-    counts = []
+    counts = dict.fromkeys(SPLITS, 0)
     for split in SPLITS:
-        with _reading(folder / f"{split}.bin") as path:
-            counts.append(path.stat().st_size // _dtype(meta).itemsize)
-            if not counts[-1]:
-                raise ValueError("it is empty")
-    return DatasetSize(*counts, meta["train"]["bytes"] if meta else None, tokenizer.vocab_size)
+        for bin_name in bin_names(split, meta.get(split, {})):
+            with reading(folder / bin_name) as path:
+                count = path.stat().st_size // dtype_of(meta).itemsize
+                if not count:
+                    raise ValueError("it is empty")
+                counts[split] += count
+    num_bytes = meta["train"]["bytes"] if meta else None
+    return DatasetSize(*counts.values(), num_bytes, tokenizer.vocab_size)
 
 
 def fingerprint(name):
@@ -176,7 +166,7 @@ def load_tokenizer(name):
 
 
 def _check_prepared(folder):
-    if not is_file(folder / "train.bin"):
+    if not (is_file(folder / "train.bin") or is_file(folder / "train_00000.bin")):
         raise UserError(
             f"{folder}/train.bin is missing; prepare it with python prepare.py "
             f"--dataset={folder.name} (and --input=FILE_OR_FOLDER for your own text), or start "
@@ -187,15 +177,15 @@ def _check_prepared(folder):
 def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
     if is_file(folder / "meta.json"):
-        with _reading(folder / "meta.json") as path:
+        with reading(folder / "meta.json") as path:
             meta = json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
                 raise UserError(f"it is from a later version of folio (format {meta['format']})")
-            if meta["crc32"] != _meta_checksum(meta):
+            if meta["crc32"] != meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
             return meta, from_dict(meta["tokenizer"])
     if is_file(folder / "meta.pkl"):
-        with _reading(folder / "meta.pkl") as path:
+        with reading(folder / "meta.pkl") as path:
             table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
             characters = [table["itos"][i] for i in range(table["vocab_size"])]
             if any(len(character) != 1 for character in characters):
@@ -204,29 +194,8 @@ def _read_meta(folder):
     return {}, GPT2Tokenizer()
 
 
-def _dtype(meta):
-    """Returns the type of the ids in the .bin files."""
-    return DTYPES[meta.get("dtype", "uint16")]
-
-
 class _PlainUnpickler(pickle.Unpickler):
     """Reads dicts, lists, strings and numbers; refuses everything that could execute code."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-
-
-@contextmanager
-def _reading(path):
-    """Yields `path`. Turns errors in the file, which may contain anything, into UserErrors."""
-    is_file(path)  # raises if it is a pipe, which would block
-    try:
-        yield path
-    except OSError as error:
-        raise os_error("read", path, error) from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except Exception as error:
-        raise UserError(
-            f"{path} is damaged ({cause_of(error)}); prepare the dataset again"
-        ) from error

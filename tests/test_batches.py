@@ -69,6 +69,13 @@ def test_dropout_seeds_differ_between_steps_and_between_seeds():
 # Splits
 
 
+@pytest.mark.parametrize(("room", "is_resident"), [(2000, True), (1999, False)])
+def test_a_large_split_stays_in_its_file(room, is_resident, monkeypatch):
+    monkeypatch.setattr(batches, "kind_of", lambda device: "mps")
+    monkeypatch.setattr(batches, "RESIDENT_BYTES", room)
+    assert (Split(IDS, "cpu").resident is not None) == is_resident
+
+
 @pytest.mark.parametrize("length", [1, 8, 499])
 def test_windows_are_slices_of_the_ids(split, length):
     last = len(IDS) - length - 1
