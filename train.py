@@ -306,10 +306,7 @@ class Learner:
         }
 
     def make_forward(self, split):
-        """Compiles the model, if the machine does, and makes its gradients means of all processes.
-
-        If compilation fails, warns and continues.
-        """
+        """Sets `forward`: the model, compiled if possible, averaging gradients over processes."""
         if self.machine.compile:
             starts = np.zeros(self.settings.batch_size, np.int64)
             batch = split.windows(starts, self.settings.block_size)
