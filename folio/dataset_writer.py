@@ -229,12 +229,3 @@ def _bins(folder, suffix):
     numbers = ("", "_" + 5 * "[0-9]")
     patterns = (f"{split}{number}{suffix}" for split in SPLITS for number in numbers)
     return [path for pattern in patterns for path in folder.glob(pattern)]
-
-
-def write_dataset(folder, corpus, tokenizer):
-    """Splits a Corpus, encodes it and writes the folder. Returns the content of meta.json."""
-    with DatasetWriter(folder, tokenizer, None) as writer:
-        for split, documents in zip(SPLITS, corpus.split(), strict=True):
-            num_bytes = sum(len(text.encode()) for text in documents)
-            writer.append(split, tokenizer.encode_documents(documents), num_bytes)
-        return writer.finish(corpus.source, corpus.sha256)

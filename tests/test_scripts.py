@@ -70,10 +70,10 @@ def test_constraints_pin_every_required_package():
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors", "split_writer"},
     {"bpe", "fields", "model"},
-    {"settings", "files", "tokenizers", "device", "hub", "architectures"},
-    {"process", "memory", "corpus", "shards", "optim", "sampling"},
-    {"dataset", "batches", "compile", "divergence", "generate", "trackers"},
-    {"budget", "checkpoint", "dataset_writer", "tensor_file", "tokenizer_files"},
+    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures"},
+    {"process", "memory", "sources", "corpus", "shards", "optim", "sampling"},
+    {"dataset", "encoding", "batches", "compile", "divergence", "generate", "trackers"},
+    {"budget", "checkpoint", "dataset_writer", "known_texts", "tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"initial"},
 )
