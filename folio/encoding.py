@@ -12,35 +12,48 @@ import numpy as np
 
 from folio.tokenizers import BLANK_LINE
 
-BATCH = 2**20  # characters that a thread encodes at once, at least
+BATCH = 2**17  # characters that a thread encodes at once, at least
 COMMIT_S, COMMIT_TOKENS = 10, 250_000_000  # between two commits, at most
 LARGE = 100_000_000  # bytes of a corpus that is worth commits
 
 
-def encode_corpus(corpus, tokenizer, writer, at, max_tokens=None, threads=None):
+def encode_corpus(corpus, tokenizer, writer, start, max_tokens=None, threads=None):
     """Writes the tokens of a Corpus to a DatasetWriter. Returns the Position at the end.
 
     The tokens do not depend on the number of threads.
 
     Args:
-        at: Position to start from.
+        start: Position to continue from.
         max_tokens: stop when there are about as many; None: at the end of the corpus.
         threads: None: one per core.
     """
-    threads, end = threads or num_cores(), at
+    threads, end = threads or num_cores(), start
     commit = Committer(writer, corpus.size >= LARGE)
-    commit(at)
+    commit(start)
+
+    def write(splits, at):
+        for split, (ids, num_bytes) in splits.items():
+            writer.append(split, ids, num_bytes)
+        commit(at)
+        return at
+
     with progress_bar(corpus, "encoding") as progress:
-        work = batches(corpus, replace(at), progress, min(BATCH, max_tokens or BATCH))
-        for splits, reached in in_threads(lambda item: encode(tokenizer, *item), work, threads):
-            for split, (ids, num_bytes) in splits.items():
-                writer.append(split, ids, num_bytes)
-            count = sum(len(ids) for ids, _ in splits.values())
-            end = replace(reached, tokens=end.tokens + count)
-            commit(end)
-            if max_tokens and end.tokens >= max_tokens:
-                break
+        work = batches(corpus, replace(start), progress, min(BATCH, max_tokens or BATCH))
+        encoded = in_threads(lambda item: encode(tokenizer, *item), work, threads, threads + 2)
+        counted = count_tokens(encoded, start.tokens, max_tokens)
+        # at most one write waits: after a failed one, there must be no other
+        for at in in_threads(lambda item: write(*item), counted, 1, 1):
+            end = at
     return end
+
+
+def count_tokens(encoded, tokens, max_tokens):
+    """Yields results of `encode`, with `tokens` in the Position, until there are max_tokens."""
+    for splits, at in encoded:
+        tokens += sum(len(ids) for ids, _ in splits.values())
+        yield splits, replace(at, tokens=tokens)
+        if max_tokens and tokens >= max_tokens:
+            return
 
 
 class Committer:
@@ -84,14 +97,14 @@ def encode(tokenizer, pieces, after):
     return {split: (np.concatenate(ids), num_bytes[split]) for split, ids in parts.items()}, after
 
 
-def in_threads(function, items, threads):
-    """Yields function(item) of each item, in order. It is at most `threads` + 1 items ahead."""
+def in_threads(function, items, threads, limit):
+    """Yields function(item) of each item, in order. At most `limit` calls are unfinished."""
     pending = deque()
     with ThreadPoolExecutor(threads) as pool:
         for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > threads + 1:
+            if len(pending) == limit:
                 yield pending.popleft().result()
+            pending.append(pool.submit(function, item))
         while pending:
             yield pending.popleft().result()
 

@@ -1,7 +1,6 @@
 """Tokenizers: characters, UTF-8 bytes, GPT-2's byte-pair encoding, and one trained on a text.
 
-A tokenizer is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and in each
-checkpoint.
+Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and in checkpoints.
 """
 
 import codecs
@@ -83,15 +82,14 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(characters)
         self._ids = np.full(CODE_POINTS, -1, np.int32)
         self._ids[_code_points(characters)] = np.arange(self.vocab_size)
-        first = self._ids[:256]  # 255 stands for larger ids and unknown characters
-        self._table = np.where((first >= 0) & (first < 255), first, 255).astype(np.uint8).tobytes()
+        self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
 
     @classmethod
     def from_text(cls, texts):
         """Returns the tokenizer of the characters in a text or several, ordered by code point."""
         ascii_found, found = b"", np.zeros(CODE_POINTS, bool)
         for text in [texts] if isinstance(texts, str) else texts:
-            if text.isascii():  # bytes.translate is much faster than a table
+            if text.isascii():  # fast
                 ascii_found += bytes(set(text.encode().translate(None, ascii_found)))
             else:
                 found[_code_points(text)] = True
@@ -107,10 +105,9 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (length,). Raises UserError for unknown characters."""
-        if text.isascii():  # bytes.translate is twice as fast as an array
-            raw = text.encode().translate(self._table)
-            if b"\xff" not in raw:
-                return np.frombuffer(raw, np.uint8).astype(self.dtype)
+        raw = text.encode().translate(self._table) if text.isascii() else b"\xff"
+        if b"\xff" not in raw:  # fast
+            return np.frombuffer(raw, np.uint8).astype(self.dtype)
         ids = np.empty(len(text), self.dtype)
         for start in range(0, len(text), CHUNK):
             chunk = self._ids[_code_points(text[start : start + CHUNK])]
@@ -172,9 +169,10 @@ class GPT2Tokenizer(Tokenizer):
         END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
         """
         special = {END_OF_TEXT} if allow_special else set()
-        options = {"allowed_special": special, "disallowed_special": ()}
         try:
-            ids = self._encoding.encode_to_numpy(text, **options)
+            ids = self._encoding.encode_to_numpy(
+                text, allowed_special=special, disallowed_special=()
+            )
         except ValueError as error:  # tiktoken fails on a million equal characters in a row
             raise UserError(f"tiktoken cannot encode the text ({error})") from error
         return ids.astype(self.dtype)
