@@ -186,7 +186,7 @@ class Corpus:
         separated = begins and split in at.begun
         at.inside, at.split = True, split
         if split not in at.begun:
-            at.begun += (split,)
+            at.begun = (*at.begun, split)  # a new one: copies of the Position keep theirs
         return Piece(split, separated, text)
 
     def _split_by_hash(self, source, chunk):

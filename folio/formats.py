@@ -101,7 +101,7 @@ def _unpacked(file, suffix):
     if suffix.endswith(".gz"):
         return gzip.open(file)
     if suffix.endswith(".zst"):
-        reader = _optional("zstandard").ZstdDecompressor()
+        reader = _optional("zstandard", file.name).ZstdDecompressor()
         return io.BufferedReader(reader.stream_reader(file, read_across_frames=True), CHUNK)
     return file
 
@@ -119,7 +119,7 @@ def _json_text(line, key, where):
 def _rows(source, start):
     """Yields a Chunk for each row of a Parquet table."""
     key, number = source.text_key, 0
-    with _optional("pyarrow.parquet").ParquetFile(source.local_path()) as file:
+    with _optional("pyarrow.parquet", source.name).ParquetFile(source.local_path()) as file:
         if key not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
             raise UserError(
@@ -152,10 +152,10 @@ def _checked(value, key, where):
     return value
 
 
-def _optional(module):
-    """Returns a module of an optional package."""
+def _optional(module, name):
+    """Returns a module of an optional package that reading a file needs."""
     try:
         return import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise UserError(f"this file needs a package: pip install {package}") from error
+        raise UserError(f"{name} needs a package: pip install {package}") from error

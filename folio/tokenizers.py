@@ -64,8 +64,7 @@ class Tokenizer:
     def byte_lengths(self):
         """Returns the bytes of each token, (padded_vocab_size,) int64; 0 for end and padding."""
         lengths = np.zeros(self.padded_vocab_size, np.int64)
-        for token in range(self.vocab_size):
-            lengths[token] = len(self.token_bytes(token))
+        lengths[: self.vocab_size] = [len(self.token_bytes(i)) for i in range(self.vocab_size)]
         if self.end is not None:
             lengths[self.end] = 0
         return lengths
@@ -169,10 +168,9 @@ class GPT2Tokenizer(Tokenizer):
         END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
         """
         special = {END_OF_TEXT} if allow_special else set()
+        options = {"allowed_special": special, "disallowed_special": ()}
         try:
-            ids = self._encoding.encode_to_numpy(
-                text, allowed_special=special, disallowed_special=()
-            )
+            ids = self._encoding.encode_to_numpy(text, **options)
         except ValueError as error:  # tiktoken fails on a million equal characters in a row
             raise UserError(f"tiktoken cannot encode the text ({error})") from error
         return ids.astype(self.dtype)
