@@ -8,6 +8,7 @@ same split, and validation has about 20 MB, but between 0.05% and 10% of the cor
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from folio.tokenizers import BLANK_LINE, END_OF_TEXT, CharTokenizer
@@ -72,7 +73,7 @@ class Corpus:
         """Whether the first part is the training split, rather than a choice by hashes."""
         return not any(source.suffix for source in self.sources)
 
-    @property
+    @cached_property
     def size(self):
         """Bytes of all sources."""
         return sum(source.size for source in self.sources)

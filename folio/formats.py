@@ -118,7 +118,7 @@ def _json_text(line, key, where):
 
 def _rows(source, start):
     """Yields a Chunk for each row of a Parquet table."""
-    key, number = source.text_key, 0
+    key, size, number = source.text_key, source.size, 0
     with _optional("pyarrow.parquet", source.name).ParquetFile(source.local_path()) as file:
         if key not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
@@ -136,7 +136,7 @@ def _rows(source, start):
                     number += 1
                     if number > start:
                         text = _checked(value, key, f"{source.name}, row {number:,}")
-                        num_read = source.size * number // file.metadata.num_rows
+                        num_read = size * number // file.metadata.num_rows
                         yield Chunk(text, True, number, num_read)
 
 

@@ -6,6 +6,7 @@ Its variables apply: HF_HOME (cache), HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
 import hashlib
 import re
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from folio.errors import UserError, cause_of
@@ -44,50 +45,71 @@ def pretrained_folder(name):
 
     Raises UserError if the model cannot be downloaded.
     """
-    try:
-        import huggingface_hub  # imported here because it is optional
-    except ImportError as error:
-        raise UserError(f"{name} needs: pip install huggingface_hub safetensors") from error
+    huggingface_hub = client(name, "huggingface_hub safetensors")
     model, _, revision = name.partition("@")
     started = time.time()
-    try:
+    with explained(name, MODELS.get(model, model), revision):
         folder = huggingface_hub.snapshot_download(
             MODELS.get(model, model),
             revision=revision or None,
             allow_patterns=list(FILES),
             ignore_patterns=["*/*"],  # variants in subfolders
         )
-    except Exception as error:  # the client, its HTTP library and the disk can raise anything
-        raise UserError(
-            f"cannot download {name}: {_explanation(error, model, revision)}"
-        ) from error
     for path in Path(folder).glob("*.safetensors"):
-        _check_download(path, started)
+        check_download(path, started)
     return Path(folder)
 
 
-def _explanation(error, model, revision):
+def client(name, packages):
+    """Returns the module huggingface_hub. Raises UserError if it is missing.
+
+    Args:
+        packages: those that are needed for `name`.
+    """
+    try:
+        import huggingface_hub  # imported here because it is optional
+    except ImportError as error:
+        raise UserError(f"{name} needs: pip install {packages}") from error
+    return huggingface_hub
+
+
+@contextmanager
+def explained(name, repository, revision):
+    """Turns the exceptions of huggingface_hub into UserErrors.
+
+    Args:
+        repository: id of a model, or datasets/ and the id of a dataset.
+    """
+    try:
+        yield
+    except Exception as error:  # the client, its HTTP library and the disk can raise anything
+        raise UserError(
+            f"cannot download {name}: {_explanation(error, repository, revision)}"
+        ) from error
+
+
+def _explanation(error, repository, revision):
     """Returns cause and fix of an exception of huggingface_hub."""
     from huggingface_hub import constants, errors
 
-    cause = error.__cause__
+    cause, kind = error.__cause__, "dataset" if repository.startswith("datasets/") else "model"
     if isinstance(error, errors.GatedRepoError):
-        url = f"{constants.ENDPOINT}/{MODELS.get(model, model)}"
+        url = f"{constants.ENDPOINT}/{repository}"
         return f"it is gated; request access at {url} and set HF_TOKEN to your access token"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "the hub has no such model; if it is private, set HF_TOKEN"
+        return f"the hub has no such {kind}; if it is private, set HF_TOKEN"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"the model has no revision {revision}; omit @{revision} for the newest"
+        return f"the {kind} has no revision {revision}; omit @{revision} for the newest"
+    if errors.OfflineModeIsEnabled in (type(error), type(cause)):
+        return "it is not in the cache; unset HF_HUB_OFFLINE to download it once"
     if isinstance(error, errors.LocalEntryNotFoundError):
-        if isinstance(cause, errors.OfflineModeIsEnabled):
-            return "it is not in the cache; unset HF_HUB_OFFLINE to download it once"
         reason = cause_of(cause or error)
         return f"{constants.ENDPOINT} cannot be reached ({reason}); check the network and try again"
     reason = getattr(error, "strerror", None) or cause_of(error)  # such as a full disk
     return f"{reason}; try again; complete files are kept"
 
 
-def _check_download(path, started):
+def check_download(path, started):
     """Raises UserError if a file downloaded since `started` differs from the hub's.
 
     The client checks its size only. The cache stores large files under their sha256.

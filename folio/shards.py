@@ -10,7 +10,7 @@ from folio.files import is_file
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 READ_BYTES = 64 * 2**20  # of a split at most, which is read completely when it is loaded
-SAMPLES, SAMPLE_TOKENS = 16, 2**15  # blocks that are read of each file of others; their length
+SAMPLES, SAMPLE_TOKENS = 32, 2**15  # blocks that are read of a larger split, and their length
 
 
 def dtype_of(meta):
@@ -54,7 +54,7 @@ def map_split(folder, split, meta):
 
 def check_split(files, vocab_size):
     """Returns a fingerprint of the files that map_split returns. Raises UserError for damage."""
-    size = sum(ids.nbytes for _, ids, _ in files)
+    size, samples = sum(ids.nbytes for _, ids, _ in files), max(2, SAMPLES // len(files))
     found = 0 if size <= READ_BYTES else zlib.crc32(b"%d" % size)
     for path, ids, crc in files:
         with reading(path):
@@ -62,7 +62,7 @@ def check_split(files, vocab_size):
                 check_ids(ids, vocab_size, crc)
                 found = zlib.crc32(ids, found)
                 continue
-            for start in np.linspace(0, max(0, len(ids) - SAMPLE_TOKENS), SAMPLES).astype(int):
+            for start in np.linspace(0, max(0, len(ids) - SAMPLE_TOKENS), samples).astype(int):
                 block = ids[start : start + SAMPLE_TOKENS]
                 check_ids(block, vocab_size)
                 found = zlib.crc32(block, found)

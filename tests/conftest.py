@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import threading
 from concurrent.futures import Future
 
 import pytest
 import tiktoken
 import tiny
 import torch
+from fake_hub import Hub
 from hypothesis import settings
 
 from folio import dataset
@@ -42,6 +44,17 @@ def verse(folder):
     """A dataset of a few verses, prepared in `folder`."""
     tiny.prepare_verse()
     return load_dataset("verse")
+
+
+@pytest.fixture
+def hub():
+    """A local server that behaves like the Hugging Face hub."""
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture

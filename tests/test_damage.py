@@ -17,8 +17,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from folio import split_writer
 from folio.checkpoint import Checkpoint, Progress, load, save
+<<<<<<< HEAD
 from folio.dataset import load_dataset, load_tokenizer
+=======
+from folio.dataset import load_dataset, load_tokenizer, verify_dataset
+from folio.dataset_writer import write_dataset
+>>>>>>> abc69f08ce37689c291f1c829868a338aae49dca
 from folio.errors import UserError
 from folio.optim import make_optimizers
 from folio.tokenizers import CharTokenizer
@@ -86,11 +92,15 @@ def write_nano(name="meta.pkl"):
 def read_dataset(name):
     data = load_dataset(name)
     content = vars(data) | {"tokenizer": data.tokenizer.to_dict()}
-    return content | {"train": data.train.tolist(), "val": data.val.tolist()}
+    return content | {"train": data.train[:].tolist(), "val": data.val[:].tolist()}
 
 
 def read_own():
     return read_dataset("own")
+
+
+def verify_own():
+    return verify_dataset("own")
 
 
 def read_nano():
@@ -252,6 +262,16 @@ def test_damaged_dataset_is_refused_or_intact(name):
     raw = path.read_bytes()
     assert wrong_results(path, cuts(raw), read_own, REFUSED) == []
     assert wrong_results(path, [*flips(raw, 120), *lost_blocks(raw, 50)], read_own) == []
+
+
+@pytest.mark.parametrize("name", ["train_00000.bin", "train_00001.bin", "val.bin", "meta.json"])
+def test_damaged_shard_is_refused_or_intact(name, monkeypatch):
+    monkeypatch.setattr(split_writer, "SHARD_TOKENS", 30)
+    path = write_own(name)
+    raw = path.read_bytes()
+    assert wrong_results(path, cuts(raw), read_own, REFUSED) == []
+    assert wrong_results(path, [*flips(raw, 40), *lost_blocks(raw, 20)], read_own) == []
+    assert wrong_results(path, flips(raw, 40), verify_own) == []
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import zlib
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock
@@ -13,6 +14,7 @@ import tiny
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from folio import dataset, split_writer
 from folio.dataset import (
     DATA,
     DatasetSize,
@@ -20,6 +22,7 @@ from folio.dataset import (
     fingerprint,
     load_dataset,
     load_tokenizer,
+    verify_dataset,
 )
 from folio.errors import UserError
 from folio.files import LOCK
@@ -211,6 +214,85 @@ def test_split_must_be_longer_than_the_context():
     data.check_length(1)
     with pytest.raises(UserError, match="val.bin of own has 2 tokens.* smaller --block_size"):
         data.check_length(2)
+
+
+# Shards
+
+
+@pytest.fixture
+def sharded(folder, monkeypatch):
+    """data/own with shards of up to ten tokens: ten and eight of training."""
+    monkeypatch.setattr(split_writer, "SHARD_TOKENS", 10)
+    return write_text("abcdefghij" * 2)
+
+
+def test_shards_are_one_split(sharded):
+    data = load_dataset("own")
+    assert (len(data.train), data.train.dtype) == (18, np.uint16)
+    assert data.train[7:13].tolist() == [7, 8, 9, 0, 1, 2]
+    assert dataset_size("own") == DatasetSize(18, 2, 18, 10)
+    assert fingerprint("own") == data.fingerprint
+    assert data.fingerprint["train"] == zlib.crc32(np.array([*range(10), *range(8)], "<u2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train_00000.bin", None, "data/own/train.bin is missing; prepare it with"),
+        ("train_00001.bin", None, "cannot read data/own/train_00001.bin: No such file"),
+        ("train_00001.bin", bytes(14), "train_00001.bin is damaged (it does not match meta.json)"),
+        ("train_00000.bin", bytes(22), "train_00000.bin is damaged (it does not match meta.json)"),
+        ("train_00001.bin", bytes(16), "train_00001.bin is damaged (it does not match meta.json)"),
+        ("train_00001.bin", bytes(15), "train_00001.bin is damaged (Size of "),
+        ("train_00001.bin", b"\xff" * 16, "train_00001.bin is damaged ("),
+    ],
+)
+@pytest.mark.usefixtures("sharded")
+def test_damaged_shard_is_named(name, content, message):
+    Path("data/own", name).unlink()
+    if content is not None:
+        write(f"data/own/{name}", content)
+    for read in (load_dataset, verify_dataset):
+        with pytest.raises(UserError, match=re.escape(message)):
+            read("own")
+
+
+@pytest.mark.usefixtures("sharded")
+@pytest.mark.parametrize("content", [None, b""])
+def test_size_of_a_dataset_without_a_shard_is_an_error(content):
+    Path("data/own/train_00001.bin").unlink()
+    if content is not None:
+        write("data/own/train_00001.bin", content)
+    with pytest.raises(UserError, match="train_00001.bin"):
+        dataset_size("own")
+
+
+# Verification
+
+
+@pytest.mark.usefixtures("sharded")
+def test_verification_says_what_was_checked(monkeypatch, capsys):
+    monkeypatch.setattr(dataset, "VERIFY_TOKENS", 3)
+    assert verify_dataset("own") == (
+        "data/own: 18 training and 2 validation tokens, checksums and ids are correct"
+    )
+    assert capsys.readouterr().err == ""  # no progress bar
+
+
+def test_verification_of_nanogpts_dataset():
+    tiny.write_nanogpt_dataset("nano", "b\na" * 10)
+    assert verify_dataset("nano") == (
+        "data/nano: 27 training and 3 validation tokens, ids are correct; it has no checksums"
+    )
+    write("data/nano/val.bin", b"\0\0\3\0")
+    message = r"data/nano/val.bin is damaged \(it contains token 3, but the vocabulary has 3\)"
+    with pytest.raises(UserError, match=message):
+        verify_dataset("nano")
+
+
+def test_verification_of_a_missing_dataset_is_an_error():
+    with pytest.raises(UserError, match="data/nope/train.bin is missing"):
+        verify_dataset("nope")
 
 
 # nanoGPT's folders

@@ -108,9 +108,7 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped():
     assert [chunk.text for chunk in Source(Path("a.jsonl")).read()] == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet")]
-)
+@pytest.mark.parametrize(X)
 def test_missing_package_is_a_user_error(module, name, monkeypatch):
     Path(name).write_bytes(b"")
     monkeypatch.setitem(sys.modules, module, None)

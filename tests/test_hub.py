@@ -1,32 +1,16 @@
 """Downloads with the real client from a local server that behaves like the Hugging Face hub."""
 
-import hashlib
-import json
 import os
-import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
+from fake_hub import COMMIT, FILES, WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("huggingface_hub")
 
-COMMIT = "a" * 40
-KNOWN = r"/api/models/(org/model|openai-community/gpt2)/revision/(main|v1)"
-UNRELATED = "/api/agent-harnesses"  # which the client reads to name itself
-WEIGHTS = "model.safetensors"
-FILES = {
-    "config.json": b"{}",
-    WEIGHTS: bytes(range(256)) * 1000,
-    "merges.txt": b"#version: 0.2\n",
-    "pytorch_model.bin": b"a pickle",
-    "onnx/model.safetensors": b"a variant",
-}
 CODE = """
 import sys
 from folio.errors import UserError
@@ -47,122 +31,6 @@ class Full:
 get = file_download.http_get
 file_download.http_get = lambda url, file, **rest: get(url, Full(file), **rest)
 """
-
-
-class Hub(ThreadingHTTPServer):
-    """A hub with the model org/model, which is also openai-community/gpt2.
-
-    Its attributes describe what goes wrong; {} or None: nothing.
-    """
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests = []  # (method, path, range)
-        self.answers = {}  # {path: (status, X-Error-Code)}
-        self.bodies = {}  # {file: other content of a download}
-        self.cut_at = None  # bytes after which the first download of the weights breaks off
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def downloads(self):
-        """Returns the names of the files that were downloaded, sorted."""
-        paths = [path for method, path, _ in self.requests if method == "GET"]
-        return sorted(path.split(f"/{COMMIT}/")[1] for path in paths if "/resolve/" in path)
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):  # noqa: N802
-        self.respond()
-
-    def do_GET(self):  # noqa: N802
-        self.respond()
-
-    def respond(self):
-        hub, path = self.server, urlsplit(self.path).path
-        if path == UNRELATED:
-            self.send(404, b"")
-            return
-        hub.requests.append((self.command, path, self.headers.get("Range")))
-        status, code = hub.answers.get(path, (200, None))
-        if code or status != 200:
-            self.send(status, b"", {"X-Error-Code": code} if code else {})
-        elif re.fullmatch(KNOWN, path):
-            self.send(200, json.dumps({"id": "org/model", "sha": COMMIT}).encode())
-        elif "/tree/" in path:
-            self.send(200, json.dumps([entry(name) for name in FILES]).encode())
-        elif f"/resolve/{COMMIT}/" in path:
-            self.send_file(path.split(f"/{COMMIT}/")[1])
-        elif "/revision/" in path and "/org/model/" in path:
-            self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        else:
-            self.send(401, b"", {"X-Error-Code": "RepoNotFound"})
-
-    def send(self, status, body, headers=()):
-        self.send_response(status)
-        for name, value in dict(headers).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def send_file(self, name):
-        hub, body = self.server, FILES[name]
-        headers = {"ETag": f'"{etag(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if self.command == "GET":
-            body = hub.bodies.get(name, body)
-            if found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
-                first, size = int(found[1]), len(body)
-                headers["Content-Range"] = f"bytes {first}-{size - 1}/{size}"
-                return self.send(206, body[first:], headers)
-            if name == WEIGHTS and hub.cut_at:
-                self.send_response(200)
-                for key, value in (headers | {"Content-Length": str(len(body))}).items():
-                    self.send_header(key, value)
-                self.end_headers()
-                self.wfile.write(body[: hub.cut_at])
-                hub.cut_at = None
-                self.close_connection = True
-                return None
-        return self.send(200, body, headers)
-
-
-def etag(name):
-    """The sha256 of large files, which are stored apart, and git's SHA-1 of the others."""
-    body = FILES[name]
-    if name == WEIGHTS:
-        return hashlib.sha256(body).hexdigest()
-    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
-
-
-def entry(name):
-    size = len(FILES[name])
-    found = {
-        "type": "file",
-        "path": name,
-        "size": size,
-        "oid": hashlib.sha1(name.encode()).hexdigest(),
-    }
-    if name == WEIGHTS:
-        found["lfs"] = {"oid": etag(name), "size": size, "pointerSize": 134}
-    return found
-
-
-@pytest.fixture
-def hub():
-    with Hub() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

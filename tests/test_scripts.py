@@ -73,7 +73,8 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures"},
     {"process", "memory", "sources", "corpus", "shards", "optim", "sampling"},
     {"dataset", "encoding", "batches", "compile", "divergence", "generate", "trackers"},
-    {"budget", "checkpoint", "dataset_writer", "known_texts", "tensor_file", "tokenizer_files"},
+    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"}
+    | {"tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"initial"},
 )
