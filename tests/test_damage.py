@@ -19,12 +19,7 @@ from hypothesis import strategies as st
 
 from folio import split_writer
 from folio.checkpoint import Checkpoint, Progress, load, save
-<<<<<<< HEAD
-from folio.dataset import load_dataset, load_tokenizer
-=======
 from folio.dataset import load_dataset, load_tokenizer, verify_dataset
-from folio.dataset_writer import write_dataset
->>>>>>> abc69f08ce37689c291f1c829868a338aae49dca
 from folio.errors import UserError
 from folio.optim import make_optimizers
 from folio.tokenizers import CharTokenizer

@@ -108,8 +108,9 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped():
     assert [chunk.text for chunk in Source(Path("a.jsonl")).read()] == ["one", "two"]
 
 
-@pytest.mark.parametrize(X)
-def test_missing_package_is_a_user_error(module, name, monkeypatch):
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
+def test_missing_package_is_a_user_error(name, monkeypatch):
+    module = "pyarrow" if name == "a.parquet" else "zstandard"
     Path(name).write_bytes(b"")
     monkeypatch.setitem(sys.modules, module, None)
     assert error_of(Source(Path(name))) == f"{name} needs a package: pip install {module}"
