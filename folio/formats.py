@@ -2,7 +2,6 @@
 
 import codecs
 import gzip
-import io
 import json
 from contextlib import contextmanager
 from importlib import import_module
@@ -89,21 +88,32 @@ def _decoded(source, decoder, raw, offset):
 
 def _json_lines(source, start):
     """Yields a Chunk for each line. Blank lines are skipped."""
-    with open(source.local_path(), "rb") as file, _unpacked(file, source.suffix) as lines:
+    with open(source.local_path(), "rb") as file:
+        lines = file
+        if source.suffix.endswith(".gz"):
+            lines = gzip.open(file)  # noqa: SIM115, it needs no closing
+        elif source.suffix.endswith(".zst"):
+            lines = _zstandard_lines(file)
         for number, line in enumerate(lines, 1):
             if number > start and not line.isspace():
                 text = _json_text(line, source.text_key, f"{source.name}, line {number:,}")
                 yield Chunk(text, True, number, file.tell())
 
 
-def _unpacked(file, suffix):
-    """Returns the content of a file as a binary stream."""
-    if suffix.endswith(".gz"):
-        return gzip.open(file)
-    if suffix.endswith(".zst"):
-        reader = _optional("zstandard", file.name).ZstdDecompressor()
-        return io.BufferedReader(reader.stream_reader(file, read_across_frames=True), CHUNK)
-    return file
+def _zstandard_lines(file):
+    """Yields the lines of a compressed file, which may have several frames."""
+    library, rest, frame = _optional("zstandard", file.name), b"", None
+    while raw := file.read(CHUNK):
+        while raw:
+            if frame is None or frame.eof:
+                frame = library.ZstdDecompressor().decompressobj()
+            *lines, rest = (rest + frame.decompress(raw)).split(b"\n")
+            yield from (line + b"\n" for line in lines)
+            raw = frame.unused_data
+    if frame and not frame.eof:  # the library's own reader would ignore it
+        raise EOFError("it ends within a frame")
+    if rest:
+        yield rest
 
 
 def _json_text(line, key, where):

@@ -11,7 +11,6 @@ import pytest
 
 from folio import formats
 from folio.errors import UserError
-from folio.formats import Chunk
 from folio.sources import Source, find_sources, spooled
 
 TEXTS = ["one", "", "two 🦶\nlines", "\0 é"]
@@ -77,10 +76,9 @@ def test_missing_key_and_other_types_are_named(name):
 def test_damaged_file_is_named(name):
     source = write(name, ["text " * 99, "other"] * 9)
     raw = Path(name).read_bytes()
-    damaged = [b"no", raw[: len(raw) // 2], raw[:8] + b"\xff" * 9 + raw[17:]]
-    for content in damaged[: 2 if name == "a.jsonl.zst" else 3]:
+    for content in (b"no", raw[: len(raw) // 2], raw[:-9] + b"\xff" * 9):
         Path(name).write_bytes(content)
-        assert name in error_of(source)
+        assert error_of(source).startswith((f"{name} is damaged (", f"cannot read {name}: "))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +110,8 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped():
 def test_missing_package_is_a_user_error(name, monkeypatch):
     module = "pyarrow" if name == "a.parquet" else "zstandard"
     Path(name).write_bytes(b"")
-    monkeypatch.setitem(sys.modules, module, None)
+    for each in (module, "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, each, None)
     assert error_of(Source(Path(name))) == f"{name} needs a package: pip install {module}"
 
 
@@ -128,7 +127,7 @@ def test_text_is_cut_into_chunks(whole_words, monkeypatch):
         for number, chunk in enumerate(chunks[:-1], 1):
             after = "".join(rest.text for rest in chunks[number:])
             assert "".join(c.text for c in Source(Path("a.txt")).read(chunk.place)) == after
-    assert chunks[-1] == Chunk("", True, 3 + len(text.encode()), 3 + len(text.encode()))
+        assert chunks[-1].place == chunks[-1].num_read == 3 + len(text.encode())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])

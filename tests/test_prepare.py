@@ -353,6 +353,33 @@ def test_error_names_the_flag_or_file(flags, message):
     assert error_of(*flags.split()).startswith(message)
 
 
+def test_verify_checks_an_existing_dataset(capsys):
+    write("own.txt", "rose " * 100)
+    main(["--input=own.txt", "--dataset=own"])
+    capsys.readouterr()
+    main(["--dataset=own", "--verify"])
+    assert "data/own" in capsys.readouterr().out
+    raw = Path("data/own/val.bin").read_bytes()
+    Path("data/own/val.bin").write_bytes(raw[:-2] + b"\1\0")
+    assert "data/own/val.bin" in error_of("--dataset=own", "--verify")
+    assert "data/shakespeare_char" in error_of("--verify")
+
+
+def test_json_lines_with_another_key_become_a_dataset():
+    write("own.jsonl", "".join(f'{{"body": "rose {n}"}}\n' for n in range(100)))
+    main(["--input=own.jsonl", "--dataset=own", "--text_key=body"])
+    documents = text_of("own").split("\n\n")
+    assert len(documents) == 99  # one is joined to the last of the other split
+    assert "text_key" in error_of("--input=own.jsonl", "--dataset=own")
+
+
+@pytest.mark.parametrize("source", ["data/own/unfinished.json", "data/*/train.bin"])
+def test_files_of_the_dataset_are_no_input(source):
+    write("data/own/train.bin", "rose")
+    write("data/own/unfinished.json", "rose")
+    assert "would be replaced by the dataset" in error_of(f"--input={source}", "--dataset=own")
+
+
 @pytest.mark.parametrize("text", ["", BOM])
 def test_a_text_must_not_be_empty(text):
     write("empty.txt", text)
