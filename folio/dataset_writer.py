@@ -14,7 +14,7 @@ import numpy as np
 
 from folio.dataset import SPLITS, meta_checksum
 from folio.errors import UserError, os_error
-from folio.files import is_file, locked, replacing, sync_folder
+from folio.files import LOCK, is_file, locked, replacing, sync_folder
 from folio.shards import DTYPES, bin_names
 from folio.split_writer import SplitWriter, part_path
 from folio.tokenizers import from_dict
@@ -87,6 +87,7 @@ class DatasetWriter:
         self._splits = {name: SplitWriter(folder, name, dtype, states.get(name)) for name in SPLITS}
 
     def __enter__(self):
+        self._is_new = not os.path.exists(self.folder)
         with ExitStack() as stack:
             stack.enter_context(locked(self.folder))
             stack.callback(self._close)
@@ -99,6 +100,10 @@ class DatasetWriter:
 
     def __exit__(self, *_):
         self._stack.close()
+        with suppress(OSError):
+            if self._is_new and os.listdir(self.folder) == [LOCK]:  # nothing was written
+                (self.folder / LOCK).unlink()
+                self.folder.rmdir()
 
     def append(self, split, ids, num_bytes):
         """Appends ids to a split.
