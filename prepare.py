@@ -5,33 +5,34 @@
     python prepare.py --dataset=pydocs                       Python's documentation, no network
     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME  your own text
     python prepare.py --input=FILE --dataset=NAME --tokenizer=bpe --vocab_size=4096
+    python prepare.py --dataset=fineweb_edu --max_tokens=1000000000
 
-The first 90% of the characters are the training split, the rest is the validation split.
-folio/dataset.py defines the format.
+Files of any size are read in constant memory: text, and by suffix .jsonl, .jsonl.gz, .jsonl.zst and
+.parquet. If the process is killed, the same command continues. folio/corpus.py defines the
+validation split, folio/dataset.py the format.
 """
 
 import hashlib
+import json
 import os
-import platform
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from folio import process
-from folio.errors import UserError, nearest, os_error
+from folio.errors import UserError, nearest
 from folio.fields import setting
 from folio.settings import load, parse_arguments
 
-KNOWN = {"shakespeare_char": "char", "shakespeare": "gpt2", "pydocs": "char"}  # name: tokenizer
+KNOWN = {  # name: tokenizer
+    "shakespeare_char": "char",
+    "shakespeare": "gpt2",
+    "pydocs": "char",
+    "openwebtext": "gpt2",
+    "fineweb_edu": "gpt2",
+}
+ON_THE_HUB = ("openwebtext", "fineweb_edu")
 
 KINDS = ("char", "byte", "bpe", "gpt2")  # of tokenizers
-
-SHAKESPEARE_URLS = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
-)
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-TIMEOUT_S = (10, 30)  # to connect, and between received bytes
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,28 @@ class PrepareConfig:
 
     dataset: str | None = setting(
         None,
-        "shakespeare_char (default), shakespeare, pydocs, or a name for your own text",
+        "shakespeare_char (default), shakespeare, pydocs, openwebtext, fineweb_edu, or a name for "
+        "your own text",
         group="Corpus",
     )
-    input: str | None = setting(None, "your own UTF-8 text: a file, or a folder of files")
+    input: str | None = setting(
+        None,
+        "your own UTF-8 text, JSON lines or Parquet: a file, folder or glob pattern; the last 10% "
+        "of texts are for validation; of the others, documents by hash, 20 MB or at most 10%",
+    )
+    text_key: str = setting("text", "field of JSON lines, or column of Parquet, with the text")
+    max_tokens: int | None = setting(None, "stop after about as many tokens", "[1, inf)")
     tokenizer: str | None = setting(
         None,
-        "char (default), byte, bpe (trained on the text), gpt2 (default for shakespeare), or that "
-        "of a checkpoint file or Hugging Face folder",
+        "char (default), byte, bpe (trained on the text), gpt2 (default for shakespeare, "
+        "openwebtext and fineweb_edu), or that of a checkpoint file or Hugging Face folder",
     )
     vocab_size: int | None = setting(
         None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
     )
     allow_special: bool = setting(False, "bpe and gpt2: <|endoftext|> in a text ends a document")
     url: str | None = setting(None, "alternative download URL for tiny Shakespeare")
+    verify: bool = setting(False, "only check all files of the dataset, which exists")
 
     def __post_init__(self):
         if "" in (self.input, self.url):
@@ -61,7 +70,9 @@ class PrepareConfig:
         if self.input and self.dataset is None:
             name = Path(self.input).resolve().stem
             raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
-        if self.url and (self.input or self.dataset == "pydocs"):
+        if self.url and (
+            self.input or self.dataset not in (None, "shakespeare_char", "shakespeare")
+        ):
             raise UserError("--url applies to tiny Shakespeare only")
         if self.kind not in KINDS and not os.path.exists(self.kind):
             known = ", ".join(KINDS)
@@ -82,42 +93,73 @@ class PrepareConfig:
 if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
-from folio.corpus import Corpus
-from folio.dataset import DATA, FILES, dataset_folder
-from folio.dataset_writer import write_dataset
-from folio.files import Text, is_file, locked, read_text, replacing
-from folio.tokenizers import BPE_SIZE, TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.corpus import Corpus, Position
+from folio.dataset import dataset_folder, verify_dataset
+from folio.dataset_writer import DatasetWriter, unfinished
+from folio.encoding import encode_corpus, progress_bar
+from folio.known_texts import python_docs, shakespeare
+from folio.sources import find_sources
+from folio.tokenizers import BPE_SIZE, TOKENIZERS, BPETokenizer
 
 
 def main(argv=None):
     settings = load(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
-    if settings.input:
-        check_output(settings.input, folder)
-        corpus = read_input(settings.input)
+    if settings.verify:
+        print(verify_dataset(name))
+        return
+    corpus = own_corpus(settings, folder) if settings.input else known_corpus(name, settings)
+    key = identity(corpus, settings)
+    resumed = unfinished(folder, key)
+    if resumed:
+        tokenizer, start = resumed.tokenizer, Position(**resumed.position)
+        print(f"continuing {folder} after {start.tokens:,} tokens", flush=True)
     else:
-        corpus = known_corpus(name, settings.url)
-    if settings.allow_special:
-        corpus = corpus.cut_at_end_of_text()
-    tokenizer = tokenizer_for(corpus, settings.kind, settings.vocab_size)
-    meta = write_dataset(folder, corpus, tokenizer)
+        tokenizer, start = tokenizer_and_start(corpus, settings)
+    with DatasetWriter(folder, tokenizer, key, resumed) as writer:
+        max_tokens = None if corpus.in_order else settings.max_tokens
+        end = encode_corpus(corpus, tokenizer, writer, start, max_tokens)
+        meta = writer.finish(corpus.description, corpus.sha256(end))
     print(
-        f"{folder}: {corpus.characters:,} characters of {corpus.source}, "
+        f"{folder}: {end.characters:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
 
 
-def tokenizer_for(corpus, kind, vocab_size=None):
-    """Returns a tokenizer for a Corpus, of one of KINDS or from a path.
+def identity(corpus, settings):
+    """Returns plain data that differs if the tokens could differ."""
+    stamps = json.dumps([source.stamp() for source in corpus.sources])
+    names = ("kind", "vocab_size", "allow_special", "max_tokens", "text_key")
+    sources = {"sources": hashlib.sha256(stamps.encode()).hexdigest()}
+    return sources | {name: getattr(settings, name) for name in names}
+
+
+def tokenizer_and_start(corpus, settings):
+    """Returns the tokenizer of a Corpus, and the Position from which to encode.
 
     A BPE is trained on the training split only.
     """
-    if kind == "char":
-        return CharTokenizer.from_text(*corpus.documents)
+    kind, start = settings.kind, Position()
+    size = settings.vocab_size or BPE_SIZE
+    tokenizer = None if kind in ("char", "bpe") else existing_tokenizer(kind)
+    if corpus.in_order or kind == "char":
+        limit = settings.max_tokens
+        if limit and kind != "char":  # estimate the number of characters
+            sample = corpus.sample()
+            trained = tokenizer or BPETokenizer.train([sample], size)
+            limit = limit * len(sample) // max(len(trained.encode(sample)), 1)
+        with progress_bar(corpus, "reading") as progress:
+            start, characters = corpus.survey(kind, limit if corpus.in_order else None, progress)
+        tokenizer = tokenizer or characters
     if kind == "bpe":
-        return BPETokenizer.train(corpus.split()[0], vocab_size or BPE_SIZE)
+        tokenizer = BPETokenizer.train(corpus.training_texts(start), size)
+    return tokenizer, start
+
+
+def existing_tokenizer(kind):
+    """Returns a tokenizer of one of KINDS, or from a path."""
     if kind in KINDS:
         return TOKENIZERS[kind]()
     from folio.completion import checkpoint_tokenizer  # these two import torch, which is slow
@@ -129,115 +171,44 @@ def tokenizer_for(corpus, kind, vocab_size=None):
 # Sources of text
 
 
-def read_input(source):
-    """Returns the Corpus of a UTF-8 file, or of all files in a folder, sorted by path.
-
-    Hidden files are skipped. Any other file that is not UTF-8 text is an error.
-    """
-    if "://" in source:
-        raise UserError(f"--input takes a local file or folder: download {source} first")
-    path = Path(source)
-    if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-        return one_document(read_text(source))
-    files = sorted(files_in(path))
-    if not files:
-        raise UserError(f"{path} contains no files; hidden files are skipped")
-    if odd := [f for f in files if not os.path.isfile(f)]:
-        raise UserError(f"{odd[0]} is not a regular file; remove it from {path}")
-    texts = [read_text(file) for file in files]
-    sha256 = hashlib.sha256("".join(text.sha256 for text in texts).encode()).hexdigest()
-    return Corpus([text.text for text in texts], f"{path} ({len(files)} files)", sha256)
+def own_corpus(settings, folder):
+    """Returns the Corpus of --input. `folder` is that of the dataset."""
+    check_output([settings.input], folder)
+    sources = find_sources(settings.input, settings.text_key)
+    check_output([source.path for source in sources], folder)
+    is_one = [source.name for source in sources] in ([settings.input], ["standard input"])
+    many = f"{settings.input} ({len(sources)} files)"
+    return corpus_of(sources, settings, sources[0].name if is_one else many)
 
 
-def one_document(text):
-    """Returns the Corpus of a Text."""
-    return Corpus([text.text], text.source, text.sha256)
+def corpus_of(sources, settings, description):
+    whole_words = settings.allow_special or settings.kind not in ("char", "byte")
+    return Corpus(sources, description, settings.allow_special, whole_words)
 
 
-def files_in(folder):
-    """Yields the paths of all files in a folder that are not hidden. Links are followed."""
-
-    def fail(error):
-        raise os_error("read", error.filename, error) from error
-
-    seen = set()
-    for at, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        real = os.path.realpath(at)
-        is_loop = real in seen  # a link to a folder that was read already
-        folders[:] = [] if is_loop else sorted(n for n in folders if not n.startswith("."))
-        seen.add(real)
-        yield from (Path(at, n) for n in names if not (is_loop or n.startswith(".")))
-
-
-def check_output(path, folder):
+def check_output(paths, folder):
     """Raises UserError if a dataset in `folder` would replace its text or become part of it."""
-    path, target = (Path(os.path.realpath(each)) for each in (path, folder))
-    if target.is_relative_to(path):
-        raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-    if path in (target / name for name in FILES):
-        raise UserError(f"{path} would be replaced by the dataset: rename it")
+    target = Path(os.path.realpath(folder))
+    for path in paths:
+        real = Path(os.path.realpath(path))
+        if target.is_relative_to(real):
+            raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
+        if real.parent == target and real.suffix in (".bin", ".json", ".part"):
+            raise UserError(f"{path} would be replaced by the dataset: rename it")
 
 
-def known_corpus(name, url=None):
+def known_corpus(name, settings):
     """Returns the Corpus of a dataset that folio provides."""
     if name not in KNOWN:
         hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
         raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
-    return one_document(python_docs() if name == "pydocs" else shakespeare(url))
+    if name in ON_THE_HUB:
+        from folio.hub_corpora import hub_sources  # imported here because it is optional
 
-
-def python_docs():
-    """Returns the language reference that Python includes for help()."""
-    from pydoc_data import topics
-
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    source = f"pydoc_data.topics of Python {platform.python_version()}"
-    return Text(text, source, hashlib.sha256(text.encode()).hexdigest())
-
-
-def shakespeare(url=None):
-    """Returns tiny Shakespeare, after downloading it if it is missing or there is a URL."""
-    path = DATA / "shakespeare_char" / "input.txt"  # for all tokenizers
-    if url or not is_file(path):
-        raw = download((url,) if url else SHAKESPEARE_URLS, path)
-        with locked(path.parent), replacing(path) as [file]:
-            file.write(raw)
-    text = read_text(path)
-    if text.sha256 != SHAKESPEARE_SHA256:
-        raise UserError(
-            f"{path} is not tiny Shakespeare (sha256 {text.sha256[:8]}…, expected "
-            f"{SHAKESPEARE_SHA256[:8]}…): move it away, or use --input={path} --dataset=NAME"
-        )
-    return text
-
-
-def download(urls, path):
-    """Returns the bytes of tiny Shakespeare from the first address that provides them.
-
-    Raises UserError with the alternatives if none does; `path` is where a user can put the file.
-    """
-    import requests  # imported here because it is too slow for --help
-    from requests.adapters import HTTPAdapter, Retry
-
-    retry = Retry(2, status_forcelist=(429, 500, 502, 503, 504), respect_retry_after_header=False)
-    session, reasons = requests.Session(), []
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=retry))
-    for url in urls:
-        shown = re.sub(r"//[^/]*@", "//", url)  # without a password
-        try:
-            response = session.get(url, timeout=TIMEOUT_S)
-            response.raise_for_status()
-        except (OSError, ValueError) as error:  # requests' errors are OSErrors
-            reasons.append(f"{shown}: {type(error).__name__}")
-            continue
-        if hashlib.sha256(response.content).hexdigest() == SHAKESPEARE_SHA256:
-            return response.content
-        reasons.append(f"{shown}: unexpected content")
-    raise UserError(
-        f"tiny Shakespeare could not be downloaded ({'; '.join(reasons)}). Put the file at {path}, "
-        "or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
-    )
+        sources = hub_sources(name, settings.max_tokens, settings.text_key)
+        return corpus_of(sources, settings, f"{name} ({len(sources)} files)")
+    source = python_docs() if name == "pydocs" else shakespeare(settings.url)
+    return corpus_of([source], settings, source.name)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from folio.errors import UserError, cause_of
 
 PIECE, PIECES_AT_ONCE = 2**16, 64  # characters of a piece of text; pieces encoded in parallel
 # After these, a text can be cut without a change of its tokens: a line end between two characters
-# that are not whitespace, or the first half of one.
-CUT = re.compile(r"(?<=\S)\n(?=\S)|\r(?=\n\S)")
+# that are not whitespace, the first half of one, and a character before a single space.
+CUT = re.compile(r"(?<=\S)\n(?=\S)|\r(?=\n\S)|(?<=\S)(?= \S)")
 
 
 def train(documents, vocab_size, end):
@@ -68,7 +68,8 @@ def encoder(definition):
 
 def encode(encoder, text, allow_special):
     """Yields the ids of each piece of a text, as a list."""
-    encoder.encode_special_tokens = not allow_special  # as ordinary text
+    if encoder.encode_special_tokens == allow_special:  # setting it fails while a thread encodes
+        encoder.encode_special_tokens = not allow_special  # as ordinary text
     remaining = pieces(text)
     while some := list(islice(remaining, PIECES_AT_ONCE)):
         for encoding in encoder.encode_batch_fast(some, add_special_tokens=False):
@@ -83,6 +84,14 @@ def pieces(text):
         end = cut.end() if cut else len(text)
         yield text[start:end]
         start = end
+
+
+def last_cut(text):
+    """Returns the last place where a text can be cut, or 0 if there is none."""
+    for start in (max(len(text) - 4096, 0), 0):  # most texts have one near the end
+        if ends := [cut.end() for cut in CUT.finditer(text, start)]:
+            return ends[-1]
+    return 0
 
 
 @cache

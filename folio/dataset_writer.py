@@ -81,6 +81,7 @@ class DatasetWriter:
         self._splits = {name: SplitWriter(folder, name, dtype, states.get(name)) for name in SPLITS}
 
     def __enter__(self):
+        self._is_new = not os.path.exists(self.folder)
         with ExitStack() as stack:
             if not os.path.exists(self.folder):  # Path.exists raises for a name that is too long
                 stack.callback(self._remove_empty_folder)
@@ -95,6 +96,10 @@ class DatasetWriter:
 
     def __exit__(self, *_):
         self._stack.close()
+        with suppress(OSError):
+            if self._is_new and os.listdir(self.folder) == [LOCK]:  # nothing was written
+                (self.folder / LOCK).unlink()
+                self.folder.rmdir()
 
     def append(self, split, ids, num_bytes):
         """Appends ids to a split.
@@ -226,12 +231,3 @@ def _bins(folder, suffix):
     numbers = ("", "_" + 5 * "[0-9]")
     patterns = (f"{split}{number}{suffix}" for split in SPLITS for number in numbers)
     return [path for pattern in patterns for path in folder.glob(pattern)]
-
-
-def write_dataset(folder, corpus, tokenizer):
-    """Splits a Corpus, encodes it and writes the folder. Returns the content of meta.json."""
-    with DatasetWriter(folder, tokenizer, None) as writer:
-        for split, documents in zip(SPLITS, corpus.split(), strict=True):
-            num_bytes = sum(len(text.encode()) for text in documents)
-            writer.append(split, tokenizer.encode_documents(documents), num_bytes)
-        return writer.finish(corpus.source, corpus.sha256)

@@ -1,7 +1,6 @@
 """Tokenizers: characters, UTF-8 bytes, GPT-2's byte-pair encoding, and one trained on a text.
 
-A tokenizer is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and in each
-checkpoint.
+Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and in checkpoints.
 """
 
 import codecs
@@ -50,14 +49,6 @@ class Tokenizer:
     def to_dict(self):
         return {"kind": self.kind}
 
-    def encode_documents(self, documents):
-        """Returns the ids of texts, (N,), separated by the end-of-text token or a blank line."""
-        between = self.encode(BLANK_LINE * (len(documents) > 1))
-        if self.end is not None:
-            between = np.array([self.end], self.dtype)
-        parts = [part for text in documents for part in (between, self.encode(text))]
-        return np.concatenate([self.encode(""), *parts[1:]])
-
     def decode(self, ids):
         """Returns the text of a sequence of ids; invalid UTF-8 becomes U+FFFD."""
         return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
@@ -73,8 +64,7 @@ class Tokenizer:
     def byte_lengths(self):
         """Returns the bytes of each token, (padded_vocab_size,) int64; 0 for end and padding."""
         lengths = np.zeros(self.padded_vocab_size, np.int64)
-        for token in range(self.vocab_size):
-            lengths[token] = len(self.token_bytes(token))
+        lengths[: self.vocab_size] = [len(self.token_bytes(i)) for i in range(self.vocab_size)]
         if self.end is not None:
             lengths[self.end] = 0
         return lengths
@@ -91,12 +81,19 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(characters)
         self._ids = np.full(CODE_POINTS, -1, np.int32)
         self._ids[_code_points(characters)] = np.arange(self.vocab_size)
+        self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
 
     @classmethod
-    def from_text(cls, *documents):
-        """Returns the tokenizer of the characters in texts, ordered by code point."""
-        separator = BLANK_LINE * (len(documents) > 1)
-        return cls("".join(sorted(set(separator).union(*documents))))
+    def from_text(cls, texts):
+        """Returns the tokenizer of the characters in a text or several, ordered by code point."""
+        ascii_found, found = b"", np.zeros(CODE_POINTS, bool)
+        for text in [texts] if isinstance(texts, str) else texts:
+            if text.isascii():  # fast
+                ascii_found += bytes(set(text.encode().translate(None, ascii_found)))
+            else:
+                found[_code_points(text)] = True
+        found[[*ascii_found]] = True
+        return cls("".join(map(chr, np.flatnonzero(found))))
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
@@ -107,6 +104,9 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (length,). Raises UserError for unknown characters."""
+        raw = text.encode().translate(self._table) if text.isascii() else b"\xff"
+        if b"\xff" not in raw:  # fast
+            return np.frombuffer(raw, np.uint8).astype(self.dtype)
         ids = np.empty(len(text), self.dtype)
         for start in range(0, len(text), CHUNK):
             chunk = self._ids[_code_points(text[start : start + CHUNK])]

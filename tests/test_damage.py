@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from folio import split_writer
 from folio.checkpoint import Checkpoint, Progress, load, save
 from folio.dataset import load_dataset, load_tokenizer, verify_dataset
-from folio.dataset_writer import write_dataset
 from folio.errors import UserError
 from folio.optim import make_optimizers
 from folio.tokenizers import CharTokenizer
@@ -75,7 +74,7 @@ def read_mapped_checkpoint():
 
 def write_own(name="meta.json"):
     """Writes data/own in folio's format. Returns the path of a file in it."""
-    write_dataset(Path("data/own"), tiny.corpus(TEXT), CharTokenizer.from_text(TEXT))
+    tiny.write_dataset(Path("data/own"), tiny.corpus(TEXT), CharTokenizer.from_text(TEXT))
     return Path("data/own", name)
 
 

@@ -24,7 +24,6 @@ from folio.dataset import (
     load_tokenizer,
     verify_dataset,
 )
-from folio.dataset_writer import write_dataset
 from folio.errors import UserError
 from folio.files import LOCK
 from folio.tokenizers import TOKENIZERS, ByteTokenizer, CharTokenizer
@@ -41,7 +40,7 @@ def write(path, content):
 def write_text(text, tokenizer=None):
     """Writes data/own, by characters unless a tokenizer is given."""
     tokenizer = tokenizer or CharTokenizer.from_text(text)
-    return write_dataset(DATA / "own", tiny.corpus(text), tokenizer)
+    return tiny.write_dataset(DATA / "own", tiny.corpus(text), tokenizer)
 
 
 def texts_of(name):
@@ -123,7 +122,7 @@ def test_partly_written_dataset_is_refused(existing, renames, monkeypatch):
 def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_bytes):
     documents = ["ab", "cdefgh", "", "ij", "k<|endoftext|>l"]
     for tokenizer, between in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
-        write_dataset(DATA / "own", tiny.corpus(*documents), tokenizer)
+        tiny.write_dataset(DATA / "own", tiny.corpus(*documents), tokenizer)
         data = load_dataset("own")
         train = [*b"ab", *between, *b"cdefgh", *between, *between, *b"ij", *between]
         assert (data.train.tolist(), data.val.tolist()) == (

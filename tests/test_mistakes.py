@@ -288,7 +288,7 @@ INPUTS = {
         "texts/b.png is not UTF-8 text: byte 0 is 0x89", "--input=texts",
     ),
     "a dataset name that is a path": (tiny.VERSE, "plain folder name", "--dataset=../new"),
-    "a long dataset name": (tiny.VERSE, "cannot write to data/aaa", f"--dataset={LONG}"),
+    "a long dataset name": (tiny.VERSE, "cannot read data/aaa", f"--dataset={LONG}"),
     "a file as dataset": (
         lambda: (put("text.txt", tiny.VERSE), put("data/new")), "cannot write to data/new: ",
     ),

@@ -13,9 +13,8 @@ from pydoc_data import topics
 import pytest
 import tiny
 
-import prepare
 import train
-from folio import files
+from folio import files, known_texts
 from folio.dataset import load_dataset
 from folio.errors import UserError
 from folio.tokenizers import END_OF_TEXT
@@ -116,7 +115,7 @@ def server(monkeypatch):
         server.refusing_url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(CORPUS).hexdigest())
+        monkeypatch.setattr(known_texts, "SHAKESPEARE_SHA256", hashlib.sha256(CORPUS).hexdigest())
         yield server
         server.closing.set()
         server.shutdown()
@@ -140,7 +139,7 @@ def url_of(server, path):
     ],
 )
 def test_failed_download_is_explained_and_leaves_no_files(path, reason, count, server, monkeypatch):
-    monkeypatch.setattr(prepare, "TIMEOUT_S", (30, 0.3 if "stalls" in path else 30))
+    monkeypatch.setattr(known_texts, "TIMEOUT_S", (30, 0.3 if "stalls" in path else 30))
     url = url_of(server, path)
     assert error_of(f"--url={url}") == (
         f"{NO_DOWNLOAD} ({url}: {reason}). Put the file at "
@@ -154,7 +153,7 @@ def test_failed_download_is_explained_and_leaves_no_files(path, reason, count, s
 @pytest.mark.parametrize("path", ["cut", "500", "404", "wrong_bytes", "refused"])
 def test_second_address_is_used_if_the_first_fails(path, server, monkeypatch, capsys):
     urls = [url_of(server, path), url_of(server, "good")]
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URLS", urls)
+    monkeypatch.setattr(known_texts, "SHAKESPEARE_URLS", urls)
     main([])
     assert server.paths[-1] == "good"
     assert text_of("shakespeare_char") == CORPUS.decode()
@@ -174,7 +173,7 @@ def test_password_in_a_url_is_not_printed(server):
 def test_shakespeare_is_downloaded_once_for_all_tokenizers(
     server, capsys, monkeypatch, gpt2_of_bytes
 ):
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URLS", [url_of(server, "good")])
+    monkeypatch.setattr(known_texts, "SHAKESPEARE_URLS", [url_of(server, "good")])
     for _ in range(2):
         main([])
         assert capsys.readouterr().out == (
@@ -219,7 +218,7 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
         request.getfixturevalue("gpt2")
     if not os.environ.get("FOLIO_SHAKESPEARE"):
         pytest.skip("FOLIO_SHAKESPEARE names no file with tiny Shakespeare")
-    monkeypatch.delattr(prepare, "download")
+    monkeypatch.delattr(known_texts, "download")
     write("data/shakespeare_char/input.txt", Path(os.environ["FOLIO_SHAKESPEARE"]).read_bytes())
     main([f"--dataset={name}"])
     data = load_dataset(name)
@@ -352,6 +351,33 @@ def test_error_names_the_flag_or_file(flags, message):
     write("data", "a file in place of the folder")
     Path("empty").mkdir()
     assert error_of(*flags.split()).startswith(message)
+
+
+def test_verify_checks_an_existing_dataset(capsys):
+    write("own.txt", "rose " * 100)
+    main(["--input=own.txt", "--dataset=own"])
+    capsys.readouterr()
+    main(["--dataset=own", "--verify"])
+    assert "data/own" in capsys.readouterr().out
+    raw = Path("data/own/val.bin").read_bytes()
+    Path("data/own/val.bin").write_bytes(raw[:-2] + b"\1\0")
+    assert "data/own/val.bin" in error_of("--dataset=own", "--verify")
+    assert "data/shakespeare_char" in error_of("--verify")
+
+
+def test_json_lines_with_another_key_become_a_dataset():
+    write("own.jsonl", "".join(f'{{"body": "rose {n}"}}\n' for n in range(100)))
+    main(["--input=own.jsonl", "--dataset=own", "--text_key=body"])
+    documents = text_of("own").split("\n\n")
+    assert len(documents) == 99  # one is joined to the last of the other split
+    assert "text_key" in error_of("--input=own.jsonl", "--dataset=own")
+
+
+@pytest.mark.parametrize("source", ["data/own/unfinished.json", "data/*/train.bin"])
+def test_files_of_the_dataset_are_no_input(source):
+    write("data/own/train.bin", "rose")
+    write("data/own/unfinished.json", "rose")
+    assert "would be replaced by the dataset" in error_of(f"--input={source}", "--dataset=own")
 
 
 @pytest.mark.parametrize("text", ["", BOM])

@@ -136,7 +136,7 @@ def test_state_that_is_written_is_that_of_the_save(run, disk):
 def test_training_goes_on_during_a_write(verse, disk, monkeypatch):
     real, written = Learner.gradient, []
 
-    def gradient(learner, micro_batches, step):
+    def gradient(learner, micro_batches, step, stop):
         if step == 1:
             disk.free.clear()  # before the save at step 4
         if step == 6:

@@ -147,9 +147,9 @@ def test_ids_of_a_large_character_vocabulary_are_uint32():
         assert tokenizer.decode(ids) == text[0] + text[-1]
 
 
-def test_characters_of_several_documents_include_the_line_end_between_them():
-    assert CharTokenizer.from_text("b", "a").characters == "\nab"
-    assert CharTokenizer.from_text("ba").characters == "ab"
+def test_characters_of_several_texts():
+    assert CharTokenizer.from_text(["bé", "a", "é🦶", "ab"]).characters == "abé🦶"
+    assert CharTokenizer.from_text(iter([])).characters == ""
 
 
 # Bytes and trained byte-pair encodings
@@ -182,8 +182,23 @@ def test_cutting_a_text_does_not_change_its_tokens(end, monkeypatch):
     whole = tokenizer.encode(text).tolist()
     monkeypatch.setattr(bpe, "PIECE", 40)
     monkeypatch.setattr(bpe, "PIECES_AT_ONCE", 3)
-    assert (len([*bpe.pieces(text)]) > 10) == (end in ("\n", "\r\n", "\r\n\r\n"))
+    assert len([*bpe.pieces(text)]) > 10
     assert tokenizer.encode(text).tolist() == whole
+
+
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+@with_fixtures
+@given(text=st.text("ab1.' \n\r\té\x1c\x85\xa0\u2028", max_size=20))
+@example(text="it's  so.\r\nI'm 's a\n\nb 1\n")
+def test_every_cut_keeps_the_tokens(kind, text, request):
+    trained = BPETokenizer.train(["it's a b. a\n\nb \r\n a  a' 's 1 a.\n"] * 9, 290)
+    tokenizer = trained if kind == "bpe" else request.getfixturevalue("gpt2")
+    whole = tokenizer.encode(text).tolist()
+    cuts = [cut.end() for cut in bpe.CUT.finditer(text)]
+    for cut in cuts:
+        first, second = text[:cut], text[cut:]
+        assert [*tokenizer.encode(first), *tokenizer.encode(second)] == whole
+    assert bpe.last_cut(text) == max(cuts, default=0)
 
 
 def test_missing_tokenizers_library_is_a_user_error(monkeypatch):

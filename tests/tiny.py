@@ -10,8 +10,13 @@ import torch
 import prepare
 import train
 from folio.corpus import Corpus
+from folio.dataset_writer import DatasetWriter
+from folio.encoding import encode_corpus
+from folio.formats import Chunk
 from folio.optim import make_optimizers
 from folio.settings import load
+from folio.sources import Source
+from folio.tokenizers import TOKENIZERS, BPETokenizer, CharTokenizer
 from model import GPT, GPTConfig
 
 VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
@@ -90,13 +95,38 @@ def prepare_verse(name="verse", text=VERSE * 20):
     prepare.main(["--input=verse.txt", f"--dataset={name}"])
 
 
+class Document(Source):
+    """A source with a text in memory, which is its path."""
+
+    size, suffix = 0, ""
+
+    def sha256(self):
+        return "5a"
+
+    def read(self, start=0, whole_words=True):
+        yield Chunk(self.path, True, len(self.path), 0)
+
+
 def corpus(*documents):
-    return Corpus(list(documents), "own.txt", "5a")
+    """Returns a Corpus of texts in memory."""
+    return Corpus([Document(text, label="own.txt") for text in documents], "own.txt")
+
+
+def write_dataset(folder, documents, tokenizer):
+    """Writes a Corpus as prepare.py does. Returns the content of meta.json."""
+    start, _ = documents.survey("byte", None, lambda *_: None)
+    with DatasetWriter(folder, tokenizer, None) as writer:
+        end = encode_corpus(documents, tokenizer, writer, start)
+        return writer.finish("own.txt", documents.sha256(end))
 
 
 def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer of a kind for a text, as prepare.py does."""
-    return prepare.tokenizer_for(corpus(text), kind, vocab_size)
+    if kind == "char":
+        return CharTokenizer.from_text(text)
+    if kind == "bpe":
+        return BPETokenizer.train([text[: int(0.9 * len(text))]], vocab_size)
+    return TOKENIZERS[kind]()
 
 
 def log_events(out_dir="out"):
