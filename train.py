@@ -380,6 +380,7 @@ class Learner:
         """
         B, T = self.settings.batch_size, self.settings.block_size
         starts = evaluation_starts(split, self.settings)
+        rows = torch.arange(B, device=self.machine.device).unsqueeze(1)
         total = torch.zeros((), device=self.machine.device)
         self.model.eval()
         for first in range(0, len(starts), self.world.size * B):
@@ -387,7 +388,7 @@ class Learner:
                 break
             mine = starts[first + self.world.rank * B :][:B]
             x, y = split.windows(np.resize(mine, B), T)
-            y[len(mine) :] = -1
+            y = y.masked_fill(rows >= len(mine), -1)
             with self.machine.autocast():
                 loss = self.forward(x, y)
             if len(mine):

@@ -50,7 +50,7 @@ class World:
             return share
         shape = (self.size * len(share), *share.shape[1:])
         result = torch.empty(shape, dtype=share.dtype, device=share.device)
-        torch.distributed.all_gather_into_tensor(result, share)
+        torch.distributed.all_gather(list(result.chunk(self.size)), share)
         return result
 
     def all_to_all(self, parts):

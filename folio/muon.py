@@ -16,7 +16,7 @@ class Muon(torch.optim.Optimizer):
     Updates are scaled to the root mean square of AdamW's updates (Liu et al. 2025, "Muon is
     Scalable for LLM Training", section 2.2), so that one learning rate and weight decay suit both.
     The result equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a
-    shape are updated together, because the number of calls limits the speed for small matrices.
+    shape are computed together, because the number of calls limits the speed for small matrices.
     """
 
     def __init__(
@@ -30,67 +30,86 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            by_shape = defaultdict(list)
-            for p in group["params"]:
-                # (a, b) and (b, a) together, unless their rows are divided over processes
-                by_shape[tuple(p.shape if is_sharded(p) else sorted(p.shape))].append(p)
-            for parameters in by_shape.values():
-                self._update(parameters, group["lr"], group["weight_decay"], group["momentum"])
-
-    def _update(self, parameters, lr, weight_decay, momentum):
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [local(self.state[p]["momentum_buffer"]) for p in parameters]
-        gradients = [local(p.grad) for p in parameters]
-        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        nesterov = [
-            each.to(self.dtype) for each in torch._foreach_lerp(gradients, buffers, momentum)
-        ]
-        if is_sharded(parameters[0]):
-            updates = orthogonalize_shards(nesterov, parameters[0].shape[0], self.world)
-        else:
-            updates = orthogonalize_copies(nesterov, self.world)
-        scale, weights = 0.2 * math.sqrt(max(parameters[0].shape)), [local(p) for p in parameters]
-        torch._foreach_mul_(weights, 1 - lr * weight_decay)
-        torch._foreach_add_(weights, updates, alpha=-lr * scale)
+            parameters, momentum = group["params"], group["momentum"]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [local(self.state[p]["momentum_buffer"]) for p in parameters]
+            gradients, weights = [local(p.grad) for p in parameters], [local(p) for p in parameters]
+            torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+            nesterov = torch._foreach_lerp(gradients, buffers, momentum)
+            nesterov = [each.to(self.dtype) for each in nesterov]
+            if is_sharded(parameters[0]):
+                updates = orthogonalize_shards(nesterov, [len(p) for p in parameters], self.world)
+            else:
+                updates = orthogonalize_copies(nesterov, self.world)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            for p, weight, update in zip(parameters, weights, updates, strict=True):
+                weight.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
 
 
 def orthogonalize_copies(matrices, world):
-    """Orthogonalizes N matrices, (a, b) or (b, a), of which each process takes N / size.
+    """Orthogonalizes matrices that all processes have, of which each computes a part.
 
-    All processes must pass the same matrices. Returns a list of the same shapes.
+    Returns a list of the same shapes.
     """
-    wide = torch.stack([as_wide(each) for each in matrices])
-    per_rank = -(-len(wide) // world.size)
-    padded = F.pad(wide, (0, 0, 0, 0, 0, world.size * per_rank - len(wide)))
-    mine = padded[world.rank * per_rank :][:per_rank]
-    results = world.all_gather(orthogonalize(mine))
-    return [
-        result if result.shape == matrix.shape else result.T
-        for matrix, result in zip(matrices, results, strict=False)  # without the padding
-    ]
+    groups = indices_by([tuple(sorted(each.shape)) for each in matrices])
+    results, mine = list(matrices), []
+    for indices in groups:
+        stack = torch.stack([as_wide(matrices[i]) for i in indices])
+        count = -(-len(indices) // world.size)  # for each process, the last ones with padding
+        padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * count - len(indices)))
+        mine.append(orthogonalize(padded[world.rank * count :][:count]))
+    received = world.all_gather(torch.cat([each.flatten() for each in mine]))
+    parts = received.view(world.size, -1).split([each.numel() for each in mine], dim=1)
+    for indices, part, like in zip(groups, parts, mine, strict=True):
+        for i, result in zip(indices, part.reshape(-1, *like.shape[1:]), strict=False):
+            results[i] = result if result.shape == matrices[i].shape else result.T
+    return results
 
 
 def orthogonalize_shards(shares, rows, world):
-    """Orthogonalizes N matrices with divided rows, of which each process gathers N / size.
+    """Orthogonalizes matrices with divided rows, of which each process gathers a part.
 
     Args:
         shares: this process's rows of each matrix, (at most ceil(rows / size), b) each.
-        rows: of a whole matrix.
+        rows: the number of rows of each whole matrix.
 
     Returns this process's rows of the results, a list.
     """
-    count, size = len(shares), world.size
-    per_rank, most = -(-count // size), -(-rows // size)
-    padded = [F.pad(each, (0, 0, 0, most - len(each))) for each in shares]
-    padded += [torch.zeros_like(padded[0])] * (size * per_rank - count)
-    parts = world.all_to_all(torch.stack(padded).unflatten(0, (size, per_rank)))
-    whole = parts.transpose(0, 1).flatten(1, 2)[:, :rows]  # (per_rank, rows, b)
-    result = orthogonalize(whole) if rows <= whole.shape[2] else orthogonalize(whole.mT).mT
-    result = F.pad(result, (0, 0, 0, size * most - rows)).unflatten(1, (size, most))
-    mine = world.all_to_all(result.transpose(0, 1).contiguous()).flatten(0, 1)
-    return [new[: len(old)] for old, new in zip(shares, mine, strict=False)]
+    size, results = world.size, list(shares)
+    groups = indices_by([(n, each.shape[1]) for n, each in zip(rows, shares, strict=True)])
+    stacks = []  # (size, count, most, b) each, the first dimension by receiver
+    for indices in groups:
+        count, most = -(-len(indices) // size), -(-rows[indices[0]] // size)
+        padded = [F.pad(shares[i], (0, 0, 0, most - len(shares[i]))) for i in indices]
+        padded += [torch.zeros_like(padded[0])] * (size * count - len(indices))
+        stacks.append(torch.stack(padded).unflatten(0, (size, count)))
+    for k, stack in enumerate(exchange(stacks, world)):  # now by sender
+        most, n = stack.shape[2], rows[groups[k][0]]
+        whole = stack.transpose(0, 1).flatten(1, 2)[:, :n]  # (count, rows, b)
+        result = orthogonalize(whole) if n <= whole.shape[2] else orthogonalize(whole.mT).mT
+        result = F.pad(result, (0, 0, 0, size * most - n)).unflatten(1, (size, most))
+        stacks[k] = result.transpose(0, 1)
+    for indices, stack in zip(groups, exchange(stacks, world), strict=True):
+        for i, result in zip(indices, stack.flatten(0, 1), strict=False):
+            results[i] = result[: len(shares[i])]
+    return results
+
+
+def exchange(tensors, world):
+    """Sends tensor[i] of each tensor to rank i; returns what was received, in the same shapes."""
+    received = world.all_to_all(torch.cat([each.flatten(1) for each in tensors], dim=1))
+    parts = received.split([each[0].numel() for each in tensors], dim=1)
+    return [part.reshape(like.shape) for part, like in zip(parts, tensors, strict=True)]
+
+
+def indices_by(keys):
+    """Returns lists of the indices of equal keys."""
+    groups = defaultdict(list)
+    for i, key in enumerate(keys):
+        groups[key].append(i)
+    return list(groups.values())
 
 
 def as_wide(matrix):

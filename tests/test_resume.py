@@ -281,7 +281,7 @@ def test_second_sigint_ends_a_save_and_keeps_the_files_whole(verse, monkeypatch)
 
     after_calls(monkeypatch, StopSignal, "request", 1, stopped.set)
     setup = train.setup
-    monkeypatch.setattr(train, "setup", lambda settings: runs.append(setup(settings)) or runs[0])
+    monkeypatch.setattr(train, "setup", lambda *args: runs.append(setup(*args)) or runs[0])
     opened = lambda path, mode: io.BufferedWriter(InterruptedFile(path, mode))  # noqa: E731
     monkeypatch.setattr(files, "open", opened, raising=False)
     with pytest.raises(Interrupted, match="interrupted immediately"):
