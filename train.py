@@ -107,7 +107,7 @@ class TrainConfig:
     activation_checkpointing: bool = setting(
         False, "recompute activations: less memory, about a third slower", scope="machine"
     )
-    backend: str = setting("nccl", "unused; accepted for nanoGPT's config files", scope="machine")
+    backend: str = setting("nccl", "unused: nccl on GPUs, gloo on CPUs", scope="machine")
 
     def __post_init__(self):
         if not self.out_dir:
@@ -185,8 +185,8 @@ def setup(settings, world=ALONE):
     """Returns the Run that the settings describe. Writes no files."""
     run_dir = RunDir(settings.out_dir) if world.is_main else ReadOnlyRunDir(settings.out_dir)
     settings, config, dataset, resumed, initial = world.together(plan, settings, run_dir, world)
-    step = resumed and resumed.progress.step
-    world.check_same({"command": settings, "dataset": dataset.fingerprint, "checkpoint": step})
+    where = resumed and resumed.progress
+    world.check_same({"command": settings, "dataset": dataset.fingerprint, "checkpoint": where})
     keep_freed_memory()
     machine = choose_machine(world.device or settings.device, settings.dtype, settings.compile)
     settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
@@ -375,8 +375,7 @@ class Learner:
     def split_loss(self, split, stop=process.NEVER):
         """Returns this process's share of the mean loss of the evaluated windows, a scalar tensor.
 
-        Incomplete batches are padded with targets that do not count, for a constant shape and the
-        same number of batches in all processes.
+        Batches are padded with targets that do not count, so that all processes have as many.
         """
         B, T = self.settings.batch_size, self.settings.block_size
         starts = evaluation_starts(split, self.settings)

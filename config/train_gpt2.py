@@ -1,5 +1,9 @@
-# nanoGPT's reproduction of the smallest GPT-2 (124 M parameters) on OpenWebText, which must be in
-# data/openwebtext. It takes days on several large GPUs, and folio uses one.
+# nanoGPT's reproduction of the smallest GPT-2 (124 M parameters) on OpenWebText:
+#
+#     python prepare.py --dataset=openwebtext
+#     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+#
+# It takes days on 8 large GPUs (docs/scale.md).
 
 out_dir = "out-gpt2"
 dataset = "openwebtext"

@@ -46,13 +46,13 @@ COLUMNS = {  # figure: (heading in the table, format)
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure train.py or sample.py, and optionally another command, alternately."""
+    """Measure a script, and optionally another command, alternately."""
 
     ARGUMENTS: ClassVar[str] = "[--name=value ...] -- ARGUMENTS OF THE SCRIPT"
     OPERANDS: ClassVar[str] = "arguments"
 
     arguments: tuple = setting((), "arguments of the script")
-    script: Literal["train", "sample"] = setting("train", "script to measure")
+    script: Literal["train", "sample", "prepare"] = setting("train", "script to measure")
     runs: int = setting(3, "runs of each command", "[1, inf)")
     target: float | None = setting(None, "measure the time to reach this validation loss")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
@@ -90,6 +90,8 @@ def main(argv=None):
     elif settings.profile:
         print(where())
         profiles = {"train": roofline.profile_training, "sample": roofline.profile_sampling}
+        if settings.script not in profiles:
+            raise UserError("--profile needs --script=train or sample")
         profiles[settings.script](settings.arguments)
     else:
         compare(settings)
