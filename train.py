@@ -144,7 +144,7 @@ from folio.plan import check_parallel, plan_model
 from folio.recompute import recompute_blocks
 from folio.run_dir import ReadOnlyRunDir, RunDir
 from folio.saving import Saver
-from folio.sharding import assign, average_gradients, gathered, replicate, shard
+from folio.sharding import assign, average_gradients, gathered, replicate, shard, unsharded
 from folio.tracking import evaluation_line, print_end, print_finished, print_start, recorded
 from model import GPT
 
@@ -246,7 +246,7 @@ def train(run):
                 break
             done = progress.is_finished(settings)
             if settings.sample_interval and (done or progress.is_due(settings.sample_interval)):
-                with tracking.paused():
+                with tracking.paused(), unsharded(learner.model):
                     text = sample_text(learner.model, run.dataset.tokenizer, settings.seed)
                     tracking.say(f"sample at step {progress.step}:\n{text}\n")
             if done:

@@ -4,6 +4,7 @@ With DDP, each process has the whole model and a part of the batch. With FSDP, p
 and optimizer state are sharded, too: each process has some rows of every tensor.
 """
 
+from contextlib import contextmanager
 from warnings import catch_warnings
 
 import torch
@@ -32,19 +33,25 @@ def shard(model, world, dtype):
     float32 (Zhao et al. 2023, "PyTorch FSDP"). The weights are uninitialized.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     mesh = init_device_mesh(kind_of(world.device), (world.size,))
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, "trunk")  # for sampling
     model.to_empty(device=world.device)
     model.tie_and_fill_tables()
+
+
+@contextmanager
+def unsharded(model):
+    """A context for methods of a GPT other than forward(), in which blocks gather themselves."""
+    is_sharded = hasattr(model, "unshard")
+    if is_sharded:
+        model.unshard()  # the parameters outside of blocks
+    yield
+    if is_sharded:
+        model.reshard()
 
 
 def average_gradients(forward, enabled):

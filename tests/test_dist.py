@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from ranks import Ranks, in_setup, in_world, trained
 import train
 from folio import dist
 from folio.batches import Batches, Split
+from folio.completion import sample_text
 from folio.dist import World
 from folio.errors import UserError
 from folio.files import locked
@@ -163,11 +165,19 @@ def test_resuming_in_several_processes_is_exact(verse, parallel):
     assert not tiny.differences("out", "whole", names=["last.pt"])
 
 
-def test_samples_are_printed_once(verse):
-    flags = tiny.flags(gradient_accumulation_steps=2, sample_interval=6, parallel="fsdp")
+@both_parallel
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_samples_are_those_of_one_process_and_printed_once(verse, parallel, dtype):
+    settings = {"gradient_accumulation_steps": 2, "sample_interval": 6, "learning_rate": 1e-3}
+    flags = tiny.flags(parallel=parallel, dtype=dtype, **settings)
     Ranks(2, train.main, flags).results()
-    assert Path("rank0.txt").read_text().count("sample at step 6") == 1
+    texts = re.findall(r"(?s)sample at step (\d+):\n(.*?)\n\n", Path("rank0.txt").read_text())
+    assert [step for step, _ in texts] == ["0", "6"]
     assert Path("rank1.txt").read_text() == ""
+    if dtype == "float32":
+        run = train.setup(tiny.settings(**settings))
+        expected = sample_text(run.learner.model, run.dataset.tokenizer, run.settings.seed)
+        assert texts[0][1] == expected
 
 
 def test_the_preset_budget_gives_all_processes_the_same_steps(verse):

@@ -1,7 +1,13 @@
 """tools.scale: the tables of docs/scale.md."""
 
-import pytest
+import math
 
+import pytest
+import tiny
+import torch
+from ranks import Ranks, in_setup
+
+from folio.batches import Batches
 from folio.settings import ROOT
 from model import GPTConfig, num_params
 from tools import scale
@@ -48,3 +54,34 @@ def test_the_tables_in_the_documentation_are_those_of_the_command(capsys):
     documentation = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     for table in capsys.readouterr().out.strip().split("\n\n"):
         assert table in documentation
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_sends_what_the_formulas_say(verse, parallel, micro_batches):
+    settings = {"parallel": parallel, "gradient_accumulation_steps": 2 * micro_batches}
+    settings |= {"dtype": "bfloat16", "n_layer": 3, "n_embd": 64}
+    (config, sent), _ = Ranks(2, in_setup, bytes_of_a_step, tiny.flags(**settings)).results()
+    expected = scale.sent_bytes(config, parallel, 2, micro_batches)
+    assert expected <= sent < expected + 200  # the loss, the norm and the stop signal
+
+
+def bytes_of_a_step(run):
+    """Returns the GPTConfig and the bytes that torch's profiler counts in a step after the first.
+
+    Each collective of two processes sends half of its data, an all-reduce twice that. gloo has no
+    reduce-scatter; the profiler shows the one requested and the all-reduce that replaces it.
+    """
+    learner, batches = run.learner, Batches(run.dataset.train, run.settings, run.learner.world)
+    for step in range(2):
+        _, norm = learner.gradient(batches.at(step), step)
+        learner.update(norm, 1e-3)
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        learner.gradient(batches.at(2), 2)
+    sizes = {"gloo:all_reduce": 4, "gloo:all_gather": 2, "c10d::_reduce_scatter_base_": -4 / 2}
+    sent = 0.0
+    for event in profiler.events():
+        if event.name in sizes:
+            whole = event.input_shapes[1 if "scatter" in event.name else 0]
+            sent += sizes[event.name] * math.prod(whole)
+    return learner.model.config, sent
