@@ -130,9 +130,9 @@ def joined(device):
             backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size
         )
     except (RuntimeError, ValueError) as error:  # torch has no type for all of them
-        raise UserError(
-            f"the processes cannot connect ({cause_of(error)}): start them with torchrun, and "
-            "check the address and port of --rdzv-endpoint"
+        raise RankError(
+            f"rank {world.rank} cannot connect to the other processes ({cause_of(error)}): start "
+            "all with torchrun, and check the address and port of --rdzv_endpoint"
         ) from error
     try:
         yield world
@@ -152,6 +152,13 @@ def _launched(device):
         rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except (KeyError, ValueError) as error:
         raise UserError(f"RANK is set, but not {error}: start folio with torchrun") from error
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        # torch 2.13's restarted processes can read the addresses of ended ones in this store.
+        raise UserError(
+            "--max-restarts needs an environment variable: run "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …"
+        )
     kind = kind_of(device)
     if kind not in BACKENDS:
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")

@@ -36,6 +36,9 @@ CURVE_SETTINGS = {
     "n_layer": 2,
     "n_embd": 18,  # divisible by neither 4 processes nor the head count of 4
 }
+TORCHRUN = {  # variables that torchrun sets
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"
+}  # fmt: skip
 both_parallel = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 both_optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 
@@ -301,6 +304,7 @@ def test_a_batch_that_cannot_be_divided_is_refused(count, batch_size, size, advi
     [
         ({"RANK": "0"}, "start folio with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, "start folio with torchrun"),
+        (TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     ],
 )
 def test_an_incomplete_environment_is_refused(monkeypatch, variables, message):
