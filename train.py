@@ -102,12 +102,12 @@ class TrainConfig:
     )
     compile: Literal["auto"] | bool = setting("auto", "use torch.compile", scope="machine")
     parallel: Literal["ddp", "fsdp"] = setting(
-        "ddp", "with torchrun; fsdp: divide weights and optimizer over processes", scope="machine"
+        "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", scope="machine"
     )
     activation_checkpointing: bool = setting(
         False, "recompute activations: less memory, about a third slower", scope="machine"
     )
-    backend: str = setting("nccl", "unused: nccl on GPUs, gloo on CPUs", scope="machine")
+    backend: str = setting("nccl", "ignored: nccl on GPUs, gloo on CPUs", scope="machine")
 
     def __post_init__(self):
         if not self.out_dir:
@@ -134,7 +134,7 @@ from folio.checkpoint import Checkpoint, Progress
 from folio.compile import compile_model
 from folio.completion import sample_text
 from folio.dataset import Dataset, load_dataset
-from folio.device import choose_machine, kind_of, resolve_device
+from folio.device import choose_machine, kind_of, read_later, resolve_device
 from folio.dist import ALONE, joined
 from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
@@ -278,7 +278,7 @@ class Learner:
             recompute_blocks(self.model)
         if self.is_sharded:
             shard(self.model, world, machine.dtype)
-        self.forward = self.model  # replaced by make_forward()
+        self.forward = self.model  # see make_forward()
         self.optimizers = make_optimizers(self.model, settings, world)
         enabled = machine.dtype == "float16"
         self.scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=enabled)
@@ -311,14 +311,14 @@ class Learner:
             starts = np.zeros(self.settings.batch_size, np.int64)
             batch = split.windows(starts, self.settings.block_size)
             self.forward = compile_model(self.model, self.machine, batch)
+            self.world.check_same({"success of the compiler": self.forward is not self.model})
         if not self.is_sharded:
             self.forward = replicate(self.forward, self.world)
 
     def gradient(self, micro_batches, step, stop=process.NEVER):
         """Accumulates the gradient of a step's mean loss. Returns (loss, norm), scalar tensors.
 
-        With several processes, they are of the whole batch, and `stop` learns of stop signals that
-        the others have received.
+        They are of the whole batch. `stop` learns of signals that other processes have received.
         """
         torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
         count = self.settings.gradient_accumulation_steps // self.world.size
@@ -333,7 +333,7 @@ class Learner:
             self.scaler.unscale_(optimizer)
         norm = gathered(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
         total, stopping = self.world.sum(total, stop.was_received)
-        stop.agree_later(stopping)
+        stop.agree_later(read_later(stopping))
         mean_loss = total / self.world.size
         self.divergence.record(step, mean_loss, norm, self.scaler)
         return mean_loss, norm
@@ -349,7 +349,7 @@ class Learner:
                 group["lr"] = lr * group["lr_scale"]
             if not overflows:
                 self.scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=self.forward is self.model)  # DDP reuses its buffers
         self.scaler.update()
 
     def evaluate(self, dataset, step, stop=process.NEVER):

@@ -18,7 +18,7 @@ from folio.device import kind_of
 from folio.errors import RankError, UserError, cause_of
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-TIMEOUT = timedelta(minutes=5)  # for a process that hangs; one that ends is noticed at once
+TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed at once
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,13 @@ class World:
         return self.rank == 0
 
     def sum(self, *numbers):
-        """Returns the sums of numbers or scalar tensors over all processes, in their order."""
+        """Returns the sums of numbers or scalar tensors over all processes, float32 tensors.
+
+        Without torchrun, returns its arguments.
+        """
         if not self.is_launched:
             return numbers
-        zero = torch.zeros((), device=self.device)  # a sum does not wait for the device
+        zero = torch.zeros((), device=self.device)  # adding a number does not wait for the device
         values = torch.stack([zero + number for number in numbers])
         torch.distributed.all_reduce(values)
         return values.unbind()
@@ -140,8 +143,9 @@ def joined(device):
         if not is_lost(error):
             raise
         raise RankError(
-            f"rank {world.rank}: another process of the run has ended or cannot be reached; its "
-            "message says why. To continue, run the same command with --init_from=resume"
+            f"rank {world.rank}: another process of the run has ended or cannot be reached "
+            f"({cause_of(error)}); its message says why. To continue, run the same command with "
+            "--init_from=resume"
         ) from error
     torch.distributed.destroy_process_group()
 
@@ -151,7 +155,9 @@ def _launched(device):
     try:
         rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     except (KeyError, ValueError) as error:
-        raise UserError(f"RANK is set, but not {error}: start folio with torchrun") from error
+        raise UserError(
+            f"the environment has RANK, but is incomplete ({cause_of(error)}): start with torchrun"
+        ) from error
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         # torch 2.13's restarted processes can read the addresses of ended ones in this store.
@@ -169,7 +175,7 @@ def _launched(device):
                 f"--device={device} with torchrun: use --device=cuda, one GPU per process"
             )
         if local >= count:
-            raise UserError(f"this machine has {count} GPUs: use --nproc_per_node={count}")
+            raise UserError(f"this machine has fewer GPUs: use --nproc_per_node={count}")
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
     return World(rank, size, device, is_launched=True)
@@ -177,7 +183,6 @@ def _launched(device):
 
 def is_lost(error):
     """Whether an exception says that another process cannot be reached."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    words = ("gloo", "Connection closed", "Connection reset", "NCCL", "Broken pipe")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    words = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
+    words += ("remote process exited", "communicator was aborted")  # NCCL's
+    return any(word in str(error).lower() for word in words)

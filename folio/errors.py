@@ -8,7 +8,7 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """An error of one process of a distributed run, which each process reports for itself."""
+    """An error that concerns one process, which prints it itself, whatever its rank."""
 
 
 def nearest(name, known, otherwise="", dashes=""):

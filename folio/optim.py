@@ -77,7 +77,7 @@ def restore_optimizers(optimizers, checkpoint):
 
 
 def _shares(parameter, moments):
-    """Returns this process's share of a parameter's moments; see dist.share_of."""
+    """Returns this process's share of a parameter's moments; see sharding.share_of."""
     return {k: m if k == "step" else share_of(parameter, m) for k, m in moments.items()}
 
 

@@ -138,7 +138,7 @@ class StopSignal:
     def __init__(self, is_shared=False):
         """`is_shared`: whether the processes of a run stop together."""
         self.is_shared, self.received, self.number = is_shared, None, None
-        self._total = 0
+        self._read = None
 
     def __enter__(self):
         self._before = _set_handlers(self._receive)
@@ -167,10 +167,11 @@ class StopSignal:
         if self.is_shared and total:
             self.number = self.received or signal.SIGTERM
 
-    def agree_later(self, total):
-        """Like agree(), at the next call: until then, a GPU can compute the total."""
-        self.agree(self._total)
-        self._total = total
+    def agree_later(self, read):
+        """Calls agree(read()) at the next call: until then, a GPU can compute the total."""
+        if self._read:
+            self.agree(self._read())
+        self._read = read
 
     def _receive(self, number, _):
         if self and number == signal.SIGINT and not self.is_shared:

@@ -1,7 +1,7 @@
 """Models, gradients and parameters that are distributed over the processes of a run.
 
 With DDP, each process has the whole model and a part of the batch. With FSDP, parameters, gradients
-and optimizer state are sharded, too: each process has some rows of every tensor.
+and optimizer state are also divided: each process has some rows of every tensor.
 """
 
 from contextlib import contextmanager
@@ -29,18 +29,27 @@ def replicate(forward, world):
 def shard(model, world, dtype):
     """Distributes a GPT on the meta device: each process has a part of every parameter.
 
-    Before a block computes, its parameters are gathered in `dtype`; gradients are averaged in
-    float32 (Zhao et al. 2023, "PyTorch FSDP"). The weights are uninitialized.
+    Before a block computes, its parameters are gathered in `dtype`, which is then also that of the
+    residual stream and the norms. Gradients are averaged in float32 (Zhao et al. 2023, "PyTorch
+    FSDP"). The weights are uninitialized.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     mesh = init_device_mesh(kind_of(world.device), (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=world.device)
     model.tie_and_fill_tables()
+    idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
+    mixed = torch.autocast(idx.device.type, DTYPES[dtype], enabled=dtype != "float32")
+    with (
+        torch.no_grad(),
+        mixed,
+    ):  # FSDP initializes itself in the first call
+        model(idx, idx)
+    model.reshard()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from folio.settings import load
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ranks", "torch._dynamo"])
-LIMIT_S = 120  # for a test that hangs
+LIMIT_S = 60  # for a test that hangs
 
 
 class Ranks:

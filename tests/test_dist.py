@@ -16,8 +16,9 @@ import torch
 from ranks import Ranks, in_setup, in_world, trained
 
 import train
-from folio import dist
+from folio import budget, dist
 from folio.batches import Batches, Split
+from folio.budget import fit_to_minutes
 from folio.completion import sample_text
 from folio.dist import World
 from folio.errors import UserError
@@ -183,11 +184,36 @@ def test_samples_are_those_of_one_process_and_printed_once(verse, parallel, dtyp
         assert texts[0][1] == expected
 
 
-def test_the_preset_budget_gives_all_processes_the_same_steps(verse):
-    flags = tiny.flags(gradient_accumulation_steps=2, minutes=0.01, max_iters=10**6)
-    flags += ["--eval_interval=200000", "--eval_iters=1"]
-    Ranks(2, train.main, flags).results()
-    assert tiny.saved()["fitted_iters"] == tiny.saved()["iter_num"]
+def test_a_time_budget_gives_all_processes_the_same_steps(verse):
+    flags = tiny.flags(gradient_accumulation_steps=2, minutes=1, max_iters=50, eval_interval=50)
+    first, second = Ranks(2, in_setup, budgeted_steps, flags).results()
+    assert first == second
+
+
+def budgeted_steps(run):
+    """Returns the steps that fit if they take different times in the processes."""
+    elapsed = itertools.count(step=3 + run.learner.world.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget.time, "perf_counter", lambda: float(next(elapsed)))
+        fit_to_minutes(run)
+    return run.settings.max_iters
+
+
+@both_parallel
+def test_a_resumed_run_can_begin_with_a_sample(verse, parallel):
+    settings = {"gradient_accumulation_steps": 2, "sample_interval": 3, "parallel": parallel}
+    trained(2, stop_at=3, **settings)
+    trained(2, init_from="resume", **settings)
+    assert "sample at step 3" in Path("rank0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
+    settings = CURVE_SETTINGS | {"dtype": "bfloat16", "n_embd": 32}
+    one = trained(1, out_dir="one", **settings)
+    for parallel in ("ddp", "fsdp"):
+        found = trained(2, out_dir=parallel, parallel=parallel, **settings)
+        assert differences(found, one).max() < 2e-3
 
 
 # Stops and errors
@@ -302,8 +328,8 @@ def test_a_batch_that_cannot_be_divided_is_refused(count, batch_size, size, advi
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0"}, "start folio with torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, "start folio with torchrun"),
+        ({"RANK": "0"}, "start with torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, "start with torchrun"),
         (TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     ],
 )

@@ -78,10 +78,11 @@ def bytes_of_a_step(run):
         learner.update(norm, 1e-3)
     with torch.profiler.profile(record_shapes=True) as profiler:
         learner.gradient(batches.at(2), 2)
-    sizes = {"gloo:all_reduce": 4, "gloo:all_gather": 2, "c10d::_reduce_scatter_base_": -4 / 2}
-    sent = 0.0
+    halves = {"gloo:all_reduce": 2, "gloo:all_gather": 2, "c10d::_reduce_scatter_base_": -1}
+    item_sizes, sent = {"float": 4, "c10::BFloat16": 2}, 0.0
     for event in profiler.events():
-        if event.name in sizes:
-            whole = event.input_shapes[1 if "scatter" in event.name else 0]
-            sent += sizes[event.name] * math.prod(whole)
+        if event.name in halves:  # an all-gather has a half as input
+            place = int("scatter" in event.name)
+            size = math.prod(event.input_shapes[place]) * item_sizes[event.input_dtypes[place]]
+            sent += halves[event.name] * size / 2
     return learner.model.config, sent
