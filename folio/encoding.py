@@ -12,7 +12,7 @@ import numpy as np
 
 from folio.tokenizers import BLANK_LINE
 
-BATCH = 2**17  # characters that a thread encodes at once, at least
+BATCH = 2**19  # characters that a thread encodes at once, at least
 COMMIT_S, COMMIT_TOKENS = 10, 250_000_000  # between two commits, at most
 LARGE = 100_000_000  # bytes of a corpus that is worth commits
 
@@ -94,7 +94,8 @@ def encode(tokenizer, pieces, after):
         ids.append(tokenizer.encode(text))
         size = len(text) if text.isascii() else len(text.encode())
         num_bytes[split] = num_bytes.get(split, 0) + size
-    return {split: (np.concatenate(ids), num_bytes[split]) for split, ids in parts.items()}, after
+    joined = {k: ids[0] if len(ids) == 1 else np.concatenate(ids) for k, ids in parts.items()}
+    return {split: (joined[split], num_bytes[split]) for split in parts}, after
 
 
 def in_threads(function, items, threads, limit):

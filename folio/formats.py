@@ -10,7 +10,7 @@ from typing import NamedTuple
 from folio import bpe
 from folio.errors import UserError, cause_of, os_error
 
-CHUNK = 2**17  # bytes of a text that are read at once; larger arrays cause page faults
+CHUNK = 2**19  # bytes of a text that are read at once; larger arrays are slower to write
 BYTE_ORDER_MARK = "\ufeff"
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 FORMATS = (*JSON_LINES, ".parquet")  # by suffix; other files are text

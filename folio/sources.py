@@ -13,6 +13,8 @@ from pathlib import Path
 from folio.errors import UserError, os_error
 from folio.formats import FORMATS, chunks, reading
 
+HASHED = 2**23  # bytes that are hashed at once; a thread waits for the GIL after each
+
 
 @dataclass(frozen=True)
 class Source:
@@ -50,8 +52,11 @@ class Source:
 
     def sha256(self):
         """Returns the hash of the file's bytes."""
-        with reading(self.name), open(self.local_path(), "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        with reading(self.name), open(self.local_path(), "rb", buffering=0) as file:
+            while raw := file.read(HASHED):
+                digest.update(raw)
+        return digest.hexdigest()
 
     def read(self, start=0, whole_words=True):
         """Returns an iterator of the Chunks from a place on. The last of each document ends it.

@@ -2,12 +2,13 @@
 
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
 
 SHARD_TOKENS = 200_000_000  # of every file of a split except the last, which may have fewer
-BUFFER_BYTES = 2**20
+BUFFER_BYTES = 2**17  # with more, Linux may take longer to allocate memory for the page cache
 CRC_POLYNOMIAL = 0xEDB88320  # of CRC-32; its highest bit is the coefficient of x^0
 
 
@@ -22,6 +23,7 @@ class SplitWriter:
     def __init__(self, folder, name, dtype, state):
         """state: that of an earlier process, or None."""
         self.folder, self.name, self.dtype, self.file = folder, name, dtype, None
+        self.thread, self.synced = ThreadPoolExecutor(1), None
         self.bytes = state["bytes"] if state else 0
         self.shards = [dict(shard) for shard in state["shards"]] if state else []
 
@@ -45,21 +47,30 @@ class SplitWriter:
             ids = ids[len(taken) :]
 
     def _start_shard(self):
-        self.sync()
-        self.close()
+        self._wait()
+        if self.file:  # another thread syncs it, because this takes long
+            self.file.flush()
+            self.synced = self.thread.submit(_sync_and_close, self.file)
         self.shards.append({"tokens": 0, "crc32": 0})
         self.file = open(self._path(), "wb", BUFFER_BYTES)  # noqa: SIM115, open until close
 
     def _path(self):
         return part_path(self.folder, self.name, len(self.shards) - 1)
 
+    def _wait(self):
+        """Waits until every shard before the last is on the disk."""
+        if self.synced:
+            self.synced.result()
+
     def sync(self):
+        self._wait()
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
 
     def close(self):
         """Closes the file. A full disk is reported by append and sync."""
+        self.thread.shutdown()
         if self.file:
             with suppress(OSError):
                 self.file.close()
@@ -103,3 +114,8 @@ def _product(a, b):
             product ^= b
         b = b >> 1 ^ (CRC_POLYNOMIAL if b & 1 else 0)  # b times x
     return product
+
+
+def _sync_and_close(file):
+    with file:
+        os.fsync(file.fileno())

@@ -271,6 +271,20 @@ def test_full_disk(room, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("failing", [0, 1, 2, 3, 4])
+def test_error_when_a_shard_is_synced(failing, monkeypatch):
+    calls = itertools.count()
+
+    def fsync(handle):
+        if next(calls) == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UserError, match="^cannot write data/own.*: No space left on device$"):
+        write(commits=())
+    assert not (FOLDER / "meta.json").exists()
+
+
 def test_two_writers_of_a_folder_are_refused():
     with (
         DatasetWriter(FOLDER, ByteTokenizer(), KEY),
