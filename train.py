@@ -195,8 +195,8 @@ def setup(settings, world=ALONE):
     if resumed:
         learner.load_state_dict(resumed)
     elif initial:
-        crop(initial, config.block_size)
-        checkpoints.load_weights(learner.model, initial)
+        world.together(crop, initial, config.block_size)
+        world.together(checkpoints.load_weights, learner.model, initial)
     else:
         learner.init_weights()
     if start := resumed or initial:
@@ -291,8 +291,8 @@ class Learner:
 
     def load_state_dict(self, checkpoint):
         """Loads weights, moments and loss scale; the next update sets the hyperparameters."""
-        checkpoints.load_weights(self.model, checkpoint)
-        restore_optimizers(self.optimizers, checkpoint)
+        self.world.together(checkpoints.load_weights, self.model, checkpoint)
+        self.world.together(restore_optimizers, self.optimizers, checkpoint)
         if checkpoint.scaler:
             self.scaler.load_state_dict(checkpoint.scaler)
 

@@ -4,24 +4,26 @@ nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and con
 format, muon, scaler, evaluated, best_step, elapsed_s, fitted_iters, tokenizer, data and log_bytes.
 `optimizer` is AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they
 have their default values, so that nanoGPT can read folio's checkpoints of such models.
+
+If weights and moments are in a folder, `folder` is its name, and the file has tensors without data
+(on the meta device) in their place.
 """
 
 import dataclasses
 import json
 import math
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from folio.errors import UserError, cause_of, os_error
+from folio.errors import UserError, cause_of
 from folio.files import Sink, replacing
-from folio.memory import is_out_of_memory
-from folio.sharding import assign
+from folio.sharding import assign, local
+from folio.storage import check_folder, read_file, read_folder
 from model import GPT, GPTConfig
 
-FORMAT = 1
+FORMAT = 2  # that of a file that refers to a folder of tensors; others have format 1
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
@@ -85,6 +87,7 @@ class Checkpoint:
     data: dict | None = None  # Dataset.fingerprint; None in nanoGPT's
     log_bytes: int | None = None  # length of log.jsonl when this was saved
     path: Path | None = None  # of the file it was read from
+    folder: Path | None = None  # of the tensors that are on the meta device here
 
     @property
     def summary(self):
@@ -104,7 +107,8 @@ def save(path, checkpoint, canceled=None):
         canceled: a threading.Event; if another thread sets it, writing fails.
     """
     plain = {
-        "format": FORMAT,
+        "format": FORMAT if checkpoint.folder else 1,
+        "folder": checkpoint.folder and checkpoint.folder.name,
         "model": checkpoint.weights,
         **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
         "model_args": _model_args(checkpoint.config),
@@ -136,48 +140,22 @@ def load(path, optimizers=True):
     """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
 
     With optimizers=False, weights are mapped from the file instead of read, and the optimizer
-    state, two thirds of the file, is left out. Raises FileNotFoundError, or UserError if the file
-    is damaged, not a checkpoint, or from a later version.
+    state, two thirds of the file, is left out. Tensors in a folder are not read until load_weights,
+    read_weights and restore_optimizers. Raises FileNotFoundError, or UserError if the file or
+    folder is damaged, not a checkpoint, or from a later version.
     """
-    plain = _load_plain(path, mapped=not optimizers)
+    plain = read_file(path, mapped=not optimizers)
     try:
         checkpoint = _from_plain(plain, Path(path))
     except UserError:
         raise
     except Exception as error:  # the content may be anything
         raise UserError(f"{path} is not a checkpoint of a GPT ({cause_of(error)})") from error
+    if checkpoint.folder:
+        check_folder(checkpoint.folder)
     if not optimizers:
         checkpoint.optimizers = {}
     return checkpoint
-
-
-def _load_plain(path, mapped):
-    """Returns the plain data and tensors in a file of torch.save."""
-    try:
-        _check_archive(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise os_error("read", path, error) from error
-    except Exception as error:  # a damaged file can raise anything
-        if is_out_of_memory(error):
-            raise
-        reason = "contains more than plain data and tensors; nothing in it was executed"
-        if isinstance(error, zipfile.BadZipFile):  # torch's messages suggest executing the file
-            reason = cause_of(error)
-        raise UserError(f"{path} is damaged or not a checkpoint ({reason})") from error
-
-
-def _check_archive(path):
-    """Raises BadZipFile if the file is damaged: torch.load verifies no checksums."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            is_folder = entry.external_attr & 0x10  # torch would read such an entry as empty
-            if is_folder or entry.compress_type != zipfile.ZIP_STORED:
-                raise zipfile.BadZipFile("the archive's directory is damaged")
-        if (wrong := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
 
 
 def _from_plain(plain, path):
@@ -205,6 +183,7 @@ def _from_plain(plain, path):
         settings=dict(plain["config"]),
         optimizers={name: plain[key] for name, key in OPTIMIZER_KEYS.items() if plain.get(key)},
         path=path,
+        folder=path.parent / Path(plain["folder"]).name if plain.get("folder") else None,
         **{name: plain.get(name) for name in OPTIONAL},
     )
 
@@ -227,6 +206,7 @@ def build_model(checkpoint):
 def load_weights(model, checkpoint):
     """Makes a model use a checkpoint's weights, without a copy if dtype and device allow.
 
+    Weights in a folder are read into the model; if it is sharded, only this process's share.
     Raises UserError if they do not fit or are not finite.
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
@@ -237,13 +217,32 @@ def load_weights(model, checkpoint):
             if expected and found:
                 reason = f"{name!r} has shape {tuple(found)} instead of {tuple(expected)}"
             raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}")
+    weights = weights | _read_stored(checkpoint, parameters)
     try:
         for name, parameter in parameters.items():
             assign(parameter, weights[name])
     except (RuntimeError, TypeError) as error:  # a tensor that is sparse, or of another kind
         reason = f"the weights do not fit the model: {cause_of(error)}"
         raise UserError(f"{checkpoint.path}: {reason}") from error
-    used = (weights[name] for name, _ in model.named_parameters())  # tied weights once
-    extremes = (torch.stack(weight.aminmax()) for weight in used)  # NaN if any is
+    used = (local(weights[name]) for name, _ in model.named_parameters())  # tied weights once
+    extremes = (torch.stack(weight.aminmax()) for weight in used if len(weight))  # NaN if any is
     if not all(each.isfinite().all() for each in extremes):
         raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")
+
+
+def read_weights(checkpoint, names):
+    """Reads the named weights to the CPU if they are in a folder. Raises UserError."""
+    if checkpoint.folder:
+        weights = checkpoint.weights
+        targets = {name: torch.empty_like(weights[name], device="cpu") for name in names}
+        checkpoint.weights = weights | _read_stored(checkpoint, targets)
+
+
+def _read_stored(checkpoint, targets):
+    """Reads the weights that are in a folder into {name: tensor}. Returns those read."""
+    if not checkpoint.folder:
+        return {}
+    stored = {k: t.detach() for k, t in targets.items() if checkpoint.weights[k].is_meta}
+    if stored:
+        read_folder(checkpoint.folder, {"weights": stored})
+    return stored

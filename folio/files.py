@@ -86,6 +86,25 @@ def replace_by_link(source, path):
         shutil.copyfileobj(file, target)
 
 
+def move_aside(folder, names):
+    """Moves the named files of `folder` to a new folder beside it, FOLDER.1 or the next number.
+
+    Returns the new folder, or None if there are no such files. Raises OSError if moving fails.
+    """
+    place = Path(os.path.realpath(folder))
+    found = [name for name in names if os.path.lexists(place / name)]
+    if not found:
+        return None
+    number = 1
+    while os.path.lexists(f"{place}.{number}"):
+        number += 1
+    aside = Path(f"{place}.{number}")
+    aside.mkdir()
+    for name in found:
+        (place / name).rename(aside / name)
+    return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
+
+
 def temporary_path(path):
     """Returns the path that `replacing` and `replace_by_link` write before they rename it."""
     return path.with_name(path.name + ".tmp")

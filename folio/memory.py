@@ -17,6 +17,7 @@ from folio.errors import RankError, UserError
 from model import num_params
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
+GATHERED_SHARE = 1 / 2  # of the host memory, for a copy of all weights and moments
 PARTS = ("weights", "gradients", "optimizer", "activations", "saving")
 
 
@@ -91,9 +92,17 @@ def estimate(config, settings, world_size=1):
         if world_size == 1 and not accumulates:  # gradients replace activations
             last = bytes_with_all_gradients(config, settings)
             activations = max(activations - gradients, last)
-        if kind_of(settings.device) == "cpu":
+        copies = not is_sharded or can_gather(config, settings)
+        if copies and kind_of(settings.device) == "cpu":
             saving = 4 * count + moment_bytes(config, settings)
     return MemoryEstimate(weights, gradients, optimizer, activations, saving)
+
+
+def can_gather(config, settings):
+    """Whether this process's host memory has room for a copy of all weights and moments."""
+    available = memory_bytes("cpu")
+    size = 4 * num_params(config) + moment_bytes(config, settings)
+    return available is None or size <= GATHERED_SHARE * available
 
 
 def moment_bytes(config, settings):

@@ -10,6 +10,7 @@ from folio.dist import ALONE
 from folio.errors import UserError, cause_of
 from folio.muon import Muon
 from folio.sharding import share_of
+from folio.storage import read_folder
 
 MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
@@ -66,19 +67,30 @@ def restore_optimizers(optimizers, checkpoint):
             state, groups = saved[name]["state"], saved[name]["param_groups"]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             _check_moments(parameters, state, MOMENTS[name])
-            state = {index: _shares(parameters[index], state[index]) for index in state}
+            folder = checkpoint.folder
+            state = {i: _shares(parameters[i], state[i], folder) for i in state}
+            if folder and state:
+                read_folder(folder, {"optimizers": {name: state}})
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group["lr"] = before["lr"]  # a save before the next step stores it again
+    except UserError:
+        raise
     except Exception as error:  # the content may be anything
         raise UserError(
             f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
         ) from error
 
 
-def _shares(parameter, moments):
-    """Returns this process's share of a parameter's moments; see sharding.share_of."""
-    return {k: m if k == "step" else share_of(parameter, m) for k, m in moments.items()}
+def _shares(parameter, moments, folder=None):
+    """Returns this process's share of a parameter's moments; see sharding.share_of.
+
+    They are uninitialized if the moments are in a folder.
+    """
+    names = moments.keys() - {"step"}
+    if folder:
+        return moments | {name: torch.empty_like(parameter) for name in names}
+    return moments | {name: share_of(parameter, moments[name]) for name in names}
 
 
 def _check_moments(parameters, state, keys):

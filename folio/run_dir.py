@@ -2,20 +2,25 @@
 
 ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
 one), which sample.py loads. last.pt is the newest state, from which a run resumes. log.jsonl has
-one JSON object per line, an event of the run.
+one JSON object per line, an event of the run. The tensors of a large sharded run are in folders,
+state-STEP, to which ckpt.pt and last.pt refer.
 """
 
 import json
 import os
+import re
+import shutil
 import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from folio import checkpoint as checkpoints
 from folio.errors import UserError, nearest, os_error
-from folio.files import is_file, locked, replace_by_link, temporary_path
+from folio.files import is_file, locked, move_aside, replace_by_link, temporary_path
+from folio.storage import read_file
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
+STATE = re.compile(r"state-\d+(\.\d+)?")  # a folder of tensors
 
 
 class RunDir:
@@ -120,8 +125,10 @@ class RunDir:
             elif settings.overwrite:
                 for path in (self.best, self.last, self.log):
                     path.unlink(missing_ok=True)
-            else:
-                return move_aside(self.folder, (BEST, LAST, LOG))
+            self.remove_unused()
+            if not resumed:
+                names = (path.name for path in self._state_folders())
+                return move_aside(self.folder, (BEST, LAST, LOG, *names))
         except OSError as error:
             raise os_error("write to", self.folder, error) from error
         return None
@@ -179,12 +186,36 @@ class RunDir:
         """
         try:
             checkpoints.save(self.best if best else self.last, checkpoint, self.canceled)
+            if best:
+                with suppress(UserError):
+                    replace_by_link(self.best, self.last)
         except UserError as error:
             return error
-        if best:
-            with suppress(UserError):
-                replace_by_link(self.best, self.last)
+        finally:
+            self.remove_unused()
         return None
+
+    def new_folder(self, step):
+        """Returns the path of a folder of tensors that does not exist yet."""
+        path = self.folder / f"state-{step}"
+        while path.exists():
+            path = path.with_suffix(f".{int(path.suffix[1:] or 0) + 1}")
+        return path
+
+    def remove_unused(self):
+        """Deletes the folders of tensors to which neither ckpt.pt nor last.pt refers."""
+        folders = self._state_folders()
+        try:
+            paths = [path for path in (self.best, self.last) if folders and is_file(path)]
+            used = {read_file(path, mapped=True).get("folder") for path in paths}
+        except UserError:  # a damaged file could refer to any
+            return
+        for path in folders:
+            if path.name not in used:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _state_folders(self):
+        return [path for path in self.folder.glob("state-*") if STATE.fullmatch(path.name)]
 
 
 class ReadOnlyRunDir(RunDir):
@@ -208,21 +239,5 @@ class ReadOnlyRunDir(RunDir):
     def save(self, checkpoint, best):
         pass
 
-
-def move_aside(folder, names):
-    """Moves the named files of `folder` to a new folder beside it, FOLDER.1 or the next number.
-
-    Returns the new folder, or None if there are no such files. Raises OSError if moving fails.
-    """
-    place = Path(os.path.realpath(folder))
-    found = [name for name in names if os.path.lexists(place / name)]
-    if not found:
-        return None
-    number = 1
-    while os.path.lexists(f"{place}.{number}"):
-        number += 1
-    aside = Path(f"{place}.{number}")
-    aside.mkdir()
-    for name in found:
-        (place / name).rename(aside / name)
-    return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
+    def remove_unused(self):
+        pass

@@ -7,8 +7,10 @@ import torch
 
 from folio.checkpoint import Checkpoint
 from folio.errors import UserError
+from folio.memory import can_gather
 from folio.process import Interrupted
-from folio.sharding import gathered
+from folio.sharding import gathered, is_sharded
+from folio.storage import write_folder
 
 
 class Saver:
@@ -17,6 +19,10 @@ class Saver:
     At most one write is in flight: the next save, an evaluation and the end of the context wait for
     it. If it failed, they print a warning, and the evaluation that it contained does not count, so
     that the best loss stays that of ckpt.pt.
+
+    If the processes shard a state that is too large for the host memory of one, each writes its
+    share to a new folder, for which training waits. Then rank 0 writes the file, which refers to
+    it, and deletes the folder to which no file refers any longer.
     """
 
     def __init__(self, run, tracking):
@@ -25,6 +31,9 @@ class Saver:
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.in_flight = None  # future of the UserError of a write, or of None
         self.before = None  # Progress before the evaluation that the write contains
+        learner = run.learner
+        gathers = not learner.is_sharded or can_gather(learner.model.config, run.settings)
+        self.gathers = learner.world.from_main(gathers)
 
     def __enter__(self):
         self._wait_for_thread()  # starts it; Ctrl-C during its start would lead to a second one
@@ -88,15 +97,24 @@ class Saver:
         run = self.run
         run.learner.divergence.check()
         run.progress.elapsed_s = self.tracking.elapsed_s()
+        state, folder, self.before = run.learner.state_dict(), None, before
+        if not self.gathers:
+            folder = run.learner.world.from_main(run.run_dir.new_folder(run.progress.step))
+            try:
+                write_folder(folder, tensors_of(state), run.learner.world)
+            except UserError as error:
+                run.run_dir.remove_unused()
+                self.in_flight = self.writer.submit(UserError, str(error))
+                return
         checkpoint = Checkpoint(
             progress=dataclasses.replace(run.progress),
             settings=dataclasses.asdict(run.requested),
             tokenizer=run.dataset.tokenizer.to_dict(),
             data=run.dataset.fingerprint,
             log_bytes=run.run_dir.log_size(),
-            **host_copy(run.learner.state_dict(), run.learner.world.is_main),
+            folder=folder,
+            **host_copy(state, run.learner.world.is_main, self.gathers),
         )
-        self.before = before
         self.in_flight = self.writer.submit(self._write, checkpoint, best)
 
     def _write(self, checkpoint, best):
@@ -136,12 +154,18 @@ def result_of(future):
     return future.result()
 
 
-def host_copy(tree, is_main=True):
+def tensors_of(state):
+    """Returns the weights and moments in Learner.state_dict(), for write_folder."""
+    moments = {name: each["state"] for name, each in state["optimizers"].items()}
+    return {"weights": state["weights"], "optimizers": moments}
+
+
+def host_copy(tree, is_main=True, gathers=True):
     """Returns a copy of nested dicts and lists, with tensors on the CPU; other values are shared.
 
     Tied weights, which are one object, are tied in the copy, too. Sharded tensors are gathered one
-    by one, which all processes must do, but only rank 0 keeps the copies. A GPU copies to pinned
-    memory, which torch reuses.
+    by one, which all processes must do, but only rank 0 keeps the copies; with gathers=False, they
+    become tensors on the meta device. A GPU copies to pinned memory, which torch reuses.
     """
     copies = {}
 
@@ -152,6 +176,8 @@ def host_copy(tree, is_main=True):
             return [copy(each) for each in value]
         if not isinstance(value, torch.Tensor):
             return value
+        if is_sharded(value) and not gathers:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
         if id(value) not in copies:
             full = gathered(value.detach())
             copies[id(value)] = to_host(full) if is_main else None

@@ -87,9 +87,9 @@ def local(tensor):
 def share_of(parameter, full):
     """Returns this process's share of a full tensor, distributed like a parameter or moment.
 
-    It is `full` itself if the parameter is not sharded.
+    It is `full` itself if the parameter is not sharded, or if `full` is distributed already.
     """
-    if not is_sharded(parameter):
+    if not is_sharded(parameter) or is_sharded(full):
         return full
     from torch.distributed.tensor import distribute_tensor
 

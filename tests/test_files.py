@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from folio.errors import UserError
-from folio.files import LOCK, InUseError, locked, replace_by_link, replacing
+from folio.files import LOCK, InUseError, locked, move_aside, replace_by_link, replacing
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +131,25 @@ def test_a_missing_folder_is_created():
     for folder, reason in (("file", "File exists"), ("file/out", "Not a directory")):
         with pytest.raises(UserError, match=f"^cannot write to {folder}: {reason}$"):
             locked(folder).__enter__()
+
+
+# Moving aside
+
+
+def test_earlier_files_are_moved_to_the_first_free_number():
+    for folder in ("out", "out.1", "out.3"):
+        Path(folder).mkdir()
+    for name in ("work", "log", "note"):
+        Path("out", name).touch()
+    assert move_aside("out", ["work", "log", "other"]) == Path("out.2")
+    assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
+    assert move_aside("out", ["work", "log", "other"]) is None
+
+
+@pytest.mark.parametrize("place", [".", "here/.."])
+def test_current_folder_is_moved_aside_beside_itself(folder, monkeypatch, place):
+    (folder / "runs" / "here").mkdir(parents=True)
+    monkeypatch.chdir(folder / "runs")
+    Path("work").touch()
+    assert move_aside(place, ["work"]) == Path("..", "runs.1")
+    assert os.listdir(folder / "runs.1") == ["work"]

@@ -9,6 +9,7 @@ from folio.device import DTYPES
 from folio.errors import UserError
 from folio.memory import (
     MemoryEstimate,
+    can_gather,
     check_memory,
     estimate,
     explained_out_of_memory,
@@ -199,3 +200,13 @@ def test_the_summary_is_one_line():
     assert found.summary(80 * 2**30) == f"memory per process: about 4.5 GiB of 80 GiB ({line}"
     small = MemoryEstimate(2**20, 0, 0, 2**22)
     assert small.summary() == "memory per process: about 5 MiB (weights 1, activations 4)"
+
+
+@pytest.mark.parametrize(("optimizer", "size"), [("adamw", 12), ("muon", 8)])
+def test_a_copy_of_the_state_may_take_half_of_the_host_memory(monkeypatch, optimizer, size):
+    config = GPTConfig(n_layer=100, n_embd=64, n_head=1, vocab_size=1, block_size=1)
+    settings = tiny.settings(optimizer=optimizer)
+    needed = 2 * size * num_params(config)
+    for available, expected in [(None, True), (1.1 * needed, True), (0.9 * needed, False)]:
+        monkeypatch.setattr(memory, "memory_bytes", {"cpu": available}.get)
+        assert can_gather(config, settings) == expected

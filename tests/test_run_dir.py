@@ -11,7 +11,7 @@ from folio import checkpoint as checkpoints
 from folio import run_dir
 from folio.checkpoint import Checkpoint, Progress
 from folio.errors import UserError
-from folio.run_dir import RunDir, move_aside
+from folio.run_dir import RunDir
 from model import GPT, GPTConfig
 
 MODEL = GPT(GPTConfig(**tiny.SHAPE, vocab_size=11))
@@ -222,25 +222,6 @@ def test_save_of_another_process_since_loading_is_noticed(init_from):
 
 
 # An earlier run in the folder
-
-
-def test_earlier_files_are_moved_to_the_first_free_number():
-    for folder in ("out", "out.1", "out.3"):
-        Path(folder).mkdir()
-    for name in ("work", "log", "note"):
-        Path("out", name).touch()
-    assert move_aside("out", ["work", "log", "other"]) == Path("out.2")
-    assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
-    assert move_aside("out", ["work", "log", "other"]) is None
-
-
-@pytest.mark.parametrize("place", [".", "here/.."])
-def test_current_folder_is_moved_aside_beside_itself(folder, monkeypatch, place):
-    (folder / "runs" / "here").mkdir(parents=True)
-    monkeypatch.chdir(folder / "runs")
-    Path("work").touch()
-    assert move_aside(place, ["work"]) == Path("..", "runs.1")
-    assert os.listdir(folder / "runs.1") == ["work"]
 
 
 def test_files_that_cannot_be_moved_are_an_error(monkeypatch):

@@ -73,7 +73,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures"},
     {"process", "memory", "recompute", "corpus", "shards", "sources"}
     | {"dist", "sampling", "sharding"},
-    {"dataset", "encoding", "batches", "compile", "generate", "muon", "trackers"},
+    {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
     {"optim"},
     {"divergence"},
     {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"}
