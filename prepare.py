@@ -47,8 +47,8 @@ class PrepareConfig:
     )
     input: str | None = setting(
         None,
-        "your own UTF-8 text, JSON lines or Parquet: a file, folder or glob pattern; the last 10% "
-        "of texts are for validation; of the others, documents by hash, 20 MB or at most 10%",
+        "your own UTF-8 text, JSON lines or Parquet: a file, folder or glob pattern; for "
+        "validation: the last 10% of text, or documents chosen by hash, 20 MB or at most 10%",
     )
     text_key: str = setting("text", "field of JSON lines, or column of Parquet, with the text")
     max_tokens: int | None = setting(None, "stop after about as many tokens", "[1, inf)")
@@ -144,14 +144,14 @@ def tokenizer_and_start(corpus, settings):
     kind, start = settings.kind, Position()
     size = settings.vocab_size or BPE_SIZE
     tokenizer = None if kind in ("char", "bpe") else existing_tokenizer(kind)
-    if corpus.in_order or kind == "char":
+    if corpus.in_order or kind in ("char", "bpe"):
         limit = settings.max_tokens
         if limit and kind != "char":  # estimate the number of characters
             sample = corpus.sample()
             trained = tokenizer or BPETokenizer.train([sample], size)
             limit = limit * len(sample) // max(len(trained.encode(sample)), 1)
         with progress_bar(corpus, "reading") as progress:
-            start, characters = corpus.survey(kind, limit if corpus.in_order else None, progress)
+            start, characters = corpus.survey(kind, limit, progress)
         tokenizer = tokenizer or characters
     if kind == "bpe":
         tokenizer = BPETokenizer.train(corpus.training_texts(start), size)

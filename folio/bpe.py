@@ -13,8 +13,8 @@ from folio.errors import UserError, cause_of
 
 PIECE, PIECES_AT_ONCE = 2**16, 64  # characters of a piece of text; pieces encoded in parallel
 # After these, a text can be cut without a change of its tokens: a line end between two characters
-# that are not whitespace, the first half of one, and a character before a single space.
-CUT = re.compile(r"(?<=\S)\n(?=\S)|\r(?=\n\S)|(?<=\S)(?= \S)")
+# that are not whitespace, and a character before a single space.
+CUT = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
 
 
 def train(documents, vocab_size, end):

@@ -2,7 +2,8 @@
 
 The first 90% of the characters of texts are the training split, so a document may be cut. In a
 corpus with JSON lines or Parquet, the hash of a document decides: identical documents are in the
-same split, and validation has about 20 MB, but between 0.05% and 10% of the corpus.
+same split, and validation has about as many documents as 20 MB of the files hold, but between 0.05%
+and 10% of the corpus.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ class Position:
     begun: splits that contain documents.
     characters: number that were read.
     left: number that belong to training from here on; None: hashes decide.
-    limit: number of characters to read in total, if `left` is a number; None: all.
+    limit: number of characters to read in total; None: all.
     tokens: number that were written.
     sha256s: of the sources that are known.
     """
@@ -45,9 +46,17 @@ class Position:
     tokens: int = 0
     sha256s: list = field(default_factory=list)
 
+    @property
+    def rest(self):
+        """Number of characters that may still be read; None: all."""
+        return None if self.limit is None else self.limit - self.characters
+
 
 class Piece(NamedTuple):
-    """A text for a split. `separated`: a document begins with it that is not the split's first."""
+    """A text for a split.
+
+    separated: whether a separator precedes it, because it begins a document, not the split's first.
+    """
 
     split: str
     separated: bool
@@ -95,14 +104,17 @@ class Corpus:
                     sha256 = thread.submit(source.sha256)
                     for chunk in source.read(whole_words=self.whole_words):
                         for text in self._parts(chunk.text):
+                            text = text[: at.rest]
                             at.characters += len(text)
                             yield text
                             documents += 1
                         documents -= not chunk.ends
                         progress(index, chunk.num_read)
-                        if limit is not None and at.characters >= limit:
+                        if at.rest == 0:
                             break
                     at.sha256s.append(sha256.result())
+                if at.rest == 0:
+                    break
             if documents > 1:
                 yield BLANK_LINE
 
@@ -113,8 +125,7 @@ class Corpus:
             for _ in texts():
                 pass
         if self.in_order:
-            characters = at.characters if limit is None else min(at.characters, limit)
-            at.left = int(TRAIN_SHARE * characters)
+            at.left = int(TRAIN_SHARE * at.characters)
         return replace(at, characters=0), tokenizer
 
     def sample(self):
@@ -138,12 +149,13 @@ class Corpus:
                     at.split = self._split_by_hash(source, chunk)
                 is_last = chunk.ends and not source.suffix
                 at.source, at.place = (index + 1, 0) if is_last else (index, chunk.place)
-                *complete, last = self._parts(chunk.text)
-                pieces = [piece for text in complete for piece in self._pieces(at, text, True)]
-                pieces += self._pieces(at, last, chunk.ends)
+                parts, pieces = self._parts(chunk.text), []
+                for number, text in enumerate(parts, start=1):
+                    if at.rest != 0:
+                        pieces += self._pieces(at, text, number < len(parts) or chunk.ends)
                 progress(index, chunk.num_read)
                 yield pieces
-                if at.characters == at.limit:
+                if at.rest == 0:
                     return
             at.source, at.place = index + 1, 0
 
@@ -167,8 +179,7 @@ class Corpus:
 
     def _pieces(self, at, text, ends):
         """Returns the Pieces of the next text of a document."""
-        if at.limit is not None:
-            text = text[: at.limit - at.characters]
+        text = text[: at.rest]
         at.characters += len(text)
         if at.left is None:
             parts = [(at.split, text)]

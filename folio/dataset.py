@@ -26,7 +26,6 @@ from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 2  # the newest; it is 1 if no split has shards
 SPLITS = ("train", "val")
-FILES = ("meta.json", "train.bin", "val.bin")
 DATA = Path("data")
 VERIFY_TOKENS = 2**22  # that are read at once
 

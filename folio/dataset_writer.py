@@ -81,13 +81,13 @@ class DatasetWriter:
         self._splits = {name: SplitWriter(folder, name, dtype, states.get(name)) for name in SPLITS}
 
     def __enter__(self):
-        self._is_new = not os.path.exists(self.folder)
         with ExitStack() as stack:
             if not os.path.exists(self.folder):  # Path.exists raises for a name that is too long
                 stack.callback(self._remove_empty_folder)
             stack.enter_context(locked(self.folder))
             stack.callback(self._close)
             with self._writing():
+                self._check_journal()
                 self._restore() if self._journal else self._delete_unfinished()
                 for split in self._splits.values():
                     split.reopen()
@@ -96,10 +96,12 @@ class DatasetWriter:
 
     def __exit__(self, *_):
         self._stack.close()
-        with suppress(OSError):
-            if self._is_new and os.listdir(self.folder) == [LOCK]:  # nothing was written
-                (self.folder / LOCK).unlink()
-                self.folder.rmdir()
+
+    def _check_journal(self):
+        """Raises UserError if another process has changed the journal since it was read."""
+        path = self.folder / JOURNAL
+        if self._journal and not (is_file(path) and json.loads(path.read_bytes()) == self._journal):
+            raise UserError(f"another process has just written to {self.folder}: try again")
 
     def append(self, split, ids, num_bytes):
         """Appends ids to a split.

@@ -13,6 +13,7 @@ from folio.dataset import load_dataset
 from folio.dataset_writer import DatasetWriter
 from folio.encoding import encode_corpus, in_threads
 from folio.errors import UserError
+from folio.tokenizers import END_OF_TEXT
 
 DOCUMENTS = [f"{n} darling buds of May,\nand 🦶 summer's lease {n}\n" for n in range(200)]
 KINDS = ("char", "byte", "bpe", "gpt2")
@@ -53,8 +54,7 @@ def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
 @pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
 def test_killed_preparation_continues(kind, source, monkeypatch, capsys):
     expected = prepared("whole", source, kind)
-    commit, appends = DatasetWriter.commit, []
-    append = DatasetWriter.append
+    append, appends = DatasetWriter.append, []
     for count in (0, 3, 17):
         appends.clear()
 
@@ -72,7 +72,6 @@ def test_killed_preparation_continues(kind, source, monkeypatch, capsys):
     capsys.readouterr()
     assert prepared("killed", source, kind) == expected
     assert capsys.readouterr().out.startswith("continuing data/killed after ")
-    assert DatasetWriter.commit is commit
 
 
 def test_changed_source_is_prepared_from_the_start(monkeypatch, capsys):
@@ -87,6 +86,19 @@ def test_changed_source_is_prepared_from_the_start(monkeypatch, capsys):
     assert "continuing" not in capsys.readouterr().out
     data = load_dataset("own")
     assert data.tokenizer.decode([*data.train, *data.val]) == "rose " * 100
+
+
+def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files(folder):
+    Path("in").mkdir()
+    for name in "abc":
+        text = END_OF_TEXT.join(f"{name} tale" for _ in range(200))
+        Path("in", f"{name}.txt").write_text(text)
+    prepare.main(["--input=in", "--dataset=own", "--max_tokens=300"])
+    assert load_dataset("own").tokenizer.characters == "".join(sorted(set("a tale" + END_OF_TEXT)))
+    flags = ["--tokenizer=bpe", "--vocab_size=270", "--allow_special=True", "--max_tokens=300"]
+    prepare.main(["--input=in", "--dataset=special", *flags])
+    found = load_dataset("special")
+    assert 200 <= len(found.train) + len(found.val) <= 400
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("char", 0), ("byte", 200), ("gpt2", 200)])
