@@ -114,10 +114,11 @@ def main(argv=None):
     resumed = unfinished(folder, key)
     if resumed:
         tokenizer, start = resumed.tokenizer, Position(**resumed.position)
-        print(f"continuing {folder} after {start.tokens:,} tokens", flush=True)
     else:
         tokenizer, start = tokenizer_and_start(corpus, settings)
     with DatasetWriter(folder, tokenizer, key, resumed) as writer:
+        if start.tokens:
+            print(f"continuing {folder} after {start.tokens:,} tokens", flush=True)
         max_tokens = None if corpus.in_order else settings.max_tokens
         end = encode_corpus(corpus, tokenizer, writer, start, max_tokens)
         meta = writer.finish(corpus.description, corpus.sha256(end))

@@ -27,6 +27,7 @@ from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
 FORMAT = 2  # the newest; it is 1 if no split has shards
 SPLITS = ("train", "val")
 DATA = Path("data")
+JOURNAL = "unfinished.json"  # of a preparation; see dataset_writer
 VERIFY_TOKENS = 2**22  # that are read at once
 
 
@@ -166,6 +167,8 @@ def load_tokenizer(name):
 
 def _check_prepared(folder):
     if not (is_file(folder / "train.bin") or is_file(folder / "train_00000.bin")):
+        if is_file(folder / JOURNAL):
+            raise UserError(f"{folder} is unfinished: run the same prepare.py command to continue")
         raise UserError(
             f"{folder}/train.bin is missing; prepare it with python prepare.py "
             f"--dataset={folder.name} (and --input=FILE_OR_FOLDER for your own text), or start "

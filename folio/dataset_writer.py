@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from folio.dataset import SPLITS, meta_checksum
+from folio.dataset import JOURNAL, SPLITS, meta_checksum
 from folio.errors import UserError, os_error
 from folio.files import LOCK, is_file, locked, replacing, sync_folder
 from folio.shards import DTYPES, bin_names
 from folio.split_writer import SplitWriter, part_path
 from folio.tokenizers import from_dict
-
-JOURNAL = "unfinished.json"
 
 
 @dataclass(frozen=True)

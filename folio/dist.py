@@ -92,7 +92,7 @@ class World:
         if not ranks:
             return result
         text, found = next(iter(ranks.items()))
-        raise UserError(text if len(found) == self.size else f"rank {found[0]}: {text}")
+        raise UserError(text if 0 in found else f"rank {found[0]}: {text}")
 
     @contextmanager
     def entered(self, context):
@@ -144,8 +144,8 @@ def joined(device):
             raise
         raise RankError(
             f"rank {world.rank}: another process of the run has ended or cannot be reached "
-            f"({cause_of(error)}); its message says why. To continue, run the same command with "
-            "--init_from=resume"
+            f"({cause_of(error)}); its message says why, unless it was killed. To continue, run "
+            "the same command with --init_from=resume"
         ) from error
     torch.distributed.destroy_process_group()
 
@@ -162,8 +162,8 @@ def _launched(device):
     if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         # torch 2.13's restarted processes can read the addresses of ended ones in this store.
         raise UserError(
-            "--max-restarts needs an environment variable: run "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …"
+            "torchrun's restarted processes can read old addresses; for --max-restarts, set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
         )
     kind = kind_of(device)
     if kind not in BACKENDS:

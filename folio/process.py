@@ -18,6 +18,7 @@ from pathlib import Path
 from folio.errors import RankError, UserError
 
 SIGPIPE = 13  # which Windows lacks
+SECONDS_TO_PRINT = 2  # for rank 0
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
 
@@ -84,8 +85,10 @@ def _status_of(function, *args):
     except SystemExit as error:
         return error.code or 0
     except UserError as error:
-        if is_main() or isinstance(error, RankError):  # the processes of a run raise the others too
+        if is_main() or isinstance(error, RankError):
             print_error(error)
+        else:  # rank 0 raises it, too; torchrun ends all processes as soon as one has ended
+            time.sleep(SECONDS_TO_PRINT)
         return 2
     except MemoryError:
         print_error("out of memory: use less data, or a machine with more memory")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from folio.advice import advice
+from folio.device import kind_of
 from folio.memory import estimate, memory_bytes
 from folio.process import SIGPIPE, STARTED, is_main, print_error
 from folio.settings import changed, names_in
@@ -199,6 +200,9 @@ def print_start(settings, dataset, machine, config, world):
     resolved = ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
+    available = memory_bytes(machine.device)
+    if available and kind_of(machine.device) == "cpu":  # the processes of a machine share it
+        available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
     print(
         f"settings: {' '.join(pairs) or 'defaults'}",
@@ -207,7 +211,7 @@ def print_start(settings, dataset, machine, config, world):
         f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        estimate(config, settings, world.size).summary(memory_bytes(machine.device)),
+        estimate(config, settings, world.size).summary(available),
         sep="\n",
         flush=True,
     )
