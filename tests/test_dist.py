@@ -104,6 +104,7 @@ def test_evaluations_and_weights_of_several_processes_equal_those_of_one(
                     torch.testing.assert_close(found, moment, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_fewer_evaluated_windows_than_processes(verse):
     settings = {"gradient_accumulation_steps": 2, "batch_size": 1, "eval_iters": 1, "max_iters": 1}
     for size, out_dir in [(1, "one"), (2, "two")]:
@@ -112,6 +113,7 @@ def test_fewer_evaluated_windows_than_processes(verse):
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_runs_with_dropout_and_as_many_processes_are_equal(verse):
     settings = {"dropout": 0.3, "gradient_accumulation_steps": 2}
     first = trained(2, out_dir="first", **settings)
@@ -160,6 +162,7 @@ def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(ve
     assert differences(found, whole).max() < 1e-5
 
 
+@pytest.mark.slow
 @both_parallel
 def test_resuming_in_several_processes_is_exact(verse, parallel):
     settings = {"parallel": parallel, "gradient_accumulation_steps": 2, "dropout": 0.2}
@@ -169,6 +172,7 @@ def test_resuming_in_several_processes_is_exact(verse, parallel):
     assert not tiny.differences("out", "whole", names=["last.pt"])
 
 
+@pytest.mark.slow
 @both_parallel
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_samples_are_those_of_one_process_and_printed_once(verse, parallel, dtype):
@@ -184,6 +188,7 @@ def test_samples_are_those_of_one_process_and_printed_once(verse, parallel, dtyp
         assert texts[0][1] == expected
 
 
+@pytest.mark.slow
 def test_a_time_budget_gives_all_processes_the_same_steps(verse):
     flags = tiny.flags(gradient_accumulation_steps=2, minutes=1, max_iters=50, eval_interval=50)
     first, second = Ranks(2, in_setup, budgeted_steps, flags).results()
@@ -199,6 +204,7 @@ def budgeted_steps(run):
     return run.settings.max_iters
 
 
+@pytest.mark.slow
 @both_parallel
 def test_a_resumed_run_can_begin_with_a_sample(verse, parallel):
     settings = {"gradient_accumulation_steps": 2, "sample_interval": 3, "parallel": parallel}
@@ -275,6 +281,7 @@ def test_all_processes_end_if_one_cannot_start(folder, ranks, message):
     assert errors == [f"train.py: {message}\n", ""]
 
 
+@pytest.mark.slow
 def test_processes_with_different_data_are_refused(verse):
     statuses, (error, other) = Ranks(2, other_dataset).wait()
     assert statuses == [2, 2]
@@ -290,6 +297,7 @@ def other_dataset():
     train.main(tiny.flags(gradient_accumulation_steps=2))
 
 
+@pytest.mark.slow
 def test_divergence_ends_all_processes(verse):
     flags = tiny.flags(gradient_accumulation_steps=2, learning_rate=1e30, warmup_iters=0)
     flags += ["--grad_clip=0", "--max_iters=50"]
@@ -299,6 +307,7 @@ def test_divergence_ends_all_processes(verse):
     assert other == ""
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_reported_once(verse):
     with locked("out"):
         statuses, (error, other) = Ranks(

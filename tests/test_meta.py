@@ -29,7 +29,14 @@ PATHS = sorted(PRESETS.rglob("[!_]*.py"))
 TOKENIZER = SimpleNamespace(padded_vocab_size=50_304)
 
 every_preset = pytest.mark.parametrize("device", ["cpu", "cuda"])
-every_path = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+every_path = pytest.mark.parametrize(
+    "path",
+    [  # large models
+        pytest.param(path, marks=pytest.mark.slow) if "gpt2" in path.stem else path
+        for path in PATHS
+    ],
+    ids=lambda path: path.stem,
+)
 both_optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 both_models = pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
 

@@ -62,6 +62,7 @@ def read_alone():
 # Folders
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_reads_what_another_wrote():
     Ranks(2, in_world, write).results()
     expected = {name: tensor.tolist() for name, tensor in numbers().items()}
@@ -138,6 +139,7 @@ def test_content_of_an_index_is_not_executed():
     assert not Path("executed").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_write_that_fails_on_one_process_is_an_error_on_all(rank):
     message = Ranks(2, in_world, write_to_a_full_disk, rank).results()
@@ -290,6 +292,7 @@ def killed_at_step_4(flags):
     train_divided(flags)
 
 
+@pytest.mark.slow
 def test_folder_that_could_not_be_written_is_reported_and_removed(verse):
     Ranks(2, fail_at_step_3, tiny.flags(**SETTINGS)).results()
     message = "train.py: cannot write out/state-3: no space; training continues and retries"
@@ -310,6 +313,7 @@ def fail_at_step_3(flags):
     train_divided(flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_new_run_removes_or_moves_the_folders_of_an_earlier_one(verse, overwrite):
     divided(2, out_dir="out")
@@ -322,6 +326,7 @@ def test_a_new_run_removes_or_moves_the_folders_of_an_earlier_one(verse, overwri
         RunDir("out.1").load_newest()
 
 
+@pytest.mark.slow
 def test_missing_folder_ends_a_resumed_run_with_a_message(verse):
     divided(2)
     shutil.rmtree("out/state-6")
@@ -332,6 +337,7 @@ def test_missing_folder_ends_a_resumed_run_with_a_message(verse):
         train.main(tiny.flags(init_from="resume", **SETTINGS))
 
 
+@pytest.mark.slow
 def test_damaged_share_of_one_process_ends_all(verse):
     divided(2)
     file = Path("out/state-6/__1_0.distcp")
@@ -343,6 +349,7 @@ def test_damaged_share_of_one_process_ends_all(verse):
     assert errors[1] == ""
 
 
+@pytest.mark.slow
 def test_file_without_its_folder_is_refused(verse):
     divided(2)
     content = tiny.saved() | {"folder": None}
@@ -353,6 +360,7 @@ def test_file_without_its_folder_is_refused(verse):
         train.main(tiny.flags(init_from="out/ckpt.pt", out_dir="other", **SETTINGS))
 
 
+@pytest.mark.slow
 def test_state_that_fits_is_gathered(verse):
     assert Ranks(2, in_setup, gathers, tiny.flags(**SETTINGS)).results() == [[True, False]] * 2
     ddp = tiny.flags(**SETTINGS | {"parallel": "ddp"})
