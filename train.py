@@ -349,7 +349,7 @@ class Learner:
                 group["lr"] = lr * group["lr_scale"]
             if not overflows:
                 self.scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=self.forward is self.model)  # DDP reuses its buffers
+            optimizer.zero_grad(set_to_none=self.is_sharded or not self.world.is_launched)
         self.scaler.update()
 
     def evaluate(self, dataset, step, stop=process.NEVER):

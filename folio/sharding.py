@@ -16,6 +16,7 @@ from folio.device import DTYPES, kind_of
 def replicate(forward, world):
     """Returns a module or compiled module wrapped in DDP, which averages gradients.
 
+    Gradients are views of its buffers: set them to zero, not to None, which would allocate others.
     Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
     """
     if not world.is_launched:
