@@ -41,7 +41,9 @@ TORCHRUN = {  # variables that torchrun sets
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"
 }  # fmt: skip
 both_parallel = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-both_optimizers = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+both_optimizers = pytest.mark.parametrize(
+    "optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)]
+)
 
 
 def differences(losses, others):
@@ -273,6 +275,7 @@ def fail_on(world, ranks):
     world.together(check)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [([0, 1], "the disk is missing"), ([1], "rank 1: the disk is missing")],

@@ -57,7 +57,7 @@ def test_the_tables_in_the_documentation_are_those_of_the_command(capsys):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_step_sends_what_the_formulas_say(verse, parallel, micro_batches):
     settings = {"parallel": parallel, "gradient_accumulation_steps": 2 * micro_batches}
     settings |= {"dtype": "bfloat16", "n_layer": 3, "n_embd": 64}
