@@ -28,7 +28,9 @@ META = Machine("meta", "float32", False, "")
 PATHS = sorted(PRESETS.rglob("[!_]*.py"))
 TOKENIZER = SimpleNamespace(padded_vocab_size=50_304)
 
-every_preset = pytest.mark.parametrize("device", ["cpu", "cuda"])
+every_preset = pytest.mark.parametrize(
+    "device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)]
+)
 every_path = pytest.mark.parametrize(
     "path",
     [  # large models

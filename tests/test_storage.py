@@ -190,7 +190,8 @@ def referenced(name, out_dir="out"):
     return tiny.saved(name, out_dir)["folder"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_resumed_run_is_exact(verse, optimizer):
     trained(2, out_dir="whole", optimizer=optimizer, **SETTINGS)
     divided(2, stop_at=4, optimizer=optimizer)
