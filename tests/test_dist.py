@@ -35,7 +35,7 @@ CURVE_SETTINGS = {
     "learning_rate": 1e-3,
     "bias": True,
     "n_layer": 2,
-    "n_embd": 18,  # divisible by neither 4 processes nor the head count of 4
+    "n_embd": 18,  # not divisible by 4 processes
 }
 TORCHRUN = {  # variables that torchrun sets
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"
