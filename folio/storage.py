@@ -4,9 +4,11 @@ Nothing in a file or folder is executed, which torch.distributed.checkpoint does
 """
 
 import io
+import os
 import pathlib
 import pickle
 import zipfile
+from contextlib import suppress
 from warnings import catch_warnings
 
 import torch
@@ -17,6 +19,8 @@ from folio.memory import is_out_of_memory
 
 # Files
 
+ATTEMPTS = 20  # to read a file that is replaced meanwhile
+
 
 def read_file(path, mapped=False):
     """Returns the plain data and tensors in a file of torch.save, with tensors on the CPU.
@@ -24,6 +28,31 @@ def read_file(path, mapped=False):
     With mapped=True, tensors are mapped from the file. Raises FileNotFoundError, or UserError if
     the file is damaged.
     """
+    for _ in range(ATTEMPTS):
+        before, error = _stamp(path), None
+        try:
+            content = _read_once(path, mapped)
+        except UserError as failure:
+            error = failure
+        if _stamp(path) == before:
+            break
+        # Another process has replaced it. It is opened several times, so this may be a mixture.
+    else:
+        raise UserError(f"{path} is replaced again and again while it is read")
+    if error:
+        raise error
+    return content
+
+
+def _stamp(path):
+    """Returns values that change when a file is replaced, or None if there are none."""
+    with suppress(OSError):
+        stat = os.stat(path)
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
+    return None
+
+
+def _read_once(path, mapped):
     try:
         _check_archive(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

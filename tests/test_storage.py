@@ -15,7 +15,7 @@ from ranks import Ranks, in_setup, in_world, trained
 import sample
 import train
 from folio import checkpoint as checkpoints
-from folio import memory, saving
+from folio import memory, saving, storage
 from folio.checkpoint import build_model
 from folio.completion import load_trained
 from folio.errors import UserError
@@ -373,3 +373,44 @@ def gathers(run):
     for memory.GATHERED_SHARE in (1 / 2, 0):
         found.append(saving.Saver(run, None).gathers)
     return found
+
+
+# Files that are replaced
+
+
+@pytest.fixture
+def replacing(folder, monkeypatch):
+    """A function with which reading a.pt replaces it, some times: torch opens it repeatedly."""
+
+    def replacing(times):
+        left, real = list(range(1, times + 1)), torch.UntypedStorage.from_file
+
+        def from_file(*arguments):
+            if left:
+                number = left.pop(0)
+                write(number)
+            return real(*arguments)
+
+        monkeypatch.setattr(torch.UntypedStorage, "from_file", from_file)
+        write(0)
+
+    def write(number):
+        content = {"pad": "p" * 5000 * number, "x": torch.full((1000,), float(number))}
+        torch.save(content, "new.pt")
+        os.replace("new.pt", "a.pt")
+
+    return replacing
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(replacing, times):
+    replacing(times)
+    content = storage.read_file("a.pt", mapped=True)
+    assert len(content["pad"]) == 5000 * times
+    assert content["x"].tolist() == [times] * 1000
+
+
+def test_a_file_that_is_replaced_each_time_it_is_read_is_an_error(replacing):
+    replacing(1000)
+    with pytest.raises(UserError, match="^a.pt is replaced again and again while it is read"):
+        storage.read_file("a.pt", mapped=True)
