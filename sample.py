@@ -29,7 +29,7 @@ EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
     ("stream", "json", "logprobs"),
     ("interactive", "json", "logprobs"),
-    ("score", "stream", "logprobs"),
+    ("score", "stream"),
     ("score", "compile"),
 )
 
@@ -56,9 +56,7 @@ class SampleConfig:
     top_p: float = setting(
         1.0, "sample from the most likely tokens whose probabilities sum to p", "(0, 1]"
     )
-    min_p: float = setting(
-        0.0, "drop tokens with less than this fraction of the highest probability", "[0, 1]"
-    )
+    min_p: float = setting(0.0, "drop tokens below this fraction of the top probability", "[0, 1]")
     repetition_penalty: float = setting(1.0, "above 1 makes repetition less likely", "[0.01, 100]")
     context_stride: int | None = setting(
         None, "tokens to drop when the context is full; None: half of block_size", "[1, inf)"
@@ -67,7 +65,7 @@ class SampleConfig:
     stream: bool = setting(False, "print each token as it is generated", group="Output")
     interactive: bool = setting(False, "read prompts from the terminal until Ctrl-D")
     json: bool = setting(False, "print one JSON object per text")
-    logprobs: bool = setting(False, "print one line per token with its log-probability")
+    logprobs: bool = setting(False, "print log-probabilities, a line per token, also for --score")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -96,7 +94,6 @@ from folio.completion import (
     load_trained,
     max_batch_size,
     read_prompt,
-    score_text,
     stop_texts,
 )
 from folio.device import resolve_device, useful_threads
@@ -105,6 +102,7 @@ from folio.initial import load_best
 from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.sampling import Controls
+from folio.scoring import score_text
 from model import num_params
 
 SEPARATOR = "---------------"
@@ -146,8 +144,7 @@ def read_inputs(settings):
 def completions_of(prompts, settings, tokenizer):
     """Returns an iterator of num_samples empty completions per prompt, with consecutive seeds."""
     prompts = [prompt or tokenizer.start for prompt in prompts]
-    ids = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
-    pairs = list(zip(prompts, ids, strict=True))
+    pairs = [(each, tokenizer.encode(each, settings.allow_special).tolist()) for each in prompts]
     seeds = range(settings.seed, settings.seed + settings.num_samples)
     stops = stop_texts(settings.stop)
     return (Completion(*pair, seed, tokenizer, stops) for pair in pairs for seed in seeds)
@@ -190,13 +187,18 @@ def print_completion(completion, settings):
         data = {name: getattr(completion, name) for name in names}
         print(json.dumps(data, ensure_ascii=False))
     elif settings.logprobs:
-        for piece, logprob in zip(completion.pieces, completion.logprobs, strict=True):
-            print(f"{logprob:.4f}\t{piece!r}")
+        print_tokens(completion.pieces, completion.logprobs)
         print(SEPARATOR)
     else:
         print_new(completion)
         print(f"\n{SEPARATOR}")
     sys.stdout.flush()
+
+
+def print_tokens(pieces, logprobs):
+    """Prints a line per token: its log-probability, or - for none, and its text."""
+    for piece, logprob in zip(pieces, logprobs, strict=True):
+        print("-" if logprob is None else f"{logprob:.4f}", repr(piece), sep="\t")
 
 
 def print_new(completion):
@@ -235,15 +237,13 @@ def converse(trained, settings):
 
 
 def print_score(trained, text, settings):
-    """Prints loss, perplexity and bits per byte of a text."""
-    scores = score_text(trained, text, settings.context_stride, settings.allow_special)
-    if settings.json:
-        print(json.dumps(scores))
-    else:
-        print(
-            f"{settings.score}: loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.5g}, "
-            f"bits per byte {scores['bits_per_byte']:.4f}, over {scores['tokens']:,} tokens"
-        )
+    """Prints the loss, perplexity and bits per byte of a text; with --logprobs, also its tokens."""
+    scored = score_text(trained, text, settings.context_stride, settings.allow_special)
+    if settings.logprobs:
+        print_tokens(map(trained.tokenizer.decoder(), scored.ids), scored.logprobs)
+    line = f"{settings.score}: {scored.summary}"
+    output = sys.stderr if settings.logprobs else sys.stdout
+    print(json.dumps(scored.totals) if settings.json else line, file=output)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Completions of prompts as text: incremental decoding, stop texts, batches; loading a model."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,9 +14,10 @@ from folio.dataset import load_tokenizer
 from folio.device import DTYPES, Machine, choose_machine
 from folio.errors import UserError
 from folio.files import read_text
-from folio.generate import generate, token_nll
+from folio.generate import generate
 from folio.memory import keep_freed_memory, memory_bytes
 from folio.sampling import Controls
+from folio.scoring import check_finite
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
 MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end
@@ -81,6 +81,8 @@ class Completion:
 
     def __post_init__(self):
         self._decode = self.tokenizer.decoder()
+        for token in self.prompt_ids[-4:]:  # it may end within a character
+            self._decode(token)
 
     def add(self, token, logprob):
         """Appends a token, unless the continuation has already ended."""
@@ -101,18 +103,20 @@ class Completion:
             self.stopped = self.stopped or reason
 
     def _extend(self, more):
-        self.text += more
-        if found := [(self.text.find(stop), stop) for stop in self.stops if stop in self.text]:
-            at, self.stopped = min(found)
-            self.text = self.text[:at]
+        text = self.text + more
+        found = [(text.find(stop), stop) for stop in self.stops if stop in text]
+        at, stop = min(found, default=(None, self.stopped))
+        self.text = text[:at]  # in one step: another thread may call confirmed()
+        self.stopped = stop
 
     def confirmed(self):
         """Returns prompt and continuation without what may be the start of a stop text."""
+        stopped, text = self.stopped, self.text  # in this order
         held = [0]  # lengths of such starts
-        if not self.stopped:
+        if not stopped:
             starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
-            held += [len(start) for start in starts if self.text.endswith(start)]
-        return self.prompt + self.text[: len(self.text) - max(held)]
+            held += [len(start) for start in starts if text.endswith(start)]
+        return self.prompt + text[: len(text) - max(held)]
 
 
 def complete(trained, completions, controls, count, context_stride=None, stream=False):
@@ -146,30 +150,6 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
         size = 1 if stream else TOKENS_PER_SYNC
     for each in completions:
         each.finish("length")
-
-
-def score_text(trained, text, context_stride=None, allow_special=False):
-    """Returns {"tokens", "loss" (nats per token), "perplexity", "bits_per_byte"} of a Text."""
-    ids = trained.tokenizer.encode(text.text, allow_special)
-    size = trained.tokenizer.byte_lengths()[ids[1:]].sum().item()  # of scored tokens
-    if not size:
-        raise UserError(f"{text.source} has {len(ids)} tokens; a score needs text after the first")
-    ids = torch.from_numpy(ids.astype("int64"))
-    nll = token_nll(trained.model, ids, context_stride)
-    check_finite(nll)
-    loss, count = nll.double().mean().item(), len(nll)
-    return {
-        "tokens": count,
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700)),
-        "bits_per_byte": loss * count / math.log(2) / size,
-    }
-
-
-def check_finite(logprobs):
-    if not logprobs.isfinite().all():
-        advice = "try --dtype=float32, or train with a lower learning rate"
-        raise UserError(f"the model's output is not finite: {advice}")
 
 
 def max_batch_size(model, count):

@@ -4,7 +4,8 @@ Pure torch, like model.py. A batch has one text per row; a row's `position` is t
 newest token within the context that the model sees.
 """
 
-from itertools import islice, pairwise
+from collections import Counter
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -186,6 +187,18 @@ def stride_of(model, context_stride):
     return min(context_stride or max(1, size // 2), size)
 
 
+def context_start(index, block_size, stride, filled=0):
+    """Returns the first token that the model sees when it predicts token `index` of a text.
+
+    A full context drops `stride` tokens. At first it held the `filled` tokens of the prompt, or the
+    last block_size of them.
+    """
+    beyond = index - max(filled, block_size)  # tokens appended to a full context
+    if beyond <= 0:
+        return max(0, index - block_size)
+    return index - (block_size - stride + 1 + (beyond - 1) % stride)
+
+
 def occurrences(prompts, vocab_size, device):
     """Returns which ids occur in each prompt: (B, vocab_size) bool."""
     present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
@@ -197,27 +210,34 @@ def occurrences(prompts, vocab_size, device):
 # Scoring
 
 
+def scoring_starts(model, length, stride=None):
+    """Returns the start of the window in which token_nll scores each token but the first.
+
+    Windows of block_size advance by `stride` (see stride_of); the last one ends with the text. Each
+    token is scored in the first window that contains it, after at least block_size - stride tokens,
+    except in the first window.
+    """
+    last, stride = length - 1, stride_of(model, stride)
+    size = min(model.config.block_size, last)
+    return [min(context_start(at, size, stride), last - size) for at in range(1, length)]
+
+
 @torch.inference_mode()
-def token_nll(model, ids, stride=None):
+def token_nll(model, ids, stride=None, vocab_size=None):
     """Returns the negative log-likelihood of each token but the first: (N,) -> (N - 1,), nats.
 
-    Tokens are scored in windows of block_size that advance by `stride` (see stride_of). Each is
-    scored in the first window that contains it, after at least block_size - stride tokens, except
-    in the first window.
+    See scoring_starts. The likelihood is that among the ids below `vocab_size`, as in `generate`.
     """
-    last = len(ids) - 1
-    size = min(model.config.block_size, last)
-    stride, losses = min(stride_of(model, stride), size), []
-    starts = [*range(0, last - size, stride), last - size]  # the last window ends with the text
-    # Tokens of each window that were not scored before.
-    new = [size, *(start - before for before, start in pairwise(starts))]
-    windows_per_pass = max(1, TOKENS_PER_PASS // size)
+    size, losses = min(model.config.block_size, len(ids) - 1), []
+    new = Counter(scoring_starts(model, len(ids), stride))  # tokens scored in each window
+    starts, windows_per_pass = list(new), max(1, TOKENS_PER_PASS // size)
     for first in range(0, len(starts), windows_per_pass):
-        some = slice(first, first + windows_per_pass)
-        windows = torch.stack([ids[start : start + size + 1] for start in starts[some]])
+        some = starts[first : first + windows_per_pass]
+        windows = torch.stack([ids[start : start + size + 1] for start in some])
         windows = windows.to(model.transformer.wte.weight.device)
         states = model.trunk(windows[:, :-1])
-        for state, window, count in zip(states, windows, new[some], strict=True):
-            logits = model.lm_head(state[-count:]).float()  # of one window, because they are large
-            losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
+        for state, window, start in zip(states, windows, some, strict=True):
+            # The logits of one window, because they are large.
+            logits = model.lm_head(state[-new[start] :])[:, :vocab_size].float()
+            losses.append(F.cross_entropy(logits, window[-new[start] :], reduction="none").cpu())
     return torch.cat(losses)

@@ -14,8 +14,10 @@ from fake_hub import Hub
 from hypothesis import settings
 
 from folio import dataset
+from folio.completion import TrainedModel
 from folio.dataset import DatasetSize, load_dataset
-from folio.tokenizers import END_OF_TEXT, GPT2Tokenizer
+from folio.device import choose_machine
+from folio.tokenizers import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
 from tools import runs, trainer
 from tools.crew import RUN_SETTINGS
 
@@ -78,6 +80,14 @@ def gpt2_of_bytes(monkeypatch):
     monkeypatch.setattr(GPT2Tokenizer, "vocab_size", 257)
     monkeypatch.setattr(GPT2Tokenizer, "padded_vocab_size", 320)
     return GPT2Tokenizer()
+
+
+@pytest.fixture
+def trained():
+    """A model with random weights and a vocabulary of 37 characters."""
+    tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz0123456789 ")
+    machine = choose_machine("cpu", "float32", False)
+    return TrainedModel(tiny.random_model(), tokenizer, machine, None)
 
 
 @pytest.fixture

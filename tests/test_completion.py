@@ -1,4 +1,4 @@
-"""Tests of folio/completion.py: completions of prompts as text, scores, loading a model."""
+"""Tests of folio/completion.py: completions of prompts as text, loading a model."""
 
 import math
 
@@ -7,24 +7,11 @@ import tiny
 import torch
 
 from folio import completion
-from folio.completion import Completion, TrainedModel, complete, load_trained, score_text
-from folio.device import choose_machine
+from folio.completion import Completion, complete, load_trained
 from folio.errors import UserError
-from folio.files import Text
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.tokenizers import CharTokenizer
-
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 "
-
-
-@pytest.fixture
-def trained():
-    """A model with random weights and a vocabulary of 37 characters."""
-    tokenizer = CharTokenizer(CHARACTERS)
-    return TrainedModel(
-        tiny.random_model(), tokenizer, choose_machine("cpu", "float32", False), None
-    )
 
 
 def completion_of(prompt, tokenizer, stops=(), seed=1):
@@ -109,7 +96,7 @@ def test_batch_is_completed_with_the_models_log_probabilities(trained):
 
 
 def test_generation_ends_when_all_texts_have(trained):
-    batch = [completion_of("a", trained.tokenizer, CHARACTERS) for _ in range(2)]
+    batch = [completion_of("a", trained.tokenizer, trained.tokenizer.characters) for _ in range(2)]
     assert len(list(complete(trained, batch, Controls(), 10_000))) == 1
     assert [each.text for each in batch] == ["", ""]
 
@@ -122,48 +109,8 @@ def test_batch_size_is_limited_to_a_quarter_of_the_memory(trained, monkeypatch, 
     assert completion.max_batch_size(trained.model, 30) == size
 
 
-# Scores
-
-
-def test_score_is_the_mean_loss_of_the_model(trained):
-    ids = torch.from_numpy(trained.tokenizer.encode("9 letters").astype("int64"))
-    loss = trained.model(ids[None, :-1], ids[None, 1:]).item()
-    assert score_text(trained, Text("9 letters", "text", "")) == {
-        "tokens": 8,
-        "loss": pytest.approx(loss),
-        "perplexity": pytest.approx(math.exp(loss)),
-        "bits_per_byte": pytest.approx(loss / math.log(2)),
-    }
-
-
-def test_bits_per_byte_exclude_the_first_token(trained, gpt2_of_bytes, monkeypatch):
-    monkeypatch.setattr(
-        completion, "token_nll", lambda model, ids, stride: torch.ones(len(ids) - 1)
-    )
-    trained.tokenizer = gpt2_of_bytes
-    for content in ("éa", "🦶", "ab"):
-        found = score_text(trained, Text(content, "text", ""))
-        assert found["tokens"] == len(content.encode()) - 1
-        assert found["bits_per_byte"] == pytest.approx(1 / math.log(2))
-
-
-def test_bits_per_byte_count_no_bytes_of_end_of_text_tokens(trained, gpt2_of_bytes, monkeypatch):
-    monkeypatch.setattr(
-        completion, "token_nll", lambda model, ids, stride: torch.ones(len(ids) - 1)
-    )
-    trained.tokenizer, text = gpt2_of_bytes, Text("a<|endoftext|>bc", "text", "")
-    assert score_text(trained, text)["tokens"] == 15
-    found = score_text(trained, text, allow_special=True)
-    assert found["tokens"] == 3
-    assert found["bits_per_byte"] == pytest.approx(3 / math.log(2) / 2)
-    with pytest.raises(UserError, match="has 2 tokens"):
-        score_text(trained, Text("a<|endoftext|>", "text", ""), allow_special=True)
-
-
 def test_output_that_is_not_finite_is_a_user_error(trained):
     trained.model.transformer.ln_f.weight.data.fill_(math.inf)
-    with pytest.raises(UserError, match="not finite: try --dtype=float32"):
-        score_text(trained, Text("abc", "text", ""))
     with pytest.raises(UserError, match="not finite: try --dtype=float32"):
         next(complete(trained, [completion_of("a", trained.tokenizer)], Controls(), 1))
 

@@ -1,5 +1,7 @@
 """Cached generation, with the model without a cache as reference."""
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from tiny import SHAPES, random_ids, random_model
 
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.device import Machine
-from folio.generate import KVCache, decode_one, generate, prefill, token_nll
+from folio.generate import Context, KVCache, context_start, decode_one, generate, prefill, token_nll
 from folio.sampling import Controls
 
 GREEDY = Controls(temperature=0.0)
@@ -196,6 +198,22 @@ def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
     assert generate_cached(model, prompts, 30, controls, **arguments) == expected
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_context_start_is_that_of_the_context(seed):
+    choose = random.Random(seed).randint
+    size = choose(1, 9)
+    stride, filled = choose(1, size), choose(1, 2 * size)
+    context = Context([list(range(filled))], size, 40, "cpu")
+    for index in range(filled, filled + 40):
+        assert context.ids[0, 0] == context_start(index, size, stride, filled)
+        assert context.lengths[0] == index - context.ids[0, 0]
+        context.append(torch.tensor([index]), stride)
+
+
+def test_context_start_of_a_prompts_token_is_that_of_its_last_block():
+    assert [context_start(index, 3, 2, filled=6) for index in range(7)] == [0, 0, 0, 0, 1, 2, 3]
+
+
 # Scores
 
 
@@ -214,6 +232,13 @@ def test_each_token_is_scored_in_the_first_window_that_contains_it(length, strid
             start = min(start + step, max(0, length - 1 - size))
         expected = -last_logits(model, ids[start:at].tolist()).log_softmax(0)[ids[at]]
         assert found[at - 1] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_ids_above_vocab_size_have_no_likelihood():
+    model = random_model()
+    ids = random_ids(model, rows=1)[0] % 30
+    expected = F.cross_entropy(model.logits(ids[None, :-1])[0, :, :30], ids[1:], reduction="none")
+    assert torch.allclose(token_nll(model, ids, vocab_size=30), expected, atol=1e-5)
 
 
 def test_a_long_text_is_scored_in_several_passes():

@@ -2,40 +2,26 @@
 
 import builtins
 import copy
-import json
+import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from tiny import write_run
 
 import train
 from folio.compile import optimize_for_inference
 from folio.errors import UserError
+from folio.scoring import likely_next
 from tools import attention, plot, runs
 from tools.groups import grouped
-from tools.table import NOTE, table
+from tools.table import NOTE, compared, table
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("folder")
-
-
-def write_run(name, losses, bits=(), **settings):
-    """Writes a log with these validation losses, and training losses that are lower by 0.1.
-
-    The first evaluations have `bits` per byte.
-    """
-    Path(name).mkdir(parents=True)
-    settings = {"n_layer": 2, "learning_rate": 1e-3, "seed": 1} | settings
-    events = [{"step": 0, "split": "start", "parameters": 1000, "settings": settings}]
-    for number, loss in enumerate(losses):
-        step = 10 * number
-        common = {"step": step, "tokens": 100 * step, "elapsed_s": 2 + step / 5}
-        bits_per_byte = {"bits_per_byte": bits[number]} if number < len(bits) else {}
-        events.append(common | {"split": "val", "loss": loss} | bits_per_byte)
-        events.append(common | {"split": "train", "loss": loss - 0.1, "tokens_per_s": 500 + step})
-    Path(name, "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 # Reading and comparing runs
@@ -57,6 +43,8 @@ def test_table_has_best_run_first_and_only_settings_that_differ():
     write_run("out-c", [])
     lines = table(grouped(runs.read_all(["out-a", "out-b", "out-c"])))
     assert "\n".join(lines) == TABLE.strip()
+    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert compared(grouped(runs.read_all(["out-a", "out-b", "out-c"]))) == [header, *rows]
 
 
 def headings(lines):
@@ -243,6 +231,12 @@ def test_ticks_are_at_evaluations_of_the_longest_run(count, every):
         assert axes.get_xticks().tolist() == list(range(0, size * count, size * every))
 
 
+def test_a_folder_with_dollar_signs_is_no_formula():
+    write_run("out-$\\frac$", [4.0, 2.0])
+    figure = plot.draw_losses(grouped(runs.read_all(["out-$\\frac$"])), "steps")
+    figure.savefig(io.BytesIO())
+
+
 def test_plot_writes_picture_and_prints_table(capsys):
     write_run("out-a", [4.0, 2.5])
     plot.main(["out-a", "--out=here.png"])
@@ -289,44 +283,75 @@ def test_mistakes_raise_user_error(argv, message):
 def test_attention_weights_are_those_of_the_model(changes):
     model = tiny.random_model(**changes)
     idx = tiny.random_ids(model, rows=1)[0]
-    weights, logits = attention.attention_weights(model, idx)
+    weights = attention.attention_weights(model, idx)
     config, T = model.config, len(idx)
-    assert torch.allclose(logits, model.logits(idx[None])[0, -1], atol=1e-5)
     assert weights.shape == (config.n_layer, config.n_head, T, T)
     assert torch.allclose(weights.sum(dim=-1), torch.ones(weights.shape[:3]))
     assert (weights.triu(1) == 0).all()
     if config.window:
         assert (weights.tril(-config.window) == 0).all()
     packed = optimize_for_inference(copy.deepcopy(model))
-    assert torch.allclose(attention.attention_weights(packed, idx)[0], weights, atol=1e-5)
+    assert torch.allclose(attention.attention_weights(packed, idx), weights, atol=1e-5)
+    last = attention.attention_weights(model, idx, [*range(config.n_layer)][-1:])
+    assert torch.equal(last, weights[-1:])
+
+
+def heads_of(figure):
+    return [axes for axes in figure.get_axes() if axes.get_title().startswith("layer")]
 
 
 def test_picture_of_attention_is_labeled(verse):
     train.main(tiny.flags(max_iters=1, n_layer=2, out_dir="out-x"))
-    figure = attention.draw("out-x", "thee to a day\n")  # longer than the context of 8 tokens
-    heads = [axes for axes in figure.get_axes() if axes.get_title().startswith("layer")]
-    assert len(heads) == 4
-    for axes in heads:
+    figure = plot.draw_attention("out-x", "thee to a day\n")  # longer than the context of 8 tokens
+    assert len(heads_of(figure)) == 4
+    for axes in heads_of(figure):
         assert [label.get_text() for label in axes.get_xticklabels()] == [*"o␣a␣day", "\\n"]
     plot.main(["--attention", "out-x", "--start=thou"])
     plot.main(["--attention", "--out_dir=out-x", "--start=thou", "--out=same.png"])
     assert Path("attention.png").read_bytes().startswith(b"\x89PNG")
     assert Path("attention.png").read_bytes() == Path("same.png").read_bytes()
+    plot.main(["--attention", "out-x", "--start=thou", "--layer=1"])
+    assert Path("attention.png").read_bytes() != Path("same.png").read_bytes()
+    with pytest.raises(UserError, match="^out-x: there is no layer 2; the last is layer 1$"):
+        plot.main(["--attention", "out-x", "--layer=2"])
 
 
 def test_texts_of_the_smallest_picture_are_inside(verse):
     folder = f"out-{'x' * 60}"
     train.main(tiny.flags(max_iters=1, n_head=1, out_dir=folder))
-    figure = attention.draw(folder, "a day")
+    figure = plot.draw_attention(folder, "a day")
     figure.draw_without_rendering()
     box = figure.get_tightbbox()
     assert 0 <= box.x0 <= box.x1 <= figure.get_figwidth()
 
 
+@pytest.mark.parametrize(("heads", "columns"), [(1, 1), (4, 4), (5, 3), (12, 4)])
+def test_heads_of_one_layer_are_wrapped(trained, heads, columns):
+    trained.model = tiny.random_model(n_head=heads, n_embd=4 * heads)
+    drawn = heads_of(attention.draw(trained, [1, 2, 3], "a title", layers=[1]))
+    assert [axes.get_title() for axes in drawn] == [f"layer 1, head {n}" for n in range(heads)]
+    assert max(axes.get_subplotspec().colspan.stop for axes in drawn) == columns
+    expected = attention.attention_weights(trained.model, torch.tensor([1, 2, 3]))[1]
+    assert all(
+        (axes.images[0].get_array() == weights.numpy()).all()
+        for axes, weights in zip(drawn, expected, strict=True)
+    )
+
+
+def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
+    trained.model.bfloat16()
+    with ThreadPoolExecutor(1) as pool:
+        figure = pool.submit(attention.draw, trained, list(range(30)), "a title").result()
+    assert len(heads_of(figure)) == 4
+    bars = figure.get_axes()[-1]
+    widths = [patch.get_width() for patch in bars.patches]
+    assert widths == [p for _, p in likely_next(trained, list(range(30)), attention.TOP)]
+
+
 def test_attention_of_a_bigram_model_is_refused(verse):
     train.main(tiny.flags(max_iters=1, n_layer=0))
     with pytest.raises(UserError, match="has no layers"):
-        attention.draw("out")
+        plot.draw_attention("out")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ OUT_OF_BOUNDS = (
 )  # fmt: skip
 COMBINED = (
     "score=a --compile", "start=a --prompts=b", "score=a --interactive", "stream --json",
-    "interactive --json", "score=a --logprobs",
+    "interactive --json", "score=a --stream",
 )  # fmt: skip
 
 
@@ -184,6 +184,22 @@ def test_score_is_printed_as_a_line_or_as_json(capsys, monkeypatch):
         f"-: loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.5g}, "
         f"bits per byte {scores['bits_per_byte']:.4f}, over 6 tokens\n"
     )
+
+
+def test_tokens_of_a_scored_text_are_printed_like_those_of_a_generated_text(capsys, monkeypatch):
+    flags = ["--start=Shall I", "--logprobs", "--context_stride=1"]
+    generated = stdout_of(capsys, *flags).splitlines()[:-1]
+    (text,) = texts(capsys, "--start=Shall I", "--context_stride=1")
+    set_stdin(monkeypatch, text.encode())
+    sample.main([*QUICK, "--score=-", "--logprobs", "--context_stride=1"])
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"-: loss .* over 26 tokens", captured.err.splitlines()[-1])
+    lines = captured.out.splitlines()
+    assert lines[0] == "-\t'S'"
+    split = [[line.split("\t") for line in each] for each in (lines[7:], generated)]
+    for (logprob, piece), (expected, same) in zip(*split, strict=True):
+        assert piece == same
+        assert float(logprob) == pytest.approx(float(expected), abs=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])

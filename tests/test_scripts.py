@@ -74,7 +74,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"process", "memory", "recompute", "corpus", "shards", "sources"}
     | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
-    {"optim"},
+    {"optim", "scoring"},
     {"divergence"},
     {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"}
     | {"tensor_file", "tokenizer_files"},

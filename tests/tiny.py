@@ -9,6 +9,7 @@ import torch
 
 import prepare
 import train
+from folio import checkpoint as checkpoints
 from folio.corpus import Corpus
 from folio.dataset_writer import DatasetWriter
 from folio.encoding import encode_corpus
@@ -133,9 +134,41 @@ def log_events(out_dir="out"):
     return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
 
 
+def write_run(name, losses, bits=(), **settings):
+    """Writes a log with these validation losses, and training losses that are lower by 0.1.
+
+    The first evaluations have `bits` per byte.
+    """
+    Path(name).mkdir(parents=True)
+    settings = {"n_layer": 2, "learning_rate": 1e-3, "seed": 1} | settings
+    events = [{"step": 0, "split": "start", "parameters": 1000, "settings": settings}]
+    for number, loss in enumerate(losses):
+        step = 10 * number
+        common = {"step": step, "tokens": 100 * step, "elapsed_s": 2 + step / 5}
+        bits_per_byte = {"bits_per_byte": bits[number]} if number < len(bits) else {}
+        events.append(common | {"split": "val", "loss": loss} | bits_per_byte)
+        events.append(common | {"split": "train", "loss": loss - 0.1, "tokens_per_s": 500 + step})
+    Path(name, "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
 def saved(name="ckpt.pt", out_dir="out"):
     """Returns the plain content of a checkpoint."""
     return torch.load(Path(out_dir, name), weights_only=True)
+
+
+def write_checkpoint(path, tokenizer, **changes):
+    """Writes a checkpoint of a model with random weights; see random_model."""
+    model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
+    write_model(path, model, tokenizer)
+
+
+def write_model(path, model, tokenizer):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    progress = checkpoints.Progress(step=3, evaluated=3, best_step=3, best_val_loss=2.5)
+    checkpoint = checkpoints.Checkpoint(
+        model.config, model.state_dict(), progress, {}, tokenizer=tokenizer.to_dict()
+    )
+    checkpoints.save(path, checkpoint)
 
 
 def write_nanogpt_dataset(name="verse", text=VERSE * 20):

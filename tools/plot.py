@@ -2,7 +2,7 @@
 
     python -m tools.plot out-a out-b
     python -m tools.plot out-sweep --x=seconds --out=losses.png
-    python -m tools.plot --attention out-a --start="To be, or not"
+    python -m tools.plot --attention out-a --start="To be, or not" --layer=0
 
 Runs that differ only in their seed are one row and one curve. Plots are PNG files and need
 matplotlib.
@@ -46,6 +46,7 @@ class PlotConfig:
     )
     out_dir: str | None = setting(None, "folder of the run; None: the one specified, or out")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
+    layer: int | None = setting(None, "layer to plot; None: all", "[0, inf)")
 
     def __post_init__(self):
         if not self.attention and not self.runs:
@@ -61,6 +62,8 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from folio.completion import load_trained, read_prompt
+from folio.run_dir import RunDir
 from tools import attention
 from tools.groups import grouped
 from tools.runs import read_all
@@ -75,7 +78,7 @@ def main(argv=None):
     check_matplotlib()
     if settings.attention:
         folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
-        path, figure = "attention.png", attention.draw(folder, settings.start)
+        path, figure = "attention.png", draw_attention(folder, settings.start, settings.layer)
     else:
         path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or path
@@ -92,6 +95,14 @@ def check_matplotlib():
         import matplotlib.figure  # noqa: F401
     except OSError as error:  # it needs a folder for its settings
         raise UserError(f"matplotlib cannot be imported: {cause_of(error)}") from error
+
+
+def draw_attention(folder, start=None, layer=None):
+    """Returns a matplotlib figure for the best model of a run and a prompt, as for sample.py."""
+    prompt = read_prompt(start)
+    trained = load_trained(RunDir(folder).load_best())
+    ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
+    return attention.draw(trained, ids, folder, None if layer is None else [layer])
 
 
 def draw_losses(groups, axis):
@@ -126,7 +137,9 @@ def draw_losses(groups, axis):
     title = f"line: validation; {faint}dot: best"
     is_repeated = any(len(group.runs) > 1 for group in groups)
     title += "\nmeans over seeds; band: ± standard deviation" * is_repeated
-    axes.legend(title=title, frameon=False)
+    legend = axes.legend(title=title, frameon=False)
+    for name in legend.get_texts():
+        name.set_parse_math(False)  # a folder's name can contain $
     return figure
 
 

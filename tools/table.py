@@ -15,29 +15,47 @@ NOTE = (
 
 
 def table(groups, first=(), fit=True):
-    """Returns the lines of a Markdown table of groups, which are sorted, the best first.
+    """Returns the lines of a Markdown table of groups; see `compared`.
 
-    It has the settings `first`, the figures, and the other settings that differ, except those that
-    differ within a group. Losses are means and standard deviations over seeds; the other figures
-    are medians. If `fit`, columns on the right that do not fit into the terminal are left out.
+    If `fit`, columns on the right that do not fit into the terminal are left out.
     """
-    first, others = _columns(groups, first)
-    is_repeated = any(len(group.runs) > 1 for group in groups)
-    heading = f"best val {groups[0].measure}".replace("_", " ")
-    losses = [heading, "seeds"] if is_repeated else [heading]
-    rows = [["run", *first, *losses, *FIGURES, *others]]
-    for group in groups:
-        loss = _repeated_loss(group, groups[0]) if is_repeated else [_loss(group)]
-        settings = [[*group.values(name)][0] for name in (*first, *others)]
-        figures = [*loss, *_medians(group)]
-        rows.append([group.name, *settings[: len(first)], *figures, *settings[len(first) :]])
-    lines, hidden = _fitted(rows, 2 + len(first)) if fit else (aligned(rows), 0)
-    if is_repeated and len(groups) > 1:
+    rows = compared(groups, first)
+    least = 1 + rows[0].index(_heading(groups))
+    lines, hidden = _fitted(rows, least) if fit else (aligned(rows), 0)
+    if _is_repeated(groups) and len(groups) > 1:
         lines.append(NOTE)
     if hidden:
         columns = f"{hidden} more column{'s' * (hidden > 1)}"
         lines.append(f"{columns}: add --all to python -m tools.plot")
     return lines
+
+
+def compared(groups, first=()):
+    """Returns the rows of a table of groups, which are sorted, the best first.
+
+    The first row is the header. The columns are the settings `first`, the figures, and the other
+    settings that differ, except those that differ within a group. Losses are means and standard
+    deviations over seeds, padded to equal lengths; the other figures are medians.
+    """
+    first, others = _columns(groups, first)
+    losses = [_heading(groups), "seeds"] if _is_repeated(groups) else [_heading(groups)]
+    rows = [["run", *first, *losses, *FIGURES, *others]]
+    for group in groups:
+        loss = _repeated_loss(group, groups[0]) if _is_repeated(groups) else [_loss(group)]
+        settings = [[*group.values(name)][0] for name in (*first, *others)]
+        figures = [*loss, *_medians(group)]
+        rows.append([group.name, *settings[: len(first)], *figures, *settings[len(first) :]])
+    return rows
+
+
+def _heading(groups):
+    """Returns the header of the losses."""
+    return f"best val {groups[0].measure}".replace("_", " ")
+
+
+def _is_repeated(groups):
+    """Whether a group has several runs, which differ in their seed."""
+    return any(len(group.runs) > 1 for group in groups)
 
 
 def _columns(groups, first):
