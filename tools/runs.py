@@ -4,6 +4,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from folio.errors import UserError, os_error
 from folio.files import is_file
@@ -71,6 +72,13 @@ def read(folder):
 def inside(folder):
     """Returns the folders in `folder` that contain a log, sorted."""
     return [path for path in RunDir.find(folder) if RunDir(path).log.exists()]
+
+
+def nested(folder="."):
+    """Returns the folders of runs in `folder` and in its sweeps, sorted; not hidden ones."""
+    children = [each for each in Path(folder).iterdir() if each.is_dir() and each.name[0] != "."]
+    found = {path for parent in (folder, *children) for path in RunDir.find(parent)}
+    return sorted(path for path in found if path.name[0] != ".")
 
 
 def read_all(folders):
