@@ -6,10 +6,12 @@ import signal
 import threading
 from concurrent.futures import Future
 
+# Tests run side by side, some in their own processes, and tiny tensors need one thread.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import tiktoken
 import tiny
-import torch
 from fake_hub import Hub
 from hypothesis import settings
 
@@ -24,8 +26,6 @@ from tools.crew import RUN_SETTINGS
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None)
 settings.load_profile("folio")
-
-torch.set_num_threads(1)  # tiny tensors are slower with more threads on a loaded machine
 
 
 @pytest.fixture(scope="session", autouse=True)
