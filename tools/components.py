@@ -1,4 +1,4 @@
-"""Components of the playground's page, its looks, and how it reports errors."""
+"""Components of the playground's page, its style, and how it reports errors."""
 
 import html
 from concurrent.futures import CancelledError
@@ -11,8 +11,9 @@ from folio.errors import UserError
 from folio.fields import type_name
 from tools.texts import BANDS, Generation, settings_of
 
-# Options of events. Those that compute wait in the models' thread. A public API would describe
-# itself, with the names of runs, without a password.
+# Options of events. They are private because the description of a public API, with the names of
+# runs, would be served without a password. Their number is not limited: what computes waits for the
+# models' thread.
 QUIET = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 WAITING = "waiting for the model"
 # Fonts of the system: others would be downloaded.

@@ -1,4 +1,4 @@
-"""The models of the playground: at most two in memory, loaded anew when their file changes."""
+"""The models of the playground: at most two in memory, reloaded when their file changes."""
 
 import os
 import threading

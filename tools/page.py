@@ -1,4 +1,4 @@
-"""The playground's page: what it consists of, and what happens when it is used.
+"""The playground's page: its components and events.
 
 What it shows is computed in tools.texts and tools.overview.
 """
@@ -47,7 +47,8 @@ def build(models, path):
 
     def look(known, *selected):
         new = choices()
-        new += [(each, each) for each in set(selected) - {each for _, each in new}]  # deleted since
+        deleted = set(selected) - {each for _, each in new}
+        new += [(each, each) for each in sorted(deleted)]
         return [new, *[gr.Dropdown(choices=new)] * 3] if new != known else [gr.skip()] * 4
 
     with gr.Blocks(title="folio", analytics_enabled=False) as page:
@@ -101,7 +102,7 @@ class TextTab:
         self.others = gr.Radio([], label=OTHERS)
         with gr.Accordion("Attention", open=False):
             with gr.Row():
-                self.layer = gr.Number(0, label="layer", precision=0)
+                self.layer = gr.Number(0, label="layer", step=1)
                 self.draw_button = gr.Button("Draw the attention of each head")
             self.figure = gr.Plot(show_label=False)
 
@@ -161,7 +162,7 @@ class TextTab:
         if isinstance(text, str):  # a message
             return gr.skip(), gr.skip(), gr.skip(), text, gr.skip()
         model, status = escape(text.model), escape(text.status)
-        if path != text.version.path:  # another one is selected since this text was started
+        if path != text.version.path:  # another model has been selected since
             model, status = gr.skip(), f"{status}; {model}"
         none = gr.Radio([], value=None, label=OTHERS)
         return text, tokens_html(text.tokens), model, status, none

@@ -100,8 +100,7 @@ def start_seconds(chromium, settings):
 def compared_rates(chromium, settings):
     """Returns (seconds to the first token, tokens/s of the page, of sample.py) of each repetition.
 
-    The page's tokens per second are those that become visible after the first. One text before is
-    not counted.
+    The page's speed is measured from the click to the last token. The first text is not counted.
     """
     page, found = chromium.new_page(), []
     with playground(settings), opened(page, settings):
