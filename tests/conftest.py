@@ -6,7 +6,7 @@ import signal
 import threading
 from concurrent.futures import Future
 
-# Tests run side by side, some in their own processes, and tiny tensors need one thread.
+# Tests run in parallel, and some start processes. Tiny tensors need only one thread.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest

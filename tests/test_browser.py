@@ -263,7 +263,7 @@ def test_a_checkpoint_is_replaced_while_two_tabs_use_it(runs, open_page, sampled
     second.generate()
     second.shows(sampled("out-b", **settings))
     first.tab.locator(".tokens .token").nth(9).click()
-    first.says("out-c/ckpt.pt was replaced after this text")
+    first.says("out-c/ckpt.pt was replaced after this text was made")
     assert first.text() == sampled("out-a", **settings)
     first.generate()
     first.shows(sampled("out-b", **settings))

@@ -126,7 +126,7 @@ def test_a_version_is_found_in_memory_after_its_file_was_replaced_or_deleted(mod
     assert models.same(version) is old
     models.newest(b)
     models.newest(c)  # drops a
-    with pytest.raises(UserError, match=r"^a/ckpt.pt was replaced after this text: generate or"):
+    with pytest.raises(UserError, match=r"^a/ckpt.pt was replaced after this text was made"):
         models.same(version)
     os.remove(a)
     models.newest(b)

@@ -107,6 +107,7 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(run, mo
 def test_the_first_model_is_the_best_of_a_run_or_its_newest(folder):
     tiny.write_checkpoint("out/last.pt", LETTERS)
     assert first_checkpoint("out") == "out/last.pt"
+    assert first_checkpoint(Path("out").absolute()) == "out/last.pt"
     tiny.write_checkpoint(PATH, LETTERS)
     os.utime(PATH, (1, 1))
     assert first_checkpoint("out") == PATH

@@ -328,7 +328,7 @@ def test_a_text_whose_checkpoint_was_replaced_uses_the_old_model_or_is_an_error(
         lambda: branched(models, text, 9, found[0][1]),
         lambda: attention(models, text, 0),
     ):
-        with pytest.raises(UserError, match="was replaced after this text: generate or score it"):
+        with pytest.raises(UserError, match="was replaced after this text was made"):
             call()
 
 

@@ -53,6 +53,7 @@ class Models:
     def stream(self, function, *args):
         """Calls function(stopped, *args) in the models' thread; yields its Future until it is done.
 
+        It is done when it is yielded for the last time.
         Closing this generator sets the event `stopped`, after which `function` must soon return.
         """
         stopped = threading.Event()
@@ -100,7 +101,7 @@ class Models:
         """Returns the TrainedModel of a Version. Raises UserError if it no longer exists."""
         if version not in self._loaded and version_of(version.path) != version:
             raise UserError(
-                f"{version.path} was replaced after this text: generate or score it again"
+                f"{version.path} was replaced after this text was made: generate or score it again"
             )
         return self._get(version)
 
@@ -108,7 +109,7 @@ class Models:
         """Returns a model, which is loaded unless it is in memory."""
         if version not in self._loaded:
             replaced = [each for each in self._loaded if each.path == version.path]
-            unused = list(self._loaded)[: len(self._loaded) - len(replaced) - (MOST - 1)]
+            unused = list(self._loaded)[: len(self._loaded) - (MOST - 1)]
             for each in replaced or unused:  # before loading, for its memory
                 del self._loaded[each]
             self._loaded[version] = load_trained(

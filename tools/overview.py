@@ -37,8 +37,14 @@ def selection(folders, path):
     """Returns the folders of the runs to draw at first: a checkpoint's, the newest, the best."""
     if not folders:
         return []
-    newest = max(folders, key=lambda folder: os.path.getmtime(RunDir(folder).log))
+    newest = max(folders, key=_modified)
     runs = [run for run in read_all(folders) if run.val]
     runs.sort(key=lambda run: run.best()["loss"])
     found = dict.fromkeys([os.path.dirname(path), newest, *(run.folder for run in runs)])
     return [folder for folder in found if folder in folders][:MOST_CURVES]
+
+
+def _modified(folder):
+    with suppress(OSError):  # it has just been deleted
+        return os.path.getmtime(RunDir(folder).log)
+    return 0

@@ -184,7 +184,7 @@ def compare_tab(models, choices, path, values):
                 sides += [tokens_view(), gr.HTML(padding=False)]
 
     def compare(first, second, prompt, *values):
-        shown = [tokens_html(()), ""] * 2
+        shown = [gr.skip(), ""] * 2  # the old texts, until there are new ones
         for side, path in enumerate((first, second)):
             for text in generated(models, values, Generation.continue_prompt, path, prompt):
                 if isinstance(text, str):  # a message

@@ -126,8 +126,7 @@ def playground(settings):
     """Runs the playground in another process."""
     flags = (f"--out_dir={settings.out_dir}", f"--port={settings.port}")
     command = [sys.executable, "-m", "tools.playground", *flags]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command, **streams, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         if "open http" not in server.stdout.readline():
             raise UserError("the playground did not start")

@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Literal
 
 from folio import process
@@ -44,8 +45,9 @@ class PlaygroundConfig:
     )
 
     def __post_init__(self):
-        if self.password == "":
-            raise UserError("the password is empty")
+        for name in ("host", "password"):
+            if getattr(self, name) == "":
+                raise UserError(f"the {name} is empty")
 
 
 if __name__ == "__main__":
@@ -81,25 +83,26 @@ def first_checkpoint(out_dir):
     Raises UserError if there is none.
     """
     if out_dir is not None:
-        run = RunDir(out_dir)
+        folder, here = Path(out_dir).absolute(), Path.cwd()
+        run = RunDir(folder.relative_to(here) if folder.is_relative_to(here) else out_dir)
         paths = [path for path in (run.best, run.last) if path.is_file()]
         return str(paths[0] if paths else run.load_best())  # whose error lists the runs
     paths = [path for _, path in checkpoints()]
     if not paths:
         raise UserError(
             "there is no trained model in this folder: train one (python train.py "
-            "config/shakespeare_char_fast.py), or name its folder with --out_dir"
+            "config/shakespeare_char_fast.py), or specify the folder of one with --out_dir"
         )
     return first_checkpoint(os.path.dirname(max(paths, key=os.path.getmtime)))
 
 
 def serve(models, path, settings):
     """Starts the server in other threads. Returns the URL of the page."""
+    check_address(settings.host, settings.port or 0)
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]  # could turn on sharing, for example
     for name in ("NO_PROXY", "no_proxy"):  # gradio calls its own server, which no proxy can reach
         os.environ[name] = f"{os.environ.get(name, '')},localhost,127.0.0.1,{settings.host}"
-    check_address(settings.host, settings.port or 0)
     from tools.components import THEME
     from tools.page import build
 
