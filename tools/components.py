@@ -55,7 +55,7 @@ def reported():
 def streamed(models, function, *args, text=lambda: None):
     """Yields text() until function(stopped, *args) has returned, then its result.
 
-    Yields a message instead if there is no text yet, and at a UserError.
+    While there is no text, and after a UserError, it yields a message instead.
     """
     try:
         for future in models.stream(function, *args):

@@ -64,7 +64,7 @@ class Models:
             while not is_done:
                 wait([future], seconds)
                 seconds = min(seconds + FIRST_WAIT, LONGEST_WAIT)
-                is_done = future.done()  # wait() is not told if close() cancels it
+                is_done = future.done()  # wait() does not notice that close() cancels it
                 yield future
         finally:
             stopped.set()
