@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Literal
@@ -71,7 +71,7 @@ class SampleConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of the weights"
     )
-    compile: bool = setting(False, "use torch.compile; slower on a CPU")
+    compile: bool = setting(False, "compile the model; on a CPU, for later runs with one text")
 
     def __post_init__(self):
         if not self.out_dir:
@@ -96,14 +96,14 @@ from folio.completion import (
     read_prompt,
     stop_texts,
 )
-from folio.device import resolve_device, useful_threads
+from folio.device import resolve_device
 from folio.files import read_text
 from folio.initial import load_best
 from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.scoring import score_text
-from model import num_params
+from folio.step_cache import compiled_step
 
 SEPARATOR = "---------------"
 
@@ -118,10 +118,13 @@ def main(argv=None):
         print(f"machine: {trained.machine.summary}", file=sys.stderr)
         if settings.score is not None:
             print_score(trained, inputs, settings)
-        elif settings.interactive:
-            converse(trained, settings)
-        else:
-            print_samples(trained, inputs, settings)
+            return
+        single = settings.stream or settings.interactive or len(inputs) * settings.num_samples == 1
+        with compiled_step(trained, single) if settings.compile else nullcontext():
+            if settings.interactive:
+                converse(trained, settings)
+            else:
+                print_samples(trained, inputs, settings)
 
 
 def read_inputs(settings):
@@ -153,10 +156,8 @@ def completions_of(prompts, settings, tokenizer):
 def continued(trained, settings, batch):
     """Continues a batch of texts; see folio.completion.complete."""
     controls = Controls(**{field.name: getattr(settings, field.name) for field in fields(Controls)})
-    count, stride = settings.max_new_tokens, settings.context_stride
-    stream = settings.stream or settings.interactive
-    with useful_threads(len(batch) * num_params(trained.model.config)):
-        yield from complete(trained, batch, controls, count, stride, stream)
+    count, stream = settings.max_new_tokens, settings.stream or settings.interactive
+    return complete(trained, batch, controls, count, settings.context_stride, stream)
 
 
 # Output
@@ -241,9 +242,8 @@ def print_score(trained, text, settings):
     scored = score_text(trained, text, settings.context_stride, settings.allow_special)
     if settings.logprobs:
         print_tokens(map(trained.tokenizer.decoder(), scored.ids), scored.logprobs)
-    line = f"{settings.score}: {scored.summary}"
-    output = sys.stderr if settings.logprobs else sys.stdout
-    print(json.dumps(scored.totals) if settings.json else line, file=output)
+    line = json.dumps(scored.totals) if settings.json else f"{settings.score}: {scored.summary}"
+    print(line, file=sys.stderr if settings.logprobs else sys.stdout)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from folio import checkpoint as checkpoints
 from folio import tokenizers
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.dataset import load_tokenizer
-from folio.device import DTYPES, Machine, choose_machine
+from folio.device import DTYPES, Machine, choose_machine, kind_of, useful_threads
 from folio.errors import UserError
 from folio.files import read_text
-from folio.generate import generate
+from folio.generate import decode_one, generate
 from folio.memory import keep_freed_memory, memory_bytes
 from folio.sampling import Controls
 from folio.scoring import check_finite
+from model import num_params
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
 MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end
@@ -33,13 +34,15 @@ class TrainedModel:
     tokenizer: Any
     machine: Machine
     checkpoint: Any  # Checkpoint, without weights
+    decode: Any = decode_one  # for a batch of one text
 
 
 def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
-    machine = choose_machine(device, dtype, compile)
+    in_process = compile if kind_of(device) != "cpu" else "auto"  # on a CPU, see folio/aot.py
+    machine = choose_machine(device, dtype, in_process)
     model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model, machine.compile)
@@ -136,18 +139,20 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
         context_stride=context_stride,
         vocab_size=trained.tokenizer.vocab_size,
         accelerate=step_accelerator(trained.machine),
+        decode=trained.decode if len(completions) == 1 else decode_one,
     )
     size = 1  # to yield the first token immediately
-    while batch := list(islice(tokens, size)):
-        ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
-        check_finite(logprobs)
-        for each, *row in zip(completions, ids.tolist(), logprobs.tolist(), strict=True):
-            for token, logprob in zip(*row, strict=True):
-                each.add(token, logprob)
-        yield
-        if all(each.stopped for each in completions):
-            return
-        size = 1 if stream else TOKENS_PER_SYNC
+    with useful_threads(len(completions) * num_params(trained.model.config)):
+        while batch := list(islice(tokens, size)):
+            ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
+            check_finite(logprobs)
+            for each, *row in zip(completions, ids.tolist(), logprobs.tolist(), strict=True):
+                for token, logprob in zip(*row, strict=True):
+                    each.add(token, logprob)
+            yield
+            if all(each.stopped for each in completions):
+                return
+            size = 1 if stream else TOKENS_PER_SYNC
     for each in completions:
         each.finish("length")
 

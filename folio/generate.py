@@ -28,11 +28,7 @@ class KVCache:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def write(self, layer, rows, positions, k, v):
-        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64.
-
-        Args:
-            rows: a slice or indices.
-        """
+        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64."""
         if not isinstance(positions, slice):
             k, v = k[:, :, 0], v[:, :, 0]
         self.keys[layer][rows, :, positions] = k.to(self.dtype)
@@ -57,7 +53,7 @@ def prefill(model, cache, idx, rows):
         model.trunk(idx[start : start + rows_per_pass], attend=attend)
 
 
-def decode_one(model, cache, tail, position, length=None):
+def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot_product_attention):
     """Processes one token per row and returns the logits of the next: (B, vocab_size).
 
     Args:
@@ -67,6 +63,7 @@ def decode_one(model, cache, tail, position, length=None):
             the same for all rows, else (B,) int64.
         length: for a tensor of positions, the number of cache positions that the mask covers.
             Default: all, so that all calls have the same shapes.
+        attention: a function like the default.
     """
     device, mask = tail.device, None
     if isinstance(position, int):
@@ -82,8 +79,7 @@ def decode_one(model, cache, tail, position, length=None):
     def attend(layer, q, k, v):
         cache.write(layer, rows, position, k, v)
         keys, values = cache.keys[layer][:, :, visible], cache.values[layer][:, :, visible]
-        y = F.scaled_dot_product_attention(q.to(cache.dtype), keys, values, attn_mask=mask)
-        return y.to(q.dtype)
+        return attention(q.to(cache.dtype), keys, values, attn_mask=mask).to(q.dtype)
 
     return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
 
@@ -134,7 +130,15 @@ class Context:
 
 @torch.inference_mode()
 def generate(
-    model, prompts, seeds, controls, count, context_stride=None, vocab_size=None, accelerate=None
+    model,
+    prompts,
+    seeds,
+    controls,
+    count,
+    context_stride=None,
+    vocab_size=None,
+    accelerate=None,
+    decode=decode_one,
 ):
     """Yields the next token of each text, `count` times: ids (B,) int64, log-probabilities (B,).
 
@@ -148,19 +152,22 @@ def generate(
         context_stride: see stride_of.
         vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
         accelerate: see folio.compile.step_accelerator.
+        decode: replaces decode_one. It is called with a tensor of positions and a full cache.
     """
     config, weight = model.config, model.transformer.wte.weight
     vocab_size, stride = vocab_size or config.vocab_size, stride_of(model, context_stride)
     context = Context(prompts, config.block_size, count, weight.device)
     # With one query, attention on a CPU is up to three times as fast in float32 as in bfloat16.
     dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
-    cache = KVCache(config, len(prompts), weight.device, dtype, context.ids.shape[1])
+    is_compiled = decode is not decode_one
+    length = config.block_size + 1 if is_compiled else context.ids.shape[1]
+    cache = KVCache(config, len(prompts), weight.device, dtype, length)
     present = None
     if controls.repetition_penalty != 1:
         present = occurrences(prompts, vocab_size, weight.device)
 
     def step(tail, position, uniform, length=None):
-        logits = decode_one(model, cache, tail, position, length)[:, :vocab_size].float()
+        logits = decode(model, cache, tail, position, length)[:, :vocab_size].float()
         ids = sample_next(logits, uniform, controls, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
@@ -169,7 +176,7 @@ def generate(
         if to_prefill:
             longest = max(context.lengths[row] for row in to_prefill)
             prefill(model, cache, context.ids[to_prefill, : longest - 1], to_prefill)
-        newest = context.newest(earlier, fixed_shape=accelerate is not None)
+        newest = context.newest(earlier, fixed_shape=is_compiled or accelerate is not None)
         if accelerate:
             fast = fast or accelerate(step, *newest, uniform) or step
             ids, logprobs = fast(*newest, uniform)

@@ -80,6 +80,8 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     | {"tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"initial", "saving"},
+    {"aot"},
+    {"step_cache"},
 )
 LIBRARY = {path.stem for path in (ROOT / "folio").glob("*.py")}
 TOP = {path.stem for path in ROOT.glob("*.py")}
