@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
-from folio.sampling import sample_next, uniforms
+from folio.sampling import occurrences, sample_next, uniforms
 from model import causal_attention
 
 TOKENS_PER_PASS = 2**14  # tokens in one forward pass, which limits its activations
@@ -28,11 +28,17 @@ class KVCache:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def write(self, layer, rows, positions, k, v):
-        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64."""
-        if not isinstance(positions, slice):
-            k, v = k[:, :, 0], v[:, :, 0]
-        self.keys[layer][rows, :, positions] = k.to(self.dtype)
-        self.values[layer][rows, :, positions] = v.to(self.dtype)
+        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64.
+
+        Args:
+            rows: a slice or indices; all rows if `positions` is an int.
+        """
+        for cached, new in ((self.keys[layer], k), (self.values[layer], v)):
+            if isinstance(positions, int):  # all rows; this is faster than indexing
+                cached.select(2, positions).copy_(new.select(2, 0))
+            else:
+                new = new if isinstance(positions, slice) else new[:, :, 0]
+                cached[rows, :, positions] = new.to(self.dtype)
 
 
 def prefill(model, cache, idx, rows):
@@ -68,17 +74,18 @@ def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot
     device, mask = tail.device, None
     if isinstance(position, int):
         rows, positions = slice(None), torch.tensor([position], device=device)
-        visible = slice(max(0, position + 1 - (cache.window or cache.length)), position + 1)
+        start = max(0, position + 1 - (cache.window or cache.length))
+        count = position + 1 - start
     else:
         rows, positions = torch.arange(len(tail), device=device), position[:, None]
-        visible = slice(0, length or cache.length)
-        distance = positions - torch.arange(visible.stop, device=device)
+        start, count = 0, length or cache.length
+        distance = positions - torch.arange(count, device=device)
         mask = (distance >= 0) & (distance < (cache.window or cache.length))
         mask = mask[:, None, None]  # (B, 1, 1, length)
 
     def attend(layer, q, k, v):
         cache.write(layer, rows, position, k, v)
-        keys, values = cache.keys[layer][:, :, visible], cache.values[layer][:, :, visible]
+        keys, values = (each[layer].narrow(2, start, count) for each in (cache.keys, cache.values))
         return attention(q.to(cache.dtype), keys, values, attn_mask=mask).to(q.dtype)
 
     return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
@@ -204,14 +211,6 @@ def context_start(index, block_size, stride, filled=0):
     if beyond <= 0:
         return max(0, index - block_size)
     return index - (block_size - stride + 1 + (beyond - 1) % stride)
-
-
-def occurrences(prompts, vocab_size, device):
-    """Returns which ids occur in each prompt: (B, vocab_size) bool."""
-    present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
-    for row, ids in zip(present, prompts, strict=True):
-        row[ids] = True
-    return present.to(device)
 
 
 # Scoring

@@ -62,6 +62,14 @@ def _inverse_cdf(probabilities, uniform):
     return index.clamp(max=probabilities.shape[-1] - 1)  # for rows of nan
 
 
+def occurrences(prompts, vocab_size, device):
+    """Returns which ids occur in each prompt: (B, vocab_size) bool."""
+    present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+    for row, ids in zip(present, prompts, strict=True):
+        row[ids] = True
+    return present.to(device)
+
+
 def uniforms(seeds, device):
     """Yields (B,) float32 in [0, 1) endlessly; each row has its own random stream."""
     generators = [torch.Generator().manual_seed(seed % 2**63) for seed in seeds]
