@@ -1,9 +1,8 @@
-"""GPT-2's decoder-only transformer, with closed-form parameter and FLOP counts.
+"""GPT-2's decoder-only transformer.
 
-Pure torch: no files, no settings, no printing. Parameter names, defaults and initialization are
-nanoGPT's, so that checkpoints can be exchanged. GPTConfig has switches for later techniques.
-
-Reference: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2).
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Pure torch: no files, no
+settings, no printing. Parameter names, defaults and initialization are nanoGPT's, so that
+checkpoints can be exchanged. GPTConfig has switches for later techniques.
 Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H (head size).
 """
 
@@ -23,20 +22,27 @@ def relu2(x):
     return (y := F.relu(x)) * y  # faster backward than square() on a CPU
 
 
+def swiglu(x):
+    """Gated linear unit of two halves (Shazeer 2020, "GLU Variants Improve Transformer")."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu2": relu2,
+    "swiglu": swiglu,
 }
 NORMS = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
 CHOICES = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
-MAX_BIGRAMS = 65_537  # rows of the bigram table; prime, so that hashed bigrams spread evenly
+MAX_ROWS = {2: 65_537, 3: 16_381}  # of n-gram tables; prime, so that hashing spreads evenly
 
 
-def bigram_rows(vocab_size):
-    """Rows of the bigram table: one per bigram if they are few, otherwise shared by hashing."""
-    return min(vocab_size**2, MAX_BIGRAMS)
+def ngram_rows(vocab_size, n):
+    """Rows of a table of n-grams: one for each if they are few, otherwise shared by hashing."""
+    return min(vocab_size**n, MAX_ROWS[n])
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class GPTConfig:
     """The architecture of a GPT. Raises ValueError for an invalid one.
 
     OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`. With `n_layer=0` and
-    no `smear` or `bigrams`, logits depend only on the last token and its position.
+    no `smear`, `bigrams` or `trigrams`, logits depend only on the last token and its position.
     """
 
     block_size: int = 1024  # context length in tokens
@@ -61,6 +67,7 @@ class GPTConfig:
     qk_norm: bool = False  # normalize the queries and keys of each head
     smear: int = 0  # preceding embeddings that are added to each embedding
     bigrams: bool = False  # add an embedding of each pair of adjacent tokens
+    trigrams: bool = False  # add an embedding of each three adjacent tokens
     window: int = 0  # tokens each token attends to, itself included; 0 means all
 
     def __post_init__(self):
@@ -68,8 +75,8 @@ class GPTConfig:
         for name, low in (least | dict.fromkeys(("n_layer", "smear", "window"), 0)).items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
-        if self.smear + self.bigrams >= self.block_size:
-            names = f"smear={self.smear} and bigrams={self.bigrams}"
+        if self.receptive_field >= self.block_size:
+            names = f"smear={self.smear}, bigrams={self.bigrams} and trigrams={self.trigrams}"
             raise ValueError(f"{names} need more context than block_size={self.block_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
@@ -78,6 +85,11 @@ class GPTConfig:
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {value}")
+
+    @property
+    def receptive_field(self):
+        """Preceding tokens that the embedding of a token depends on."""
+        return self.smear + (2 if self.trigrams else int(self.bigrams))
 
 
 def causal_attention(q, k, v, window=0, dropout=0.0):
@@ -189,14 +201,21 @@ def make_norm(config):
     return nn.RMSNorm(C) if config.norm == "rmsnorm" else nn.LayerNorm(C, bias=config.bias)
 
 
+def mlp_widths(config):
+    """Returns the width of an MLP after its first linear layer, and that before its second."""
+    N = 32 * math.ceil(config.n_embd / 12)  # 8 C / 3, rounded up, for as many parameters as 4 C
+    return (2 * N, N) if config.activation == "swiglu" else (4 * config.n_embd, 4 * config.n_embd)
+
+
 class MLP(nn.Module):
-    """Two linear layers with a hidden width of 4 C."""
+    """Two linear layers with an activation in between."""
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        outer, inner = mlp_widths(config)
+        self.c_fc = nn.Linear(config.n_embd, outer, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x):
@@ -221,31 +240,41 @@ class Block(nn.Module):
 class LocalContext(nn.Module):
     """Adds information about the preceding tokens to each embedding.
 
-    `bigrams` adds an embedding of each pair of adjacent tokens. `smear` is a causal depthwise
-    convolution (So et al. 2021, "Primer", apply it to queries, keys and values).
+    `bigrams` and `trigrams` add an embedding of the last two and three tokens, hashed (Pagnoni et
+    al. 2024, "Byte Latent Transformer", section 3.2.1). `smear` is a causal depthwise convolution
+    (So et al. 2021, "Primer", apply it to queries, keys and values).
     """
 
     def __init__(self, config):
         super().__init__()
         self.vocab_size = config.vocab_size
-        self.receptive_field = config.smear + config.bigrams  # preceding tokens
-        self.bigrams = self.smear = None
+        self.bigrams = self.trigrams = self.smear = None
         if config.bigrams:
-            self.bigrams = embedding(bigram_rows(config.vocab_size), config.n_embd)
+            self.bigrams = embedding(ngram_rows(config.vocab_size, 2), config.n_embd)
+        if config.trigrams:
+            self.trigrams = embedding(ngram_rows(config.vocab_size, 3), config.n_embd)
         if config.smear:
             self.smear = nn.ParameterDict({"weight": torch.empty(config.smear, config.n_embd)})
 
     def forward(self, x, idx, absent=None):
         """x: (B, T, C) embeddings of idx, (B, T). absent: (T,) or (B, T) bool, no token there."""
-        if self.bigrams is not None:
-            previous = F.pad(idx, (1, 0))[:, :-1]  # id 0 precedes the first token
-            x = x + self.bigrams((previous * self.vocab_size + idx) % self.bigrams.num_embeddings)
+        for n, table in ((2, self.bigrams), (3, self.trigrams)):
+            if table is not None:
+                x = x + table(self.ngram_ids(idx, n, table.num_embeddings))
         if absent is not None:
             x = x.masked_fill(absent.unsqueeze(-1), 0)
         smeared = x
         for back, weight in enumerate(self.smear["weight"] if self.smear else (), start=1):
             smeared = torch.addcmul(smeared, F.pad(x, (0, 0, back, 0))[:, : x.shape[1]], weight)
         return smeared
+
+    def ngram_ids(self, idx, n, rows):
+        """Returns the row of the n-gram that ends at each token: (B, T) -> the same shape."""
+        ids = torch.zeros_like(idx)
+        for back in reversed(range(n)):
+            token = F.pad(idx, (back, 0))[:, : idx.shape[1]]  # id 0 precedes the first token
+            ids = (ids * self.vocab_size + token) % rows
+        return ids
 
 
 class GPT(nn.Module):
@@ -257,7 +286,7 @@ class GPT(nn.Module):
         parts = {"wte": embedding(config.vocab_size, config.n_embd)}
         if config.position == "learned":
             parts["wpe"] = embedding(config.block_size, config.n_embd)
-        if config.bigrams or config.smear:
+        if config.receptive_field:
             parts["context"] = LocalContext(config)
         blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         parts |= {"drop": Dropout(config.dropout), "h": blocks, "ln_f": make_norm(config)}
@@ -282,9 +311,9 @@ class GPT(nn.Module):
         if self.config.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight
         if self.config.position == "rotary":
-            tables = rotary_tables(self.config, self.lm_head.weight.device)
-            self.register_buffer("cos", tables[0], persistent=False)
-            self.register_buffer("sin", tables[1], persistent=False)
+            cos, sin = rotary_tables(self.config, self.lm_head.weight.device)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
 
     @torch.no_grad()
     def init_weights(self, assign=torch.Tensor.copy_):
@@ -299,11 +328,6 @@ class GPT(nn.Module):
             if parameter.dim() > 1:
                 values.normal_(std=0.02 / math.sqrt(additions))
             assign(parameter, values)
-
-    @property
-    def receptive_field(self):
-        """Preceding tokens that the embedding of a token depends on."""
-        return self.transformer.context.receptive_field if "context" in self.transformer else 0
 
     def forward(self, idx, targets):
         """Returns the mean cross-entropy in nats per token, a scalar.
@@ -350,31 +374,6 @@ class GPT(nn.Module):
         x = parts.wte(idx)
         if self.config.position == "learned":
             x = x + parts.wpe(positions)
-        if self.receptive_field:
+        if self.config.receptive_field:
             x = parts.context(x, idx, absent)
         return parts.drop(x[:, earlier:])
-
-
-def num_params(config):
-    """Returns the number of parameters in closed form; tied weights count once."""
-    C, L, bias = config.n_embd, config.n_layer, int(config.bias)
-    norm = C * (1 + (bias if config.norm == "layernorm" else 0))
-    block = 12 * C * C + bias * 9 * C + 2 * norm  # attention 4 C^2 + 4 C, MLP 8 C^2 + 5 C
-    positions = config.block_size if config.position == "learned" else 0
-    bigrams = bigram_rows(config.vocab_size) if config.bigrams else 0
-    embeddings = (config.vocab_size + bigrams + positions + config.smear) * C
-    head = 0 if config.tie_weights else config.vocab_size * C
-    return embeddings + L * block + norm + head
-
-
-def flops_per_token(config):
-    """Returns the FLOPs of training on one token: the forward pass, and twice that for backward.
-
-    2 FLOPs per multiplication with a weight, in attention scores and in sums of values (Chowdhery
-    et al. 2022, "PaLM", appendix B), masked or not. Embeddings count as 0.
-    """
-    C, L, T, window = config.n_embd, config.n_layer, config.block_size, config.window
-    weights = L * 12 * C * C + config.vocab_size * C
-    pairs = -(-T // window) * 2 * window**2 if 0 < window < T else T * T  # query and key
-    attention = L * 2 * C * pairs / T
-    return 3 * 2 * (weights + attention)

@@ -45,11 +45,7 @@ class TrainConfig:
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
 
     sample_interval: int | None = setting(
-        None,
-        "steps between samples; None: none",
-        "[1, inf)",
-        group="Monitoring",
-        scope="display",
+        None, "steps between samples; None: none", "[1, inf)", group="Monitoring", scope="display"
     )
     wandb_log: bool = setting(False, "log to Weights & Biases", scope="display")
     wandb_project: str = setting("owt", "project name", scope="display")
@@ -66,12 +62,13 @@ class TrainConfig:
     n_embd: int = setting(768, "width of the residual stream", "[1, inf)")
     dropout: float = setting(0.0, "dropout rate; 0.1 to 0.3 for small datasets", "[0, 1)")
     bias: bool = setting(False, "biases in linear layers and layer norms")
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2"] = setting("gelu", "MLP activation")
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = setting("gelu", "in MLPs")
     tie_weights: bool = setting(True, "share the token embedding with the output head")
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
     qk_norm: bool = setting(False, "normalize queries and keys; allows higher learning rates")
     bigrams: bool = setting(False, "add an embedding of each pair of adjacent tokens")
+    trigrams: bool = setting(False, "add an embedding of each three adjacent tokens")
     smear: int = setting(0, "preceding embeddings added to each embedding", "[0, inf)")
     window: int = setting(0, "tokens that each token attends to; 0: all", "[0, inf)")
 

@@ -58,7 +58,7 @@ class Step(nn.Module):
     def export(self):
         """Returns the exported program and the arguments of an example."""
         size, layers = self.model.config.block_size, self.model.config.n_layer
-        tail = torch.zeros(1, 1 + self.model.receptive_field, dtype=torch.int64)
+        tail = torch.zeros(1, 1 + self.model.config.receptive_field, dtype=torch.int64)
         position, visible = torch.zeros(1, dtype=torch.int64), torch.arange(max(size, LEAST))
         example = (tail, position, visible, self.cache.keys, self.cache.values)
         changing = {0: torch.export.Dim("length", min=LEAST, max=size)} if size > LEAST else None

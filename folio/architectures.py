@@ -13,7 +13,7 @@ from folio.errors import UserError
 from model import GPT, GPTConfig
 
 HEAD = "lm_head.weight"
-SWITCHES = ("position", "norm", "qk_norm", "smear", "bigrams", "window")  # none has all
+SWITCHES = ["position", "norm", "activation", "qk_norm", "smear", "bigrams", "trigrams", "window"]
 MATRICES = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
 ACTIVATIONS = {  # transformers' names: names here
     "gelu": "gelu",
@@ -157,6 +157,8 @@ def architecture_for(config):
     for architecture in ARCHITECTURES.values():
         required = vars(GPTConfig()) | architecture.fixed
         free = {*architecture.settings, "dropout"}
+        if config.activation not in ACTIVATIONS.values():
+            free -= {"activation"}
         if all(getattr(config, name) == required[name] for name in required.keys() - free):
             return architecture
     shown = {"position", "norm"}

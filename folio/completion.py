@@ -18,7 +18,7 @@ from folio.generate import decode_one, generate
 from folio.memory import keep_freed_memory, memory_bytes
 from folio.sampling import Controls
 from folio.scoring import check_finite
-from model import num_params
+from folio.size import num_params
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
 MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end

@@ -63,8 +63,8 @@ def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot
     """Processes one token per row and returns the logits of the next: (B, vocab_size).
 
     Args:
-        tail: (B, 1 + n) int64, the newest token of each row, preceded by n <= model.receptive_field
-            earlier tokens.
+        tail: (B, 1 + n) int64, the newest token of each row, preceded by n earlier tokens, at most
+            config.receptive_field.
         position: the position of the newest token; the cache holds all before it. An int if it is
             the same for all rows, else (B,) int64.
         length: for a tensor of positions, the number of cache positions that the mask covers.
@@ -178,7 +178,7 @@ def generate(
         ids = sample_next(logits, uniform, controls, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
-    earlier, to_prefill, fast = model.receptive_field, list(range(len(prompts))), None
+    earlier, to_prefill, fast = model.config.receptive_field, list(range(len(prompts))), None
     for uniform in islice(uniforms(seeds, weight.device), count):
         if to_prefill:
             longest = max(context.lengths[row] for row in to_prefill)

@@ -14,7 +14,8 @@ import torch
 
 from folio.device import DTYPES, kind_of, resolve_dtype
 from folio.errors import RankError, UserError
-from model import num_params
+from folio.size import matrix_params, num_params
+from model import mlp_widths
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 GATHERED_SHARE = 1 / 2  # of the host memory, for a copy of all weights and moments
@@ -107,7 +108,7 @@ def can_gather(config, settings):
 
 def moment_bytes(config, settings):
     """Returns the size of the optimizer's state: two float32 per parameter, or one for Muon."""
-    matrices = 12 * config.n_layer * config.n_embd**2 if settings.optimizer == "muon" else 0
+    matrices = matrix_params(config) if settings.optimizer == "muon" else 0
     return 8 * num_params(config) - 4 * matrices
 
 
@@ -115,7 +116,7 @@ def cast_bytes(config, settings):
     """Returns the size of the 16-bit copies of the matrices that autocast makes in a step."""
     if settings.dtype == "float32":
         return 0
-    return 2 * (12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd)
+    return 2 * (matrix_params(config) + config.vocab_size * config.n_embd)
 
 
 def gathered_bytes(config, settings):
@@ -139,7 +140,7 @@ def activation_bytes(config, settings):
     # Compiled, the gradient of the logits overwrites them. Otherwise there are log-probabilities,
     # their gradient and that of the logits, in float32.
     logits = (item if settings.compile else 12) * config.vocab_size + (4 + item) * C
-    gradients = (4 * item + 8) * C  # of a block's widest layer and of the residual stream
+    gradients = item * mlp_widths(config)[0] + 8 * C  # of the widest layer, the residual stream
     embedded = 4 * (config.smear + bool(config.dropout)) * C
     if settings.eval_only:
         peak = max(block, logits)
@@ -177,12 +178,13 @@ def saved_by_block(config, settings):
 
     norms = 2 * (2 if config.norm == "rmsnorm" and on_cpu and not settings.compile else 1)
     norms += 2 * config.qk_norm
-    linear = 1 + 1 + 1 + (4 if config.activation == "relu" else 8)  # see MLP for the last
+    outer, inner = mlp_widths(config)
+    mlp = {"relu": inner, "swiglu": outer + 2 * inner}.get(config.activation, outer + inner)
     qkv = 3 + 2 * is_windowed
     if (config.qk_norm or config.position == "rotary") and not (has_scores or is_windowed):
         qkv += 2  # queries and keys before and after
     masks = (item if on_cpu and not settings.compile else 1) * 2 * C if config.dropout else 0
-    return 4 * norms * C + item * ((linear + qkv) * C + scores) + masks
+    return 4 * norms * C + item * ((3 + qkv) * C + mlp + scores) + masks
 
 
 def check_memory(config, settings, world_size=1):

@@ -21,7 +21,7 @@ from folio.compile import continue_on_failure
 from folio.device import kind_of, useful_threads
 from folio.errors import UserError
 from folio.settings import ROOT
-from model import num_params
+from folio.size import num_params
 
 KEPT = 4  # compiled files; each is as large as the model
 CODE = ("model.py", "folio/generate.py", "folio/aot.py")  # which determines what is compiled

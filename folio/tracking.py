@@ -16,8 +16,8 @@ from folio.device import kind_of
 from folio.memory import estimate, memory_bytes
 from folio.process import SIGPIPE, STARTED, is_main, print_error
 from folio.settings import changed, names_in
+from folio.size import flops_per_token, num_params
 from folio.trackers import Trackers
-from model import flops_per_token, num_params
 
 
 class Tracking:

@@ -12,7 +12,8 @@ import torch
 import train
 from folio.checkpoint import Checkpoint, Progress
 from folio.errors import UserError
-from model import GPTConfig, flops_per_token, num_params
+from folio.size import flops_per_token, num_params
+from model import GPTConfig
 from tools import bench, count, measure, peak, roofline, transformers_sample
 
 TRAINING = """

@@ -14,7 +14,7 @@ from folio.errors import UserError
 from folio.generate import generate
 from folio.run_dir import RunDir
 from folio.sampling import Controls
-from model import num_params
+from folio.size import num_params
 from tools import export
 
 PROMPT, COUNT = "sum", 5  # fill block_size

@@ -16,7 +16,8 @@ from folio.memory import (
     memory_advice,
 )
 from folio.recompute import recompute_blocks
-from model import GPT, GPTConfig, num_params
+from folio.size import num_params
+from model import GPT, GPTConfig
 
 
 @pytest.mark.parametrize(

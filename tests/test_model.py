@@ -11,18 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import model as model_module
+from folio.size import flops_per_token, num_params
 from model import (
     ACTIVATIONS,
     GPT,
-    MAX_BIGRAMS,
+    MAX_ROWS,
     NORMS,
     GPTConfig,
     LocalContext,
     causal_attention,
     explicit_attention,
-    flops_per_token,
-    num_params,
+    mlp_widths,
     relu2,
+    swiglu,
 )
 
 
@@ -243,9 +244,18 @@ def test_each_bigram_of_a_small_vocabulary_has_its_own_embedding():
     assert torch.equal(embeddings(model, idx), expected)
 
 
+def test_trigrams_add_an_embedding_of_three_tokens():
+    model = random_model(trigrams=True, position="rotary", vocab_size=11)
+    idx = random_ids(model)
+    table = model.transformer.context.trigrams.weight.view(11, 11, 11, 16)
+    before, previous = F.pad(idx, (2, 0))[:, :-2], F.pad(idx, (1, 0))[:, :-1]
+    expected = model.transformer.wte(idx) + table[before, previous, idx]
+    assert torch.equal(embeddings(model, idx), expected)
+
+
 def test_bigrams_of_a_large_vocabulary_share_rows_evenly():
     context = LocalContext(GPTConfig(vocab_size=50_304, n_head=1, n_embd=1, bigrams=True))
-    context.bigrams.weight.data = torch.arange(0.0, MAX_BIGRAMS)[:, None]
+    context.bigrams.weight.data = torch.arange(0.0, MAX_ROWS[2])[:, None]
     idx = torch.randint(50_304, (1000, 200), generator=torch.Generator().manual_seed(0))
     rows = context(torch.zeros(1000, 200, 1), idx).long()
     assert rows.flatten().bincount().max() < 20  # three on average
@@ -262,6 +272,22 @@ def test_relu2_is_the_square_of_relu():
     x = torch.linspace(-3, 3, 13, dtype=torch.float64, requires_grad=True)
     assert torch.equal(relu2(x), x.clamp(min=0) ** 2)
     assert torch.autograd.gradcheck(relu2, x[1::2].detach().requires_grad_())
+
+
+def test_swiglu_multiplies_one_half_by_the_swish_of_the_other():
+    x = torch.linspace(-3, 3, 12, dtype=torch.float64, requires_grad=True).view(2, 6)
+    gate, value = x[:, :3], x[:, 3:]
+    assert torch.allclose(swiglu(x), gate * torch.sigmoid(gate) * value)
+
+
+@pytest.mark.parametrize("width", [16, 128, 256, 384, 768])
+def test_mlp_has_about_as_many_parameters_with_swiglu(width):
+    plain, gated = (GPTConfig(n_head=1, n_embd=width, activation=a) for a in ("gelu", "swiglu"))
+    assert sum(mlp_widths(plain)) == 8 * width
+    outer, inner = mlp_widths(gated)
+    assert outer == 2 * inner
+    assert inner % 32 == 0
+    assert 0 <= inner - 8 * width / 3 < 32
 
 
 # Parameters
@@ -384,14 +410,14 @@ def test_bfloat16_loss_is_computed_in_float32_from_bfloat16_logits():
         ({"n_layer": -1}, "n_layer must be at least 0, not -1"),
         (
             {"smear": SMALL["block_size"]},
-            "smear=8 and bigrams=False need more context",
+            "smear=8, bigrams=False and trigrams=False need more context",
         ),
         (
             {"smear": 7, "bigrams": True},
-            "smear=7 and bigrams=True need more context",
+            "smear=7, bigrams=True and trigrams=False need more context",
         ),
         ({"position": "rotary", "n_embd": 6}, "position=rotary needs an even head size .*, not 3"),
-        ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, relu2, not swish"),
+        ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, relu2, swiglu, not swish"),
     ],
 )
 def test_invalid_config_raises_value_error(changes, message):

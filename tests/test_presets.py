@@ -10,8 +10,9 @@ import torch
 from folio.optim import learning_rate_at
 from folio.plan import model_config
 from folio.settings import load
+from folio.size import num_params
 from folio.tokenizers import CharTokenizer, GPT2Tokenizer
-from model import GPT, num_params
+from model import GPT
 from train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("text_size")

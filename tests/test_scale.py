@@ -9,7 +9,8 @@ from ranks import Ranks, in_setup
 
 from folio.batches import Batches
 from folio.settings import ROOT
-from model import GPTConfig, num_params
+from folio.size import num_params
+from model import GPTConfig
 from tools import scale
 
 SMALL = GPTConfig(bias=False)

@@ -70,7 +70,7 @@ def test_constraints_pin_every_required_package():
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors", "split_writer"},
     {"bpe", "fields", "model"},
-    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures"},
+    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"},
     {"process", "memory", "recompute", "corpus", "shards", "sources"}
     | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},

@@ -227,7 +227,7 @@ def test_a_compiled_step_generates_the_same(cache, capsys, changes):
     trained = loaded()
     step = step_cache.load(step_cache.path_of(trained), trained.model.config)
     caches = [KVCache(trained.model.config, 1, "cpu", length=9) for _ in range(2)]
-    earlier = trained.model.receptive_field
+    earlier = trained.model.config.receptive_field
     ids = torch.nn.functional.pad(tiny.random_ids(trained.model, 1), (earlier, 0))
     for position in range(8):
         tail, place = ids[:, position : position + earlier + 1], torch.tensor([position])

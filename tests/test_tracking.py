@@ -20,7 +20,8 @@ from folio.device import Machine, choose_machine
 from folio.dist import ALONE
 from folio.process import SIGPIPE, StopSignal
 from folio.run_dir import RunDir
-from model import GPTConfig, flops_per_token
+from folio.size import flops_per_token
+from model import GPTConfig
 
 TRAIN = str(Path(train.__file__))
 

@@ -8,7 +8,8 @@ from folio.dataset import load_tokenizer
 from folio.device import resolve_device
 from folio.plan import model_config
 from folio.settings import load
-from model import bigram_rows, flops_per_token
+from folio.size import flops_per_token, matrix_params
+from model import mlp_widths, ngram_rows
 from tools.table import aligned
 from train import TrainConfig
 
@@ -32,17 +33,20 @@ def parts(config):
     """Returns [(part, formula, parameters, FLOPs per token)]."""
     C, L, T, V = config.n_embd, config.n_layer, config.block_size, config.vocab_size
     norm = C * (2 if config.norm == "layernorm" and config.bias else 1)
-    scores = round(flops_per_token(config) / 3) - 2 * (12 * L * C * C + V * C)
+    scores = round(flops_per_token(config) / 3) - 2 * (matrix_params(config) + V * C)
     head = ("shared", 0) if config.tie_weights else ("V C", V * C)
+    outer, inner = mlp_widths(config)
+    mlp, ratio = L * C * (outer + inner), (outer + inner) / C
     found = [
         ("token embedding", "V C", V * C, 0),
         ("positions", "T C", T * C if config.position == "learned" else 0, 0),
-        ("bigrams", "min(V², 65,537) C", bigram_rows(V) * C if config.bigrams else 0, 0),
+        ("bigrams", "min(V², 65,537) C", ngram_rows(V, 2) * C if config.bigrams else 0, 0),
+        ("trigrams", "min(V³, 16,381) C", ngram_rows(V, 3) * C if config.trigrams else 0, 0),
         ("smear", f"{config.smear} C", config.smear * C, 0),
         ("attention: linear layers", "L 4 C²", L * 4 * C * C, 2 * L * 4 * C * C),
         ("attention: scores and values", "none; FLOPs L 4 C T", 0, scores),
-        ("MLP", "L 8 C²", L * 8 * C * C, 2 * L * 8 * C * C),
-        ("biases", "L 9 C", L * 9 * C if config.bias else 0, 0),
+        ("MLP", f"L {ratio:g} C²", mlp, 2 * mlp),
+        ("biases", f"L {5 + outer / C:g} C", L * (5 * C + outer) if config.bias else 0, 0),
         ("norms", f"(2 L + 1) {norm // C} C", (2 * L + 1) * norm, 0),
         ("head", *head, 2 * V * C),
     ]

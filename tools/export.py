@@ -37,7 +37,7 @@ from folio.checkpoint import read_weights
 from folio.completion import checkpoint_tokenizer
 from folio.device import DTYPES
 from folio.run_dir import RunDir
-from model import num_params
+from folio.size import num_params
 
 EXPORTED = {"config.json", "generation_config.json", "model.safetensors", *tokenizer_files.FILES}
 

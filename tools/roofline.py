@@ -17,7 +17,7 @@ from folio.errors import UserError
 from folio.initial import load_best
 from folio.run_dir import RunDir
 from folio.settings import load
-from model import flops_per_token
+from folio.size import flops_per_token, matrix_params
 from sample import SampleConfig, completions_of, continued, read_inputs
 from train import TrainConfig, setup
 
@@ -61,7 +61,7 @@ def profile_sampling(arguments):
             pass
 
     seconds = profile(machine, generate, settings.max_new_tokens)
-    weights = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
+    weights = matrix_params(config) + config.vocab_size * config.n_embd
     size = weights * DTYPES[machine.dtype].itemsize
     bandwidth = bandwidth_of(machine)
     bound = size / bandwidth

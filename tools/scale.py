@@ -22,7 +22,8 @@ if __name__ == "__main__":  # --help must not wait for torch
 
 from folio.device import DTYPES
 from folio.memory import estimate
-from model import GPTConfig, flops_per_token, num_params
+from folio.size import flops_per_token, num_params
+from model import GPTConfig
 from tools.table import aligned
 from train import TrainConfig
 
