@@ -21,9 +21,9 @@ block_size = 1024
 window = 64
 
 position = "rotary"  # 0.12
-tie_weights = False  # this and the next two are not significant at this size
+tie_weights = False  # this and the next one are not significant at this size
 qk_norm = True
-activation = "relu2"
+activation = "swiglu"  # 0.005 compared with relu2
 
 optimizer = "muon"  # 0.05 compared with AdamW at the best of three learning rates
 learning_rate = 8e-3
@@ -44,12 +44,14 @@ batch_size = 16
 dropout = 0.2
 max_iters = 1500
 
-# 1.0 M parameters and 2,048 characters per step, for a CPU: 1.5 minutes on two cores
+# 3.1 M parameters, two thirds of them in the table of trigrams, and 2,048 characters per step, for
+# a CPU: 1.5 minutes on two cores
 if device == "cpu":
     n_layer = 2
     n_head = 2
     n_embd = 128
+    trigrams = True  # 0.017
     batch_size = 2
     dropout = 0.0
-    max_iters = 1900
-    eval_interval = 250
+    max_iters = 1500
+    eval_interval = 180

@@ -54,16 +54,14 @@ def test_the_fast_preset_has_the_stated_number_of_parameters(device, place):
     assert torch.isfinite(GPT(config)(x, x))
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device):
+def test_the_preset_for_any_text_has_the_settings_of_the_fast_preset_except_the_newest():
     fast, own = (
-        dataclasses.asdict(load_preset(name, device))
+        dataclasses.asdict(load_preset(name, "cpu"))
         for name in ("shakespeare_char_fast.py", "own_text.py")
     )
-    assert own["max_iters"] == pytest.approx(fast["max_iters"], rel=0.01)
     different = {name for name in fast if fast[name] != own[name]}
     expected = {"out_dir", "dataset", "minutes", "max_iters", "eval_interval", "eval_iters"}
-    assert different <= expected
+    assert different - expected == {"activation", "trigrams"}
 
 
 def test_less_text_is_read_more_often_with_more_dropout(text_size):
