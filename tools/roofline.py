@@ -5,6 +5,7 @@ for training, reading the weights at the bandwidth of a large sum for sampling.
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
 
@@ -18,6 +19,7 @@ from folio.initial import load_best
 from folio.run_dir import RunDir
 from folio.settings import load
 from folio.size import flops_per_token, matrix_params
+from folio.step_cache import compiled_step
 from sample import SampleConfig, completions_of, continued, read_inputs
 from train import TrainConfig, setup
 
@@ -60,7 +62,9 @@ def profile_sampling(arguments):
         for _ in continued(trained, settings, batch):
             pass
 
-    seconds = profile(machine, generate, settings.max_new_tokens)
+    single = len(prompts) * settings.num_samples == 1
+    with compiled_step(trained, single) if settings.compile else nullcontext():
+        seconds = profile(machine, generate, settings.max_new_tokens)
     weights = matrix_params(config) + config.vocab_size * config.n_embd
     size = weights * DTYPES[machine.dtype].itemsize
     bandwidth = bandwidth_of(machine)
