@@ -71,7 +71,7 @@ class SampleConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of the weights"
     )
-    compile: bool = setting(False, "compile the model; on a CPU, for later runs with one text")
+    compile: bool = setting(False, "compile the model; on a CPU after the text, for later runs")
 
     def __post_init__(self):
         if not self.out_dir:

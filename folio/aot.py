@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def compile_checkpoint(source, dtype, threads, output):
     program, example = Step(model.requires_grad_(False)).export()
     options = OPTIONS | {"aot_inductor.output_path": output}
     torch._inductor.aot_compile(program.module(), example, options=options)
+    CompiledStep(output, model.config)  # raises if it cannot be loaded
 
 
 def compile_in_process(source, dtype, threads, folder):
@@ -104,7 +106,11 @@ def compile_in_process(source, dtype, threads, folder):
     try:
         messages = child.communicate()[1].decode(errors="replace").strip()
     except BaseException:
-        os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
+        with suppress(ProcessLookupError):  # it has just ended
+            if hasattr(os, "killpg"):
+                os.killpg(child.pid, signal.SIGKILL)
+            else:
+                child.kill()
         child.wait()
         raise
     if child.returncode:

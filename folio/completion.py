@@ -1,7 +1,7 @@
 """Completions of prompts as text: incremental decoding, stop texts, batches; loading a model."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -41,8 +41,10 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
-    in_process = compile if kind_of(device) != "cpu" else "auto"  # on a CPU, see folio/aot.py
-    machine = choose_machine(device, dtype, in_process)
+    is_ahead = compile and kind_of(device) == "cpu"  # of time; see folio/aot.py
+    machine = choose_machine(device, dtype, compile and not is_ahead)
+    if is_ahead:
+        machine = replace(machine, summary=machine.summary.rpartition(", ")[0])
     model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model, machine.compile)

@@ -69,7 +69,7 @@ def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot
             the same for all rows, else (B,) int64.
         length: for a tensor of positions, the number of cache positions that the mask covers.
             Default: all, so that all calls have the same shapes.
-        attention: a function like the default.
+        attention: a function like the default. Its mask is None if the position is an int.
     """
     device, mask = tail.device, None
     if isinstance(position, int):
@@ -159,7 +159,8 @@ def generate(
         context_stride: see stride_of.
         vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
         accelerate: see folio.compile.step_accelerator.
-        decode: replaces decode_one. It is called with a tensor of positions and a full cache.
+        decode: replaces decode_one. It is called with a tensor of positions and a cache of
+            block_size + 1 positions.
     """
     config, weight = model.config, model.transformer.wte.weight
     vocab_size, stride = vocab_size or config.vocab_size, stride_of(model, context_stride)

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,13 +20,14 @@ from folio.aot import CompiledStep, compile_in_process
 from folio.compile import continue_on_failure
 from folio.device import kind_of, useful_threads
 from folio.errors import UserError
+from folio.files import replacing
 from folio.settings import ROOT
 from folio.size import num_params
 
 KEPT = 4  # compiled files; each is as large as the model
-CODE = ("model.py", "folio/generate.py", "folio/aot.py")  # which determines what is compiled
+CODE = ("model.py", *(f"folio/{name}.py" for name in ("generate", "aot", "checkpoint", "dropout")))
 HINT = "compiling the model for later runs with --compile; Ctrl-C skips this"
-DAY = 24 * 60 * 60  # seconds
+BATCH_HINT = "on a CPU, --compile applies to one text at a time: use --stream or --num_samples=1"
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def compiled_step(trained, one_text):
                 path = path_of(trained)
                 trained.decode = load(path, trained.model.config) or trained.decode
         else:
-            print("--compile has no effect on batches of texts on a CPU", file=sys.stderr)
+            print(BATCH_HINT, file=sys.stderr)
     yield
     if path and not isinstance(trained.decode, CompiledStep):
         make(trained, path)
@@ -74,7 +75,8 @@ def source_of(trained):
 
 def cache_folder():
     """Returns the folder of compiled files, which is created if it does not exist."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "folio")
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (folder if folder.is_absolute() else Path.home() / ".cache") / "folio"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_owner(folder)
     return folder
@@ -84,7 +86,7 @@ def check_owner(path):
     """Raises UserError if another user could have written a file or folder."""
     stat = path.stat()
     if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
-        raise UserError(f"other users can write to {path}")
+        raise UserError(f"other users own or can write to {path}")
 
 
 def load(path, config):
@@ -104,15 +106,16 @@ def make(trained, path):
     try:
         with (
             continue_on_failure("compilation"),
-            TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder,
+            TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         ):
             source, threads = source_of(trained)
             print(HINT, file=sys.stderr, flush=True)
             compiled = compile_in_process(source, trained.machine.dtype, threads, folder)
             if path_of(trained) != path:
                 raise UserError(f"{source} has changed")
-            compiled.chmod(0o700)
-            os.replace(compiled, path)
+            with replacing(path) as [file], compiled.open("rb") as source:
+                Path(file.name).chmod(0o700)  # see check_owner
+                shutil.copyfileobj(source, file)
             prune(path.parent)
             print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
     except KeyboardInterrupt as interrupt:
@@ -121,9 +124,7 @@ def make(trained, path):
 
 
 def prune(folder):
-    """Removes all but the newest compiled files, and folders of compilations that were killed."""
-    for file in sorted(folder.glob("*.so"), key=os.path.getmtime)[:-KEPT]:
-        file.unlink(missing_ok=True)
-    for each in folder.iterdir():
-        if each.is_dir() and each.stat().st_mtime < time.time() - DAY:
-            shutil.rmtree(each, ignore_errors=True)
+    """Removes all but the newest compiled files."""
+    with suppress(OSError):  # another run may remove the same files
+        for file in sorted(folder.glob("*.so"), key=os.path.getmtime)[:-KEPT]:
+            file.unlink()
