@@ -161,11 +161,11 @@ def architecture_for(config):
             free -= {"activation"}
         if all(getattr(config, name) == required[name] for name in required.keys() - free):
             return architecture
-    shown = {"position", "norm"}
     changed = {f.name for f in fields(config) if getattr(config, f.name) != f.default}
-    names = [name for name in SWITCHES if name in shown | changed]
+    known = {"activation"} if config.activation in ACTIVATIONS.values() else set()
+    names = [name for name in SWITCHES if name in {"position", "norm"} | changed - known]
     switches = ", ".join(f"{name}={getattr(config, name)}" for name in names)
-    raise UserError(f"no architecture of transformers has {switches} together")
+    raise UserError(f"no architecture for export has {switches} together")
 
 
 def to_fields(architecture, config):

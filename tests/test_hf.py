@@ -251,11 +251,13 @@ def test_what_transformers_saves_after_an_export_is_read_again(kind, changes):
         ({"window": 3}, "position=learned, norm=layernorm, window=3"),
         ({**RMSNORM, "window": 3}, "position=rotary, norm=rmsnorm, window=3"),
         ({"bigrams": True}, "position=learned, norm=layernorm, bigrams=True"),
+        ({"trigrams": True}, "position=learned, norm=layernorm, trigrams=True"),
+        ({"activation": "swiglu"}, "position=learned, norm=layernorm, activation=swiglu"),
     ],
     ids=str,
 )
 def test_switches_that_no_architecture_has_are_named(changes, switches):
-    with pytest.raises(UserError, match=f"^no architecture of transformers has {switches} togeth"):
+    with pytest.raises(UserError, match=f"^no architecture for export has {switches} togeth"):
         export(**changes)
     assert not Path("ours").exists()
 

@@ -115,6 +115,7 @@ def saved_bytes(config, settings):
         {},
         {"dropout": 0.2, "bias": True},
         {"activation": "relu", "n_layer": 4},
+        {"activation": "swiglu", "n_layer": 4},
         {"position": "rotary"},
         {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "activation": "relu2"},
         {"qk_norm": True, "tie_weights": False},

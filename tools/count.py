@@ -45,8 +45,8 @@ def parts(config):
         ("smear", f"{config.smear} C", config.smear * C, 0),
         ("attention: linear layers", "L 4 C²", L * 4 * C * C, 2 * L * 4 * C * C),
         ("attention: scores and values", "none; FLOPs L 4 C T", 0, scores),
-        ("MLP", f"L {ratio:g} C²", mlp, 2 * mlp),
-        ("biases", f"L {5 + outer / C:g} C", L * (5 * C + outer) if config.bias else 0, 0),
+        ("MLP", f"L {ratio:.3g} C²", mlp, 2 * mlp),
+        ("biases", f"L {5 + outer / C:.3g} C", L * (5 * C + outer) if config.bias else 0, 0),
         ("norms", f"(2 L + 1) {norm // C} C", (2 * L + 1) * norm, 0),
         ("head", *head, 2 * V * C),
     ]
