@@ -77,7 +77,8 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if self.receptive_field >= self.block_size:
             named = (f"{name}={getattr(self, name)}" for name in ("smear", "bigrams", "trigrams"))
-            raise ValueError(f"{', '.join(named)}: more than block_size={self.block_size} allows")
+            names = ", ".join(named)
+            raise ValueError(f"{names} need more context than block_size={self.block_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if self.position == "rotary" and (size := self.n_embd // self.n_head) % 2:

@@ -62,7 +62,9 @@ class TrainConfig:
     n_embd: int = setting(768, "width of the residual stream", "[1, inf)")
     dropout: float = setting(0.0, "dropout rate; 0.1 to 0.3 for small datasets", "[0, 1)")
     bias: bool = setting(False, "biases in linear layers and layer norms")
-    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = setting("gelu", "in MLPs")
+    activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = setting(
+        "gelu", "activation function of the MLP"
+    )
     tie_weights: bool = setting(True, "share the token embedding with the output head")
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")

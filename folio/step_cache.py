@@ -113,9 +113,9 @@ def make(trained, path):
             compiled = compile_in_process(source, trained.machine.dtype, threads, folder)
             if path_of(trained) != path:
                 raise UserError(f"{source} has changed")
-            with replacing(path) as [file], compiled.open("rb") as source:
+            with replacing(path) as [file], compiled.open("rb") as code:
                 Path(file.name).chmod(0o700)  # see check_owner
-                shutil.copyfileobj(source, file)
+                shutil.copyfileobj(code, file)
             prune(path.parent)
             print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
     except KeyboardInterrupt as interrupt:

@@ -410,11 +410,11 @@ def test_bfloat16_loss_is_computed_in_float32_from_bfloat16_logits():
         ({"n_layer": -1}, "n_layer must be at least 0, not -1"),
         (
             {"smear": SMALL["block_size"]},
-            "smear=8, bigrams=False, trigrams=False: more than block_size=8 allows",
+            "smear=8, bigrams=False, trigrams=False need more context than block_size=8",
         ),
         (
             {"smear": 7, "bigrams": True},
-            "smear=7, bigrams=True, trigrams=False: more than block_size=8 allows",
+            "smear=7, bigrams=True, trigrams=False need more context than block_size=8",
         ),
         ({"position": "rotary", "n_embd": 6}, "position=rotary needs an even head size .*, not 3"),
         ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, relu2, swiglu, not swish"),

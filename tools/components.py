@@ -55,7 +55,7 @@ def reported():
 def streamed(models, function, *args, text=lambda: None):
     """Yields text() until function(stopped, *args) has returned, then its result.
 
-    While there is no text, and after a UserError, it yields a message instead.
+    Before the first text, and after a UserError, it yields a message.
     """
     try:
         for future in models.stream(function, *args):
