@@ -37,12 +37,11 @@ ACTIVATIONS = {
 }
 NORMS = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
 CHOICES = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
-MAX_ROWS = {2: 65_537, 3: 16_381}  # of n-gram tables; prime, so that hashing spreads evenly
 
 
 def ngram_rows(vocab_size, n):
     """Rows of a table of n-grams: one for each if they are few, otherwise shared by hashing."""
-    return min(vocab_size**n, MAX_ROWS[n])
+    return min(vocab_size**n, 65_537 if n == 2 else 12_289)  # primes hash evenly
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class GPTConfig:
     """The architecture of a GPT. Raises ValueError for an invalid one.
 
     OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`. With `n_layer=0` and
-    no `smear`, `bigrams` or `trigrams`, logits depend only on the last token and its position.
+    no `smear` or `ngrams`, logits depend only on the last token and its position.
     """
 
     block_size: int = 1024  # context length in tokens
@@ -66,18 +65,17 @@ class GPTConfig:
     norm: str = "layernorm"  # or rmsnorm
     qk_norm: bool = False  # normalize the queries and keys of each head
     smear: int = 0  # preceding embeddings that are added to each embedding
-    bigrams: bool = False  # add an embedding of each pair of adjacent tokens
-    trigrams: bool = False  # add an embedding of each three adjacent tokens
+    ngrams: int = 0  # add embeddings of the last 2 tokens, the last 3, …, the last `ngrams`
     window: int = 0  # tokens each token attends to, itself included; 0 means all
 
     def __post_init__(self):
         least = dict.fromkeys(("block_size", "vocab_size", "n_head", "n_embd"), 1)
-        for name, low in (least | dict.fromkeys(("n_layer", "smear", "window"), 0)).items():
+        least |= dict.fromkeys(("n_layer", "smear", "ngrams", "window"), 0)
+        for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if self.receptive_field >= self.block_size:
-            named = (f"{name}={getattr(self, name)}" for name in ("smear", "bigrams", "trigrams"))
-            names = ", ".join(named)
+            names = f"smear={self.smear} and ngrams={self.ngrams}"
             raise ValueError(f"{names} need more context than block_size={self.block_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
@@ -90,7 +88,7 @@ class GPTConfig:
     @property
     def receptive_field(self):
         """Preceding tokens that the embedding of a token depends on."""
-        return self.smear + (2 if self.trigrams else int(self.bigrams))
+        return self.smear + max(self.ngrams - 1, 0)
 
 
 def causal_attention(q, k, v, window=0, dropout=0.0):
@@ -241,27 +239,24 @@ class Block(nn.Module):
 class LocalContext(nn.Module):
     """Adds information about the preceding tokens to each embedding.
 
-    `bigrams` and `trigrams` add an embedding of the last two and three tokens, hashed (Pagnoni et
-    al. 2024, "Byte Latent Transformer", section 3.2.1). `smear` is a causal depthwise convolution
-    (So et al. 2021, "Primer", apply it to queries, keys and values).
+    `ngrams` adds hashed embeddings of the last tokens (Pagnoni et al. 2024, "Byte Latent
+    Transformer", section 3.2.1). `smear` is a causal depthwise convolution (So et al. 2021,
+    "Primer", apply it to queries, keys and values).
     """
 
     def __init__(self, config):
         super().__init__()
         self.vocab_size = config.vocab_size
-        self.bigrams = self.trigrams = self.smear = None
-        if config.bigrams:
-            self.bigrams = embedding(ngram_rows(config.vocab_size, 2), config.n_embd)
-        if config.trigrams:
-            self.trigrams = embedding(ngram_rows(config.vocab_size, 3), config.n_embd)
+        self.smear, self.ngrams = None, nn.ModuleDict()
+        for n in range(2, config.ngrams + 1):
+            self.ngrams[str(n)] = embedding(ngram_rows(config.vocab_size, n), config.n_embd)
         if config.smear:
             self.smear = nn.ParameterDict({"weight": torch.empty(config.smear, config.n_embd)})
 
     def forward(self, x, idx, absent=None):
         """x: (B, T, C) embeddings of idx, (B, T). absent: (T,) or (B, T) bool, no token there."""
-        for n, table in ((2, self.bigrams), (3, self.trigrams)):
-            if table is not None:
-                x = x + table(self.ngram_ids(idx, n, table.num_embeddings))
+        for n, table in self.ngrams.items():
+            x = x + table(self.ngram_ids(idx, int(n), table.num_embeddings))
         if absent is not None:
             x = x.masked_fill(absent.unsqueeze(-1), 0)
         smeared = x
@@ -330,12 +325,13 @@ class GPT(nn.Module):
                 values.normal_(std=0.02 / math.sqrt(additions))
             assign(parameter, values)
 
-    def forward(self, idx, targets):
+    def forward(self, idx, targets, temperature=1.0):
         """Returns the mean cross-entropy in nats per token, a scalar.
 
-        idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored.
+        idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored. Logits are
+        divided by the temperature (Guo et al. 2017, "On Calibration of Modern Neural Networks").
         """
-        logits = self.logits(idx)
+        logits = self.lm_head(self.trunk(idx) / temperature)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def logits(self, idx):

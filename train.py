@@ -35,13 +35,9 @@ class TrainConfig:
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
     init_from: str = setting(
-        "scratch",
-        "scratch, resume, auto (resume if possible), checkpoint file, gpt2, hub id, or folder",
-        scope="files",
+        "scratch", "scratch, resume, auto (resume if possible), file, gpt2 or hub id", scope="files"
     )
-    overwrite: bool = setting(
-        False, "delete an earlier run in out_dir instead of moving it to out_dir.1", scope="files"
-    )
+    overwrite: bool = setting(False, "delete, not move, an earlier run in out_dir", scope="files")
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
 
     sample_interval: int | None = setting(
@@ -69,8 +65,7 @@ class TrainConfig:
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
     qk_norm: bool = setting(False, "normalize queries and keys; allows higher learning rates")
-    bigrams: bool = setting(False, "add an embedding of each pair of adjacent tokens")
-    trigrams: bool = setting(False, "add an embedding of each three adjacent tokens")
+    ngrams: int = setting(0, "add embeddings of the last 2 to N tokens", "[0, inf)")
     smear: int = setting(0, "preceding embeddings added to each embedding", "[0, inf)")
     window: int = setting(0, "tokens that each token attends to; 0: all", "[0, inf)")
 
@@ -84,6 +79,7 @@ class TrainConfig:
     )
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
+    train_temperature: float = setting(1.0, "of the softmax; 0.9 for small datasets", "(0, inf)")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
     beta2: float = setting(0.95, "AdamW beta2", "[0, 1)")
@@ -325,7 +321,7 @@ class Learner:
         for number, (x, y) in enumerate(micro_batches, start=1):
             average_gradients(self.forward, number == count)
             with self.machine.autocast():
-                loss = self.forward(x, y) / count
+                loss = self.forward(x, y, self.settings.train_temperature) / count
             self.scaler.scale(loss).backward()
             total += loss.detach()
         for optimizer in self.optimizers.values():

@@ -13,7 +13,7 @@ from folio.errors import UserError
 from model import GPT, GPTConfig
 
 HEAD = "lm_head.weight"
-SWITCHES = ["position", "norm", "activation", "qk_norm", "smear", "bigrams", "trigrams", "window"]
+SWITCHES = ["position", "norm", "activation", "qk_norm", "smear", "ngrams", "window"]
 MATRICES = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
 ACTIVATIONS = {  # transformers' names: names here
     "gelu": "gelu",

@@ -30,7 +30,8 @@ NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size
 PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
 MASK = ".attn.bias"  # the causal mask, which nanoGPT stored before PyTorch 2
 RENAMED = {  # names in earlier versions of folio: names now
-    "transformer.bigrams.weight": "transformer.context.bigrams.weight",
+    "transformer.bigrams.weight": "transformer.context.ngrams.2.weight",
+    "transformer.context.bigrams.weight": "transformer.context.ngrams.2.weight",
     "transformer.smear.weight": "transformer.context.smear.weight",
 }
 
@@ -165,6 +166,7 @@ def _from_plain(plain, path):
     json.dumps([plain["config"], *map(plain.get, ("tokenizer", "data"))])  # raises unless plain
     args = dict(plain["model_args"])
     args.pop("zero_init", None)  # of earlier versions; without effect on a trained model
+    args |= {"ngrams": 2} if args.pop("bigrams", False) else {}
     step = int(plain["iter_num"])
     evaluated = int(plain.get("evaluated", step))  # nanoGPT saves after an evaluation
     if step < 0:

@@ -15,8 +15,7 @@ def num_params(config):
     norm = C * (1 + (bias if config.norm == "layernorm" else 0))
     others = bias * (5 * C + mlp_widths(config)[0]) + 2 * norm  # of a block
     positions = config.block_size if config.position == "learned" else 0
-    ngrams = [n for n, is_on in ((2, config.bigrams), (3, config.trigrams)) if is_on]
-    tables = sum(ngram_rows(config.vocab_size, n) for n in ngrams)
+    tables = sum(ngram_rows(config.vocab_size, n) for n in range(2, config.ngrams + 1))
     embeddings = (config.vocab_size + tables + positions + config.smear) * C
     head = 0 if config.tie_weights else config.vocab_size * C
     return embeddings + matrix_params(config) + L * others + norm + head

@@ -167,7 +167,7 @@ def test_a_model_that_is_not_finite_has_log_probabilities_that_are_not_finite():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"position": "rotary", "bigrams": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"position": "rotary", "ngrams": 2}], ids=str)
 def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
     model, graphs = random_model(**changes), []
 

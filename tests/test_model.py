@@ -15,13 +15,13 @@ from folio.size import flops_per_token, num_params
 from model import (
     ACTIVATIONS,
     GPT,
-    MAX_ROWS,
     NORMS,
     GPTConfig,
     LocalContext,
     causal_attention,
     explicit_attention,
     mlp_widths,
+    ngram_rows,
     relu2,
     swiglu,
 )
@@ -236,26 +236,27 @@ def test_smear_adds_weighted_preceding_embeddings():
 
 
 def test_each_bigram_of_a_small_vocabulary_has_its_own_embedding():
-    model = random_model(bigrams=True, position="rotary")
+    model = random_model(ngrams=2, position="rotary")
     idx = random_ids(model)
-    table = model.transformer.context.bigrams.weight.view(37, 37, 16)  # previous token, token
+    table = model.transformer.context.ngrams["2"].weight.view(37, 37, 16)  # previous token, token
     previous = F.pad(idx, (1, 0))[:, :-1]  # 0 before the first
     expected = model.transformer.wte(idx) + table[previous, idx]
     assert torch.equal(embeddings(model, idx), expected)
 
 
-def test_trigrams_add_an_embedding_of_three_tokens():
-    model = random_model(trigrams=True, position="rotary", vocab_size=11)
-    idx = random_ids(model)
-    table = model.transformer.context.trigrams.weight.view(11, 11, 11, 16)
-    before, previous = F.pad(idx, (2, 0))[:, :-2], F.pad(idx, (1, 0))[:, :-1]
-    expected = model.transformer.wte(idx) + table[before, previous, idx]
-    assert torch.equal(embeddings(model, idx), expected)
+def test_ngrams_add_embeddings_of_two_and_more_tokens():
+    model = random_model(ngrams=4, position="rotary", vocab_size=9)
+    idx, tables = random_ids(model), model.transformer.context.ngrams
+    third, second, first = (F.pad(idx, (n, 0))[:, :-n] for n in (1, 2, 3))
+    expected = model.transformer.wte(idx) + tables["2"].weight.view(9, 9, 16)[third, idx]
+    expected += tables["3"].weight.view(9, 9, 9, 16)[second, third, idx]
+    expected += tables["4"].weight.view(9, 9, 9, 9, 16)[first, second, third, idx]
+    assert torch.allclose(embeddings(model, idx), expected, atol=1e-6)
 
 
 def test_bigrams_of_a_large_vocabulary_share_rows_evenly():
-    context = LocalContext(GPTConfig(vocab_size=50_304, n_head=1, n_embd=1, bigrams=True))
-    context.bigrams.weight.data = torch.arange(0.0, MAX_ROWS[2])[:, None]
+    context = LocalContext(GPTConfig(vocab_size=50_304, n_head=1, n_embd=1, ngrams=2))
+    context.ngrams["2"].weight.data = torch.arange(0.0, ngram_rows(50_304, 2))[:, None]
     idx = torch.randint(50_304, (1000, 200), generator=torch.Generator().manual_seed(0))
     rows = context(torch.zeros(1000, 200, 1), idx).long()
     assert rows.flatten().bincount().max() < 20  # three on average
@@ -309,7 +310,7 @@ def test_state_dict_has_the_names_and_order_of_nanogpt():
 def test_weights_are_initialized_as_in_gpt2():
     torch.manual_seed(0)
     shape = {"n_layer": 8, "n_embd": 64, "block_size": 64, "vocab_size": 64, "tie_weights": False}
-    model = GPT(GPTConfig(**(SMALL | shape), bigrams=True, smear=32))
+    model = GPT(GPTConfig(**(SMALL | shape), ngrams=2, smear=32))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert (parameter == 0).all(), name
@@ -410,11 +411,11 @@ def test_bfloat16_loss_is_computed_in_float32_from_bfloat16_logits():
         ({"n_layer": -1}, "n_layer must be at least 0, not -1"),
         (
             {"smear": SMALL["block_size"]},
-            "smear=8, bigrams=False, trigrams=False need more context than block_size=8",
+            "smear=8 and ngrams=0 need more context than block_size=8",
         ),
         (
-            {"smear": 7, "bigrams": True},
-            "smear=7, bigrams=True, trigrams=False need more context than block_size=8",
+            {"smear": 6, "ngrams": 3},
+            "smear=6 and ngrams=3 need more context than block_size=8",
         ),
         ({"position": "rotary", "n_embd": 6}, "position=rotary needs an even head size .*, not 3"),
         ({"activation": "swish"}, "one of gelu, gelu_tanh, relu, relu2, swiglu, not swish"),

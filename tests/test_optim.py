@@ -98,7 +98,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_lay
     matrices = [f"transformer.h.{i}.{part}.weight" for i in range(n_layer) for part in MATRICES]
     assert names.get("muon", [[]]) == [matrices]
     if n_layer:
-        tables = ("wte", "context.bigrams", "context.trigrams") if changes else ("wte", "wpe")
+        tables = ("wte", "context.ngrams.2", "context.ngrams.3") if changes else ("wte", "wpe")
         assert names["adamw"][-1] == [f"transformer.{name}.weight" for name in tables]
     taken = sum(names["adamw"], matrices)
     assert sorted(taken) == sorted(name for name, _ in model.named_parameters())

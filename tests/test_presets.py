@@ -54,11 +54,8 @@ def test_the_fast_preset_has_the_stated_number_of_parameters(device, place):
     assert torch.isfinite(GPT(config)(x, x))
 
 
-@pytest.mark.parametrize(
-    ("device", "newest", "max_iters"),
-    [("cuda", {"activation"}, 1500), ("cpu", {"activation", "trigrams"}, 1900)],
-)
-def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device, newest, max_iters):
+@pytest.mark.parametrize(("device", "max_iters"), [("cuda", 1800), ("cpu", 1900)])
+def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device, max_iters):
     fast, own = (
         dataclasses.asdict(load_preset(name, device))
         for name in ("shakespeare_char_fast.py", "own_text.py")
@@ -66,7 +63,7 @@ def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device, newest
     assert own["max_iters"] == pytest.approx(max_iters, rel=0.01)
     different = {name for name in fast if fast[name] != own[name]}
     expected = {"out_dir", "dataset", "minutes", "max_iters", "eval_interval", "eval_iters"}
-    assert different - expected == newest
+    assert different <= expected
 
 
 def test_less_text_is_read_more_often_with_more_dropout(text_size):
@@ -91,9 +88,9 @@ def test_tokens_that_occur_seldom_are_read_less_often(text_size):
 
 
 def test_a_large_vocabulary_has_no_table_of_pairs(text_size):
-    assert load_preset("own_text.py", "cpu").bigrams
+    assert load_preset("own_text.py", "cpu").ngrams
     text_size(vocab_size=3000)
-    assert not load_preset("own_text.py", "cpu").bigrams
+    assert not load_preset("own_text.py", "cpu").ngrams
 
 
 @pytest.mark.parametrize("tokens", [100, 1_000, 20_000])

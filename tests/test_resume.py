@@ -225,7 +225,9 @@ def make_old(path):
     del content["log_bytes"]
     content["seed"] = content["config"]["seed"]
     content["config"]["zero_init"] = content["model_args"]["zero_init"] = True
-    weights = content["model"]
+    for settings in (content["config"], content["model_args"]):
+        settings["bigrams"] = settings.pop("ngrams") == 2
+    weights = {n.replace("ngrams.2", "bigrams"): w for n, w in content["model"].items()}
     content["model"] = {name.replace("context.", ""): weights[name] for name in weights}
     assert {"transformer.bigrams.weight", "transformer.smear.weight"} < content["model"].keys()
     for optimizer in filter(None, (content["optimizer"], content["muon"])):
@@ -236,7 +238,7 @@ def make_old(path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_checkpoint_of_an_earlier_version_resumes_exactly(verse, optimizer):
-    switches = tiny.SWITCHES | {"activation": "relu2", "trigrams": False}  # those of that time
+    switches = tiny.SWITCHES | {"activation": "relu2", "ngrams": 2}  # those of that time
     settings = switches | {"optimizer": optimizer, "max_iters": 9}
     train.main(tiny.flags(out_dir="out-whole", **settings))
     interrupted(*tiny.flags(**settings), calls=4)

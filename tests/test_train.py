@@ -12,10 +12,18 @@ import pytest
 import tiktoken
 import tiny
 import torch
+import torch.nn.functional as F
 
 import sample
 import train
-from folio.batches import Batches, Split, dropout_seed, to_device, window_starts
+from folio.batches import (
+    Batches,
+    Split,
+    dropout_seed,
+    evaluation_starts,
+    to_device,
+    window_starts,
+)
 from folio.checkpoint import Checkpoint, Progress
 from folio.dataset import load_dataset
 from folio.device import choose_machine
@@ -84,6 +92,23 @@ def test_run_does_not_depend_on_micro_batches(verse, batch_size, accumulation):
     whole = tiny.saved("last.pt", "whole")["model"]
     for name, tensor in tiny.saved("last.pt")["model"].items():
         assert torch.allclose(tensor, whole[name], rtol=0, atol=1e-5), name
+
+
+def test_the_temperature_divides_the_logits_in_training_only():
+    learner, split = (
+        new_learner(tiny.settings(train_temperature=0.5)),
+        Split(random_ids(200), "cpu"),
+    )
+    learner.model.lm_head.weight.data *= 20  # predictions far from uniform
+    x, y = next(iter(Batches(split, learner.settings).at(0)))
+    logits = learner.model.logits(x).flatten(0, 1)
+    expected = [F.cross_entropy(each, y.flatten()).item() for each in (logits / 0.5, logits)]
+    assert expected[0] > expected[1] + 0.1
+    loss, _ = learner.gradient([(x, y)], step=0)
+    assert loss.item() == pytest.approx(expected[0])
+    starts = evaluation_starts(split, learner.settings)
+    whole = learner.model(*split.windows(starts, 8)).item()
+    assert learner.split_loss(split).item() == pytest.approx(whole)
 
 
 def test_dropout_differs_between_steps_and_is_reproducible(verse):

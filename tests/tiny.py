@@ -43,8 +43,7 @@ SWITCHES = {  # every switch of GPTConfig, on
     "qk_norm": True,
     "activation": "swiglu",
     "tie_weights": False,
-    "bigrams": True,
-    "trigrams": True,
+    "ngrams": 3,
     "smear": 2,
     "window": 3,
 }
@@ -60,10 +59,10 @@ SHAPES = (
     {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
     {"window": 2},
     {"window": 3},
-    {"bigrams": True},
-    {"trigrams": True},
+    {"ngrams": 2},
+    {"ngrams": 4},
     {"activation": "swiglu"},
-    {"bigrams": True, "vocab_size": 300},
+    {"ngrams": 2, "vocab_size": 300},
     {"norm": "rmsnorm", "bias": False, "activation": "relu2"},
     {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 11},
 )

@@ -37,11 +37,12 @@ def parts(config):
     head = ("shared", 0) if config.tie_weights else ("V C", V * C)
     outer, inner = mlp_widths(config)
     mlp, ratio = L * C * (outer + inner), (outer + inner) / C
+    ngrams = [ngram_rows(V, n) * C for n in range(2, config.ngrams + 1)]
     found = [
         ("token embedding", "V C", V * C, 0),
         ("positions", "T C", T * C if config.position == "learned" else 0, 0),
-        ("bigrams", "min(V², 65,537) C", ngram_rows(V, 2) * C if config.bigrams else 0, 0),
-        ("trigrams", "min(V³, 16,381) C", ngram_rows(V, 3) * C if config.trigrams else 0, 0),
+        ("2-grams", "min(V², 65,537) C", sum(ngrams[:1]), 0),
+        ("longer n-grams", "min(V³, 12,289) C each", sum(ngrams[1:]), 0),
         ("smear", f"{config.smear} C", config.smear * C, 0),
         ("attention: linear layers", "L 4 C²", L * 4 * C * C, 2 * L * 4 * C * C),
         ("attention: scores and values", "none; FLOPs L 4 C T", 0, scores),
