@@ -80,6 +80,7 @@ class TrainConfig:
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     train_temperature: float = setting(1.0, "of the softmax; 0.9 for small datasets", "(0, inf)")
+    teachers: str = setting("", "folders of runs to learn from, with commas between (distillation)")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
     beta2: float = setting(0.95, "AdamW beta2", "[0, 1)")
@@ -131,6 +132,7 @@ from folio.completion import sample_text
 from folio.dataset import Dataset, load_dataset
 from folio.device import choose_machine, kind_of, read_later, resolve_device
 from folio.dist import ALONE, joined
+from folio.distill import Distillation, load_teachers
 from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
@@ -197,7 +199,8 @@ def setup(settings, world=ALONE):
     if start := resumed or initial:
         start.weights, start.optimizers = {}, {}  # the learner has them
     dataset = to_device(dataset, machine.device)
-    learner.make_forward(dataset.train)
+    teachers = world.together(load_teachers, settings.teachers, config, dataset.tokenizer)
+    learner.make_forward(dataset.train, teachers)
     progress = resumed.progress if resumed else Progress()
     return Run(settings, settings, run_dir, dataset, learner, progress, resumed)
 
@@ -300,13 +303,15 @@ class Learner:
             "scaler": self.scaler.state_dict(),
         }
 
-    def make_forward(self, split):
+    def make_forward(self, split, teachers=()):
         """Sets `forward`: the model, compiled if possible, averaging gradients over processes."""
+        if teachers:
+            self.forward = Distillation(self.model, teachers).to(self.machine.device)
         if self.machine.compile:
             starts = np.zeros(self.settings.batch_size, np.int64)
-            batch = split.windows(starts, self.settings.block_size)
-            self.forward = compile_model(self.model, self.machine, batch)
-            self.world.check_same({"success of the compiler": self.forward is not self.model})
+            plain, batch = self.forward, split.windows(starts, self.settings.block_size)
+            self.forward = compile_model(plain, self.machine, batch)
+            self.world.check_same({"success of the compiler": self.forward is not plain})
         if not self.is_sharded:
             self.forward = replicate(self.forward, self.world)
 

@@ -79,7 +79,7 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"}
     | {"tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
-    {"initial", "saving"},
+    {"distill", "initial", "saving"},
     {"aot"},
     {"step_cache"},
 )

@@ -1,0 +1,92 @@
+"""Training on the predictions of other models as well."""
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from tiny import random_ids, random_model
+
+import train
+from folio.distill import Distillation, load_teachers
+from folio.errors import UserError
+from folio.settings import load
+
+
+@pytest.fixture
+def teacher(verse):
+    """A run in out-teacher/, with dropout."""
+    train.main(tiny.flags(out_dir="out-teacher", max_iters=3, dropout=0.5))
+
+
+def setup(**settings):
+    return train.setup(load(train.TrainConfig, tiny.flags(**settings)))
+
+
+def sharper(factor):
+    model = random_model()
+    model.lm_head.weight.data *= factor
+    return model
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers(temperature):
+    model, teachers = random_model(), [sharper(20), sharper(-10)]
+    idx = random_ids(model)
+    logits = model.logits(idx).double() / temperature
+    target = sum((each.logits(idx).double() / 2).softmax(-1) for each in teachers) / 2
+    log_ratios = target.log() - (logits / 2).log_softmax(-1)
+    divergence = (target * log_ratios).sum(-1).mean()  # Kullback and Leibler 1951
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), idx.flatten())
+    expected = cross_entropy / 2 + 2**2 * divergence / 2
+    assert divergence > 0.1
+    loss = Distillation(model.train(), teachers)(idx, idx, temperature)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_only_the_model_has_gradients_and_its_own_loss_in_eval_mode():
+    model, teacher = random_model(), sharper(20)
+    distillation, idx = Distillation(model, [teacher]), random_ids(model)
+    model.eval()
+    assert distillation(idx, idx).item() == model(idx, idx).item()
+    model.train()
+    distillation(idx, idx).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_a_run_evaluates_and_saves_only_the_model(teacher):
+    train.main(tiny.flags(teachers="out-teacher", max_iters=3))
+    train.main(tiny.flags(out_dir="out-alone", max_iters=3))
+    saved, alone = (tiny.saved("last.pt", each) for each in ("out", "out-alone"))
+    assert saved["model"].keys() == alone["model"].keys()
+    assert not tiny.same(saved["model"], alone["model"])
+    run = setup(init_from="resume")
+    loss = run.learner.split_loss(run.dataset.val).item()
+    assert loss == pytest.approx(saved["best_val_loss"])
+
+
+def test_a_run_with_teachers_resumes_exactly(teacher):
+    settings = {"teachers": "out-teacher, out-teacher", "dropout": 0.2}
+    train.main(tiny.flags(out_dir="out-whole", **settings))
+    train.main(tiny.flags(stop_at=2, **settings))
+    train.main(tiny.flags(init_from="resume", **settings))
+    assert tiny.differences("out", "out-whole") == []
+
+
+def test_teachers_have_no_dropout(teacher):
+    dataset = setup().dataset
+    config = setup(dropout=0.3).learner.model.config
+    (found,) = load_teachers("out-teacher", config, dataset.tokenizer)
+    idx = torch.randint(config.vocab_size, (2, 8))
+    assert torch.equal(found.train().logits(idx), found.eval().logits(idx))
+
+
+def test_teachers_that_do_not_fit_are_errors(teacher):
+    with pytest.raises(UserError, match="nothing"):
+        setup(teachers="nothing")
+    expected = "the teacher out-teacher/ckpt.pt has block_size=8, less than block_size=16"
+    with pytest.raises(UserError, match=expected):
+        setup(teachers="out-teacher", block_size=16)
+    tiny.prepare_verse("other", "Another text, with other characters!\n" * 50)
+    with pytest.raises(UserError, match="ckpt.pt was trained with another tokenizer than that of"):
+        setup(teachers="out-teacher", dataset="other")
