@@ -36,12 +36,13 @@ ACTIVATIONS = {
     "swiglu": swiglu,
 }
 NORMS = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
+BIGRAM_ROWS, NGRAM_ROWS = 65_537, 12_289  # at most; prime, so that hashing spreads evenly
 CHOICES = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
 
 
 def ngram_rows(vocab_size, n):
     """Rows of a table of n-grams: one for each if they are few, otherwise shared by hashing."""
-    return min(vocab_size**n, 65_537 if n == 2 else 12_289)  # primes hash evenly
+    return min(vocab_size**n, BIGRAM_ROWS if n == 2 else NGRAM_ROWS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class GPTConfig:
     norm: str = "layernorm"  # or rmsnorm
     qk_norm: bool = False  # normalize the queries and keys of each head
     smear: int = 0  # preceding embeddings that are added to each embedding
-    ngrams: int = 0  # add embeddings of the last 2 tokens, the last 3, …, the last `ngrams`
+    ngrams: int = 0  # add embeddings of n-grams for n = 2 to this; 0: none
     window: int = 0  # tokens each token attends to, itself included; 0 means all
 
     def __post_init__(self):
@@ -77,6 +78,8 @@ class GPTConfig:
         if self.receptive_field >= self.block_size:
             names = f"smear={self.smear} and ngrams={self.ngrams}"
             raise ValueError(f"{names} need more context than block_size={self.block_size}")
+        if self.ngrams == 1:
+            raise ValueError("ngrams must be 0 or at least 2, not 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if self.position == "rotary" and (size := self.n_embd // self.n_head) % 2:
@@ -239,7 +242,7 @@ class Block(nn.Module):
 class LocalContext(nn.Module):
     """Adds information about the preceding tokens to each embedding.
 
-    `ngrams` adds hashed embeddings of the last tokens (Pagnoni et al. 2024, "Byte Latent
+    `ngrams` adds embeddings of n-grams, hashed (Pagnoni et al. 2024, "Byte Latent
     Transformer", section 3.2.1). `smear` is a causal depthwise convolution (So et al. 2021,
     "Primer", apply it to queries, keys and values).
     """

@@ -35,9 +35,9 @@ class TrainConfig:
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
     init_from: str = setting(
-        "scratch", "scratch, resume, auto (resume if possible), file, gpt2 or hub id", scope="files"
+        "scratch", "scratch, resume, auto (either), file, folder, hub id or gpt2", scope="files"
     )
-    overwrite: bool = setting(False, "delete, not move, an earlier run in out_dir", scope="files")
+    overwrite: bool = setting(False, "delete an earlier run; False: rename it", scope="files")
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
 
     sample_interval: int | None = setting(
@@ -65,7 +65,7 @@ class TrainConfig:
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
     qk_norm: bool = setting(False, "normalize queries and keys; allows higher learning rates")
-    ngrams: int = setting(0, "add embeddings of the last 2 to N tokens", "[0, inf)")
+    ngrams: int = setting(0, "add embeddings of n-grams, n = 2 to this; 0: none", "[0, inf)")
     smear: int = setting(0, "preceding embeddings added to each embedding", "[0, inf)")
     window: int = setting(0, "tokens that each token attends to; 0: all", "[0, inf)")
 
@@ -79,8 +79,8 @@ class TrainConfig:
     )
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
-    train_temperature: float = setting(1.0, "of the softmax; 0.9 for small datasets", "(0, inf)")
-    teachers: str = setting("", "folders of runs to learn from, with commas between (distillation)")
+    train_temperature: float = setting(1.0, "divisor of logits in training", "(0, inf)")
+    teachers: str = setting("", "runs for knowledge distillation: folders, separated by commas")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
     beta2: float = setting(0.95, "AdamW beta2", "[0, 1)")
@@ -108,9 +108,8 @@ class TrainConfig:
     def __post_init__(self):
         if not self.out_dir:
             raise UserError("out_dir must not be empty")
-        if self.decay_lr and (self.min_lr or 0) > self.learning_rate:
-            values = f"min_lr={self.min_lr} and learning_rate={self.learning_rate}"
-            raise UserError(f"{values}: min_lr must not be greater than learning_rate")
+        if self.decay_lr and (self.min_lr or 0) > (lr := self.learning_rate):
+            raise UserError(f"min_lr={self.min_lr} must not be greater than learning_rate={lr}")
 
     @property
     def tokens_per_step(self):
@@ -181,7 +180,8 @@ class Run:
 def setup(settings, world=ALONE):
     """Returns the Run that the settings describe. Writes no files."""
     run_dir = RunDir(settings.out_dir) if world.is_main else ReadOnlyRunDir(settings.out_dir)
-    settings, config, dataset, resumed, initial = world.together(plan, settings, run_dir, world)
+    settings, config, dataset, *starts = world.together(plan, settings, run_dir, world)
+    resumed, initial, teachers = starts
     where = resumed and resumed.progress
     world.check_same({"command": settings, "dataset": dataset.fingerprint, "checkpoint": where})
     keep_freed_memory()
@@ -199,16 +199,15 @@ def setup(settings, world=ALONE):
     if start := resumed or initial:
         start.weights, start.optimizers = {}, {}  # the learner has them
     dataset = to_device(dataset, machine.device)
-    teachers = world.together(load_teachers, settings.teachers, config, dataset.tokenizer)
     learner.make_forward(dataset.train, teachers)
     progress = resumed.progress if resumed else Progress()
     return Run(settings, settings, run_dir, dataset, learner, progress, resumed)
 
 
 def plan(settings, run_dir, world):
-    """Reads and checks the dataset and the checkpoint.
+    """Reads and checks the dataset and the checkpoints.
 
-    Returns (settings, GPTConfig, Dataset, resumed, initial). The last two are Checkpoints or None.
+    Returns (settings, GPTConfig, Dataset, resumed, initial, teachers): Checkpoints or None, GPTs.
     """
     check_parallel(settings, world.size)
     dataset = load_dataset(settings.dataset)
@@ -218,7 +217,8 @@ def plan(settings, run_dir, world):
     check_memory(config, settings, world.size)
     if settings.sample_interval:
         dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
-    return settings, config, dataset, resumed, initial
+    teachers = load_teachers(settings, config, dataset.tokenizer)
+    return settings, config, dataset, resumed, initial, teachers
 
 
 # Training loop
@@ -308,9 +308,9 @@ class Learner:
         if teachers:
             self.forward = Distillation(self.model, teachers).to(self.machine.device)
         if self.machine.compile:
-            starts = np.zeros(self.settings.batch_size, np.int64)
-            plain, batch = self.forward, split.windows(starts, self.settings.block_size)
-            self.forward = compile_model(plain, self.machine, batch)
+            S, starts = self.settings, np.zeros(self.settings.batch_size, np.int64)
+            batch = *split.windows(starts, S.block_size), S.train_temperature
+            plain, self.forward = self.forward, compile_model(self.forward, self.machine, batch)
             self.world.check_same({"success of the compiler": self.forward is not plain})
         if not self.is_sharded:
             self.forward = replicate(self.forward, self.world)

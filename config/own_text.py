@@ -25,9 +25,6 @@ position = "rotary"
 qk_norm = True
 activation = "swiglu"
 tie_weights = False
-# Tables of n-grams help if most of their rows occur often, and are memorized otherwise.
-_has_frequent_pairs = _size.vocab_size**2 < _size.train_tokens / 4
-ngrams = 0 if not _has_frequent_pairs else 2 if _size.train_tokens < 700_000 else 3
 
 block_size = min(256 if _has_large_vocabulary else 1024, max(8, _size.val_tokens // 2))
 window = 64
@@ -50,11 +47,11 @@ _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more
 # Numbers of parameters are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
 _has_time = minutes >= 8 * max(1, _relative_size) ** 0.25 and _relative_size >= 0.5
-if device == "cpu" and not _has_time:  # 4.1 M parameters, 3.1 M of them in tables of n-grams
+if device == "cpu" and not _has_time:  # 4.1 M parameters, 3.7 M of them in tables of n-grams
     n_layer = 2
     n_head = 2
     n_embd = 128
-    ngrams = 4 if ngrams == 3 else ngrams
+    _longest = 4
     batch_size = 2 if _relative_size < 2 else 4
     dropout = max(0.0, _dropout)
     learning_rate = 8e-3
@@ -64,12 +61,18 @@ else:  # 7.5 M parameters
     n_layer = 4
     n_head = 4
     n_embd = 256
+    _longest = 3
     batch_size = 4
     dropout = max(0.0, 0.1 + _dropout)
     learning_rate = 6e-3
     _passes = 7.34 * _repeats
     _temperature = 0.8
-train_temperature = round(min(1, max(0.8, _temperature + 0.1 * log10(_relative_size))), 3)
+# A model of more text is less overconfident.
+train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * log10(_relative_size))), 3)
+
+# Tables of n-grams help if most of their rows occur often, and are memorized otherwise.
+if _size.vocab_size**2 < _size.train_tokens / 4:
+    ngrams = 2 if _size.train_tokens < 700_000 else _longest
 
 # Ten evaluations of about 110,000 tokens of each split, or all of it; with a large vocabulary, they
 # take more time, so there are five of 20,000 tokens.

@@ -30,13 +30,16 @@ def compile_or_fall_back(function, trial):
 
 
 def compile_model(model, machine, batch):
-    """Returns `model` compiled for training and evaluation on batches like `batch`, if possible."""
+    """Returns `model` compiled for training and evaluation, if possible.
+
+    batch: the arguments of a training step. An evaluation has the first two.
+    """
 
     def trial(compiled):
         for training in (True, False):
             model.train(training)
             with machine.autocast(), torch.set_grad_enabled(training):
-                loss = compiled(*batch)
+                loss = compiled(*batch) if training else compiled(*batch[:2])
             if training:
                 loss.backward()
 

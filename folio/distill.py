@@ -1,10 +1,11 @@
-"""Knowledge distillation: training on the predictions of other models as well.
+"""Knowledge distillation: training on the predictions of other models in addition to the text.
 
 Hinton et al. 2015, "Distilling the Knowledge in a Neural Network". A model of a small text
 generalizes better if it also learns the mean prediction of other models of that text (Timiryasov
 and Tastet 2023, "Baby Llama").
 """
 
+import os
 from dataclasses import replace
 
 import torch
@@ -28,49 +29,63 @@ class Distillation(nn.Module):
         self.teachers = nn.ModuleList(teachers).requires_grad_(False)
 
     def forward(self, idx, targets, temperature=1.0):
-        """See GPT.forward. No target may be -1 in training mode."""
+        """See GPT.forward. The temperature applies to both parts of the loss.
+
+        In training mode, no target may be -1.
+        """
         if not self.model.training:
             return self.model(idx, targets, temperature)
-        logits = self.model.logits(idx).flatten(0, 1) / temperature
-        hard = F.cross_entropy(logits, targets.flatten())
-        return (1 - WEIGHT) * hard + WEIGHT * self.divergence(logits, idx)
+        logits = self.model.lm_head(self.model.trunk(idx) / temperature).flatten(0, 1)
+        cross_entropy = F.cross_entropy(logits, targets.flatten())
+        prediction = F.log_softmax(logits.float() / TEMPERATURE, dim=-1)
+        divergence = F.kl_div(prediction, self.soft_targets(idx), reduction="batchmean")
+        # The square compensates for the temperature's effect on the gradient (section 2).
+        return (1 - WEIGHT) * cross_entropy + WEIGHT * TEMPERATURE**2 * divergence
 
-    def divergence(self, logits, idx):
-        """Returns the mean divergence of the prediction from that of the teachers, in nats.
-
-        The square of the temperature keeps the gradient as large as without it.
-        """
-        with torch.no_grad():
-            parts = [teacher.logits(idx).flatten(0, 1) for teacher in self.teachers]
-            soft_targets = sum(map(probabilities, parts)) / len(parts)
-        prediction = F.log_softmax(logits / TEMPERATURE, dim=-1, dtype=torch.float32)
-        return TEMPERATURE**2 * F.kl_div(prediction, soft_targets, reduction="batchmean")
-
-
-def probabilities(logits):
-    return F.softmax(logits / TEMPERATURE, dim=-1, dtype=torch.float32)
+    @torch.no_grad()
+    def soft_targets(self, idx):
+        """Returns the mean probabilities of the teachers: (B, T) -> (B * T, vocab_size) float32."""
+        total = 0
+        for teacher in self.teachers:  # one at a time, to save memory
+            logits = teacher.logits(idx).flatten(0, 1).float()
+            total = total + F.softmax(logits / TEMPERATURE, dim=-1)
+        return total / len(self.teachers)
 
 
-def load_teachers(folders, config, tokenizer):
-    """Returns the best models of the runs in `folders`, GPTs on the CPU, without dropout.
+def load_teachers(settings, config, tokenizer):
+    """Returns the best models of the runs in settings.teachers, a list of GPTs without dropout.
+
+    They are on the CPU.
 
     Args:
-        folders: separated by commas; "" for none.
+        settings: a TrainConfig.
         config: the GPTConfig of the model that learns from them.
         tokenizer: that of the dataset.
 
     Raises UserError if a run is missing, or if its context or tokenizer does not fit.
     """
-    teachers = []
-    for folder in filter(None, folders.split(",")):
-        checkpoint = RunDir(folder.strip()).load_best()
-        size, known = checkpoint.config.block_size, (None, tokenizer.to_dict())
-        if size < config.block_size:
-            sizes = f"block_size={size}, less than block_size={config.block_size}"
-            raise UserError(f"the teacher {checkpoint.path} has {sizes}")
-        if checkpoint.tokenizer not in known or checkpoint.config.vocab_size != config.vocab_size:
-            reason = "was trained with another tokenizer than that of the dataset"
-            raise UserError(f"the teacher {checkpoint.path} {reason}")
-        checkpoint.config = replace(checkpoint.config, dropout=0.0)
-        teachers.append(build_model(checkpoint))
-    return teachers
+    folders = [folder.strip() for folder in settings.teachers.split(",") if folder.strip()]
+    if settings.eval_only or not folders:
+        return []
+    if settings.parallel == "fsdp":
+        raise UserError("parallel=fsdp does not support teachers: use --parallel=ddp")
+    if os.path.realpath(settings.out_dir) in map(os.path.realpath, folders):
+        raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
+    return [_load_teacher(folder, config, tokenizer) for folder in folders]
+
+
+def _load_teacher(folder, config, tokenizer):
+    if not os.path.isdir(folder):
+        raise UserError(f"teachers: {folder} is not the folder of a run")
+    checkpoint = RunDir(folder).load_best()
+    size, least = checkpoint.config.block_size, config.block_size
+    if size < least:
+        raise UserError(f"teachers: {checkpoint.path} has block_size={size}, less than {least}")
+    if checkpoint.config.vocab_size != config.vocab_size:
+        sizes = f"vocab_size={checkpoint.config.vocab_size}, not {config.vocab_size}"
+        raise UserError(f"teachers: {checkpoint.path} has {sizes}")
+    if checkpoint.tokenizer not in (None, tokenizer.to_dict()):
+        reason = "was trained with another tokenizer than that of the dataset"
+        raise UserError(f"teachers: {checkpoint.path} {reason}")
+    checkpoint.config = replace(checkpoint.config, dropout=0.0)
+    return build_model(checkpoint)

@@ -40,8 +40,6 @@ def check_parallel(settings, size):
             f"use {advice}"
         )
     dtype = resolve_dtype(settings.dtype, settings.device)
-    if settings.parallel == "fsdp" and settings.teachers and size > 1:
-        raise UserError("teachers cannot be combined with parallel=fsdp: use --parallel=ddp")
     if settings.parallel == "fsdp" and dtype == "float16" and size > 1:
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 

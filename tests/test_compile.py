@@ -45,8 +45,13 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
+@pytest.mark.parametrize(
+    "switches",
+    [{}, tiny.SWITCHES | {"train_temperature": 0.9}, {"teachers": "out-teacher"}],
+    ids=["gpt2", "switches", "teachers"],
+)
 def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monkeypatch, switches):
+    train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
     counter, compile = CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=counter))
     settings = tiny.settings(

@@ -4,10 +4,11 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from ranks import trained
 from tiny import random_ids, random_model
 
 import train
-from folio.distill import Distillation, load_teachers
+from folio.distill import Distillation
 from folio.errors import UserError
 from folio.settings import load
 
@@ -74,19 +75,42 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
 
 
 def test_teachers_have_no_dropout(teacher):
-    dataset = setup().dataset
-    config = setup(dropout=0.3).learner.model.config
-    (found,) = load_teachers("out-teacher", config, dataset.tokenizer)
-    idx = torch.randint(config.vocab_size, (2, 8))
+    run = setup(dropout=0.3, teachers="out-teacher")
+    (found,) = run.learner.forward.teachers
+    idx = torch.randint(found.config.vocab_size, (2, 8))
     assert torch.equal(found.train().logits(idx), found.eval().logits(idx))
 
 
-def test_teachers_that_do_not_fit_are_errors(teacher):
-    with pytest.raises(UserError, match="nothing"):
-        setup(teachers="nothing")
-    expected = "the teacher out-teacher/ckpt.pt has block_size=8, less than block_size=16"
-    with pytest.raises(UserError, match=expected):
-        setup(teachers="out-teacher", block_size=16)
+def test_an_evaluation_reads_no_teachers(verse):
+    train.main(tiny.flags(max_iters=3))
+    setup(teachers="nothing", eval_only=True, init_from="resume")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"teachers": "nothing"}, "teachers: nothing is not the folder of a run"),
+        ({"teachers": "out-teacher/ckpt.pt"}, "out-teacher/ckpt.pt is not the folder of a run"),
+        ({"teachers": "data"}, "no checkpoint data/ckpt.pt"),
+        ({"teachers": "out-teacher,./out"}, "contains out_dir: use another --out_dir"),
+        ({"block_size": 16}, "out-teacher/ckpt.pt has block_size=8, less than 16"),
+        ({"dataset": "other"}, "out-teacher/ckpt.pt has vocab_size=.*, not"),
+        ({"dataset": "same-size"}, "was trained with another tokenizer than that of the dataset"),
+        ({"parallel": "fsdp"}, "parallel=fsdp does not support teachers: use --parallel=ddp"),
+    ],
+    ids=str,
+)
+def test_teachers_that_do_not_fit_are_errors(teacher, settings, message):
     tiny.prepare_verse("other", "Another text, with other characters!\n" * 50)
-    with pytest.raises(UserError, match="ckpt.pt was trained with another tokenizer than that of"):
-        setup(teachers="out-teacher", dataset="other")
+    tiny.prepare_verse("same-size", tiny.VERSE.replace("S", "Z") * 20)
+    with pytest.raises(UserError, match=message):
+        setup(**({"teachers": "out-teacher"} | settings))
+
+
+def test_processes_with_teachers_train_the_same_model_as_one(teacher):
+    settings = {"teachers": "out-teacher", "gradient_accumulation_steps": 2}
+    for size, out_dir in [(1, "out-one"), (2, "out-two")]:
+        trained(size, out_dir=out_dir, **settings)
+    one, two = (tiny.saved("last.pt", each)["model"] for each in ("out-one", "out-two"))
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name

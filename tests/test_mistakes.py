@@ -139,7 +139,7 @@ SETTINGS = {
     "heads": (None, [*TRAIN, "--n_embd=15"], "n_embd=15 is not divisible by n_head=2"),
     "odd heads": (None, [*TRAIN, "--n_embd=6", "--position=rotary"], "needs an even head size"),
     "smear": (None, [*TRAIN, "--smear=8"], "smear=8 and ngrams=0 need more context than"),
-    "min_lr": (None, [*TRAIN, "--min_lr=0.1"], "min_lr must not be greater than learning_rate"),
+    "min_lr": (None, [*TRAIN, "--min_lr=0.1"], "must not be greater than learning_rate=0.01"),
     "url and input": (None, [*TEXT, "--url=http://localhost"], "--url applies to tiny Shakespeare"),
 }  # fmt: skip
 

@@ -409,6 +409,7 @@ def test_bfloat16_loss_is_computed_in_float32_from_bfloat16_logits():
         ({"n_head": 0}, "n_head must be at least 1, not 0"),
         ({"vocab_size": -1}, "vocab_size must be at least 1, not -1"),
         ({"n_layer": -1}, "n_layer must be at least 0, not -1"),
+        ({"ngrams": 1}, "ngrams must be 0 or at least 2, not 1"),
         (
             {"smear": SMALL["block_size"]},
             "smear=8 and ngrams=0 need more context than block_size=8",

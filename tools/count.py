@@ -9,7 +9,7 @@ from folio.device import resolve_device
 from folio.plan import model_config
 from folio.settings import load
 from folio.size import flops_per_token, matrix_params
-from model import mlp_widths, ngram_rows
+from model import BIGRAM_ROWS, NGRAM_ROWS, mlp_widths, ngram_rows
 from tools.table import aligned
 from train import TrainConfig
 
@@ -41,8 +41,8 @@ def parts(config):
     found = [
         ("token embedding", "V C", V * C, 0),
         ("positions", "T C", T * C if config.position == "learned" else 0, 0),
-        ("2-grams", "min(V², 65,537) C", sum(ngrams[:1]), 0),
-        ("longer n-grams", "min(V³, 12,289) C each", sum(ngrams[1:]), 0),
+        ("bigrams", f"min(V², {BIGRAM_ROWS:,}) C", sum(ngrams[:1]), 0),
+        ("longer n-grams", f"min(Vⁿ, {NGRAM_ROWS:,}) C each", sum(ngrams[1:]), 0),
         ("smear", f"{config.smear} C", config.smear * C, 0),
         ("attention: linear layers", "L 4 C²", L * 4 * C * C, 2 * L * 4 * C * C),
         ("attention: scores and values", "none; FLOPs L 4 C T", 0, scores),
