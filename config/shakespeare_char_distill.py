@@ -19,3 +19,4 @@ batch_size = 4
 dropout = 0.1
 learning_rate = 6e-3
 max_iters = 1800
+eval_interval = 180

@@ -6,7 +6,7 @@
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
-eval_interval = 60
+eval_interval = 180
 eval_iters = 55  # on a CPU, 55 batches of 2 cover the whole validation split
 log_interval = 10
 
@@ -57,3 +57,4 @@ if device == "cpu":
     dropout = 0.0
     learning_rate = 8e-3
     max_iters = 1200
+    eval_interval = 60
