@@ -20,7 +20,7 @@ _has_large_vocabulary = _size.vocab_size > 10_000  # such as GPT-2's: several ch
 out_dir = "out-own-text"
 log_interval = 10
 
-smear = 2
+smear = 3
 position = "rotary"
 qk_norm = True
 activation = "swiglu"

@@ -12,7 +12,7 @@ log_interval = 10
 
 # Information about adjacent characters that takes no matrix products.
 ngrams = 3  # 0.05
-smear = 2  # 0.02
+smear = 3  # 0.03
 
 # Distant characters predict little, so attention covers a window. A long context then takes no
 # more time, and fewer characters have a short context: 0.015 compared with full attention
@@ -56,5 +56,5 @@ if device == "cpu":
     batch_size = 2
     dropout = 0.0
     learning_rate = 8e-3
-    max_iters = 1200
+    max_iters = 1020
     eval_interval = 60
