@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import tiktoken
 import tiny
+import torch
 from fake_hub import Hub
 from hypothesis import settings
 
@@ -32,6 +33,12 @@ settings.load_profile("folio")
 def _sigint():
     """Tests send SIGINT, which is ignored in a background job of a shell without job control."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Undoes changes by earlier tests. Rounding depends on the number of threads."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
