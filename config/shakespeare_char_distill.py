@@ -8,7 +8,7 @@
 # These settings are those of shakespeare_char_fast.py for a GPU, except for the temperature.
 
 out_dir = "out-shakespeare-char-distill"
-teachers = "out-teacher-1,out-teacher-2,out-teacher-3,out-teacher-4"  # 0.02
+teachers = "out-teacher-1,out-teacher-2,out-teacher-3,out-teacher-4"
 train_temperature = 0.9
 
 n_layer = 4
