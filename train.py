@@ -35,7 +35,7 @@ class TrainConfig:
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
     init_from: str = setting(
-        "scratch", "scratch, resume, auto (either), file, folder, hub id or gpt2", scope="files"
+        "scratch", "scratch, resume, auto (either), checkpoint, folder, hub id, gpt2", scope="files"
     )
     overwrite: bool = setting(False, "delete an earlier run; False: rename it", scope="files")
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
@@ -79,7 +79,7 @@ class TrainConfig:
     )
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
-    train_temperature: float = setting(1.0, "divisor of logits in training", "(0, inf)")
+    train_temperature: float = setting(1.0, "divides the logits in training", "(0, inf)")
     teachers: str = setting("", "runs for knowledge distillation: folders, separated by commas")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
@@ -207,7 +207,7 @@ def setup(settings, world=ALONE):
 def plan(settings, run_dir, world):
     """Reads and checks the dataset and the checkpoints.
 
-    Returns (settings, GPTConfig, Dataset, resumed, initial, teachers): Checkpoints or None, GPTs.
+    Returns (settings, GPTConfig, Dataset, *load_start(…), load_teachers(…)).
     """
     check_parallel(settings, world.size)
     dataset = load_dataset(settings.dataset)

@@ -1,5 +1,5 @@
-# The lowest loss on tiny Shakespeare by characters, by distillation on any device. First train four
-# teachers, about 1.5 minutes each on two CPU cores, with SEED = 1, 2, 3 and 4, then the model:
+# Tiny Shakespeare by characters, with knowledge distillation. First train four teachers, about 1.5
+# minutes each on two CPU cores, with SEED = 1, 2, 3 and 4, then the model:
 #
 #     python train.py config/shakespeare_char_fast.py --device=cpu --seed=SEED \
 #         --out_dir=out-teacher-SEED
