@@ -97,7 +97,7 @@ def compile_in_process(source, dtype, threads, folder):
     child = subprocess.Popen(
         [sys.executable, "-m", "folio.aot", *map(str, (source, dtype, threads, output))],
         cwd=ROOT,
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder)},
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": str(folder)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
