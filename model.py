@@ -332,7 +332,7 @@ class GPT(nn.Module):
         """Returns the mean cross-entropy in nats per token, a scalar.
 
         idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored. Logits are
-        divided by the temperature (Guo et al. 2017, "On Calibration of Modern Neural Networks").
+        divided by the temperature (Agarwala et al. 2020, "Temperature check").
         """
         logits = self.lm_head(self.trunk(idx) / temperature)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)

@@ -87,6 +87,17 @@ def test_tokens_that_occur_seldom_are_read_less_often(text_size):
     assert steps[0] == steps[1] > 2 * steps[2]
 
 
+def test_more_text_has_longer_n_grams_and_a_temperature_closer_to_one(text_size):
+    found = []
+    for tokens in (20_000, 600_000, 1_003_854, 100_000_000):
+        text_size(tokens)
+        found.append(load_preset("own_text.py", "cpu"))
+    assert [each.ngrams for each in found] == [2, 2, 4, 4]
+    temperatures = [each.train_temperature for each in found]
+    assert temperatures == sorted(temperatures)
+    assert 0.8 <= temperatures[0] < temperatures[-1] == 1
+
+
 def test_a_large_vocabulary_has_no_table_of_pairs(text_size):
     assert load_preset("own_text.py", "cpu").ngrams
     text_size(vocab_size=3000)
