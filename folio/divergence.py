@@ -9,23 +9,22 @@ from folio.optim import learning_rate_at
 class DivergenceMonitor:
     """Finds the first step whose loss or gradient norm is not finite.
 
-    `record` does not wait for the device, except to read the loss scale in float16; `check` does.
+    `record` does not wait for the device; `check` does.
     """
 
     def __init__(self, settings):
         """`settings` is a TrainConfig, for the learning rate in the message."""
         self.settings, self.unchecked = settings, []
 
-    def record(self, step, loss, norm, scaler):
-        """Args: loss and norm are scalar tensors; scaler is the GradScaler."""
-        # In float16, an overflow only skips the step while the scale can be reduced.
-        skips = scaler.is_enabled() and scaler.get_scale() > 1
-        self.unchecked.append((step, loss, norm, skips))
+    def record(self, step, loss, norm, scale):
+        """Args: loss, norm and the loss scale are scalar tensors."""
+        self.unchecked.append((step, loss, norm, scale))
 
     def check(self):
         """Raises UserError if a recorded step diverged."""
-        for step, loss, norm, skips in self.unchecked:
-            if not math.isfinite(loss if skips else loss + norm):
+        for step, loss, norm, scale in self.unchecked:
+            # In float16, an overflow only skips the step while the scale can be reduced.
+            if not math.isfinite(loss if scale > 1 else loss + norm):
                 raise self.error(step, f"loss {loss:.3g}, gradient norm {norm:.3g}")
         self.unchecked.clear()
 

@@ -17,7 +17,11 @@ class Muon(torch.optim.Optimizer):
     Scalable for LLM Training", section 2.2), so that one learning rate and weight decay suit both.
     The result equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a
     shape are computed together, because the number of calls limits the speed for small matrices.
+
+    A step changes nothing if `found_inf` is a scalar tensor of 1, as in torch's fused AdamW.
     """
+
+    found_inf = None
 
     def __init__(
         self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16, world=ALONE
@@ -36,6 +40,11 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             buffers = [local(self.state[p]["momentum_buffer"]) for p in parameters]
             gradients, weights = [local(p.grad) for p in parameters], [local(p) for p in parameters]
+            keep = 1
+            if self.found_inf is not None:
+                keep = 1 - self.found_inf
+                pairs = zip(gradients, buffers, strict=True)
+                gradients = [torch.where(keep > 0, new, old) for new, old in pairs]
             torch._foreach_lerp_(buffers, gradients, 1 - momentum)
             nesterov = torch._foreach_lerp(gradients, buffers, momentum)
             nesterov = [each.to(self.dtype) for each in nesterov]
@@ -43,7 +52,9 @@ class Muon(torch.optim.Optimizer):
                 updates = orthogonalize_shards(nesterov, [len(p) for p in parameters], self.world)
             else:
                 updates = orthogonalize_copies(nesterov, self.world)
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            if self.found_inf is not None:
+                updates = torch._foreach_mul(updates, keep)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * keep)
             for p, weight, update in zip(parameters, weights, updates, strict=True):
                 weight.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
 

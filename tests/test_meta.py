@@ -5,6 +5,7 @@ a GPU would have to be waited for, raises there, and so does combining tensors o
 """
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,12 @@ from model import GPT
 
 pytestmark = pytest.mark.usefixtures("text_size")
 META = Machine("meta", "float32", False, "")
+OPTIONS = {  # beside those of the presets
+    "gradient_accumulation_steps": 2,
+    "activation_checkpointing": True,
+    "train_temperature": 0.9,
+    "dropout": 0.1,
+}
 PATHS = sorted(PRESETS.rglob("[!_]*.py"))
 TOKENIZER = SimpleNamespace(padded_vocab_size=50_304)
 
@@ -46,12 +53,16 @@ both_models = pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt
 @pytest.fixture
 def plain_adamw(monkeypatch):
     """Replaces the fused AdamW, which the meta device does not have."""
-    real = torch.optim.AdamW
 
-    def adamw(*args, **options):
-        return real(*args, **options | {"fused": False})
+    class PlainAdamW(torch.optim.AdamW):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options | {"fused": False})
 
-    monkeypatch.setattr(torch.optim, "AdamW", adamw)
+        def step(self):
+            self.found_inf = None  # for fused AdamW only
+            super().step()
+
+    monkeypatch.setattr(torch.optim, "AdamW", PlainAdamW)
 
 
 def preset(path, device):
@@ -102,12 +113,19 @@ def test_sampling_from_a_preset_reads_no_value(path, device):
 
 @both_models
 @both_optimizers
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.usefixtures("plain_adamw")
-def test_a_run_reads_values_only_at_log_lines(verse, optimizer, switches):
+def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimizer, switches):
+    monkeypatch.setattr(Machine, "autocast", lambda machine: nullcontext())  # not on meta
     settings = tiny.settings(
-        log_interval=10, eval_interval=99, max_iters=99, optimizer=optimizer, **switches
+        log_interval=10, eval_interval=99, max_iters=99, optimizer=optimizer, **OPTIONS, **switches
     )
-    learner = train.Learner(model_config(settings, verse.tokenizer), settings, META)
+    config, machine = (
+        model_config(settings, verse.tokenizer),
+        dataclasses.replace(META, dtype=dtype),
+    )
+    learner = train.Learner(config, settings, machine)
+    learner.make_forward(verse.train, [GPT.uninitialized(config, "meta")])
     progress = Progress(step=6, evaluated=6)
     dataset = to_device(verse, "meta")
     with pytest.raises(RuntimeError, match="meta"):
@@ -119,11 +137,12 @@ def test_a_run_reads_values_only_at_log_lines(verse, optimizer, switches):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @both_models
 @both_optimizers
-def test_a_step_on_a_gpu_does_not_synchronize(verse, optimizer, switches):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches):
     # Above 3,072 tokens torch uses another kernel for the gradient of an embedding.
-    settings = tiny.settings(dtype="bfloat16", batch_size=512, optimizer=optimizer, **switches)
+    settings = tiny.settings(dtype=dtype, batch_size=512, optimizer=optimizer, **switches)
     config = model_config(settings, verse.tokenizer)
-    learner = train.Learner(config, settings, choose_machine("cuda", "bfloat16", False))
+    learner = train.Learner(config, settings, choose_machine("cuda", dtype, False))
     learner.init_weights()
     batches = Batches(to_device(verse, "cuda").train, settings)
     assert batches.split.resident is not None
