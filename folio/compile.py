@@ -1,6 +1,7 @@
 """Faster execution of a model: torch.compile, CUDA graphs, packed linear layers."""
 
 import sys
+import time
 from contextlib import contextmanager, suppress
 
 import torch
@@ -21,7 +22,7 @@ def compile_or_fall_back(function, trial):
     The compiler runs on first use, so `trial(compiled)` must call it as the caller will.
     """
     with continue_on_failure("compilation"):
-        compiled = torch.compile(function)
+        compiled = torch.compile(function, dynamic=False)
         trial(compiled)
         return compiled
     with suppress(Exception):  # the compiler may not even be importable
@@ -43,7 +44,10 @@ def compile_model(model, machine, batch):
             if training:
                 loss.backward()
 
+    start = time.monotonic()
     compiled = compile_or_fall_back(model, trial)
+    if compiled is not model:
+        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     model.train()
     model.zero_grad(set_to_none=True)
     return compiled

@@ -37,7 +37,7 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
             raise RuntimeError("no graph")
         return model(x, y)
 
-    monkeypatch.setattr(torch, "compile", lambda function: compiled)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled)
     assert compile_model(model, CPU, (idx, idx)) is model
     assert "no graph" in capsys.readouterr().err
     assert model.training
@@ -53,7 +53,8 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
 def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monkeypatch, switches):
     train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
     counter, compile = CompileCounter(), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=counter))
+    counted = lambda model, **options: compile(model, backend=counter, **options)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", counted)
     settings = tiny.settings(
         dtype="bfloat16", dropout=0.2, gradient_accumulation_steps=2, compile=True, **switches
     )
@@ -83,7 +84,7 @@ def test_a_step_is_accelerated_only_if_compiled_or_on_cuda(monkeypatch):
     assert step_accelerator(Machine("mps", "float32", False, "")) is None
     assert step_accelerator(Machine("cuda", "float32", False, "")) is not None
     compiled = lambda x: x + 1  # noqa: E731
-    monkeypatch.setattr(torch, "compile", lambda step: compiled)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: compiled)
     assert step_accelerator(CPU)(plus_one, torch.ones(1)) is compiled
     monkeypatch.delattr(torch, "compile")
     assert step_accelerator(CPU)(plus_one, torch.ones(1)) is None

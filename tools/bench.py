@@ -6,11 +6,12 @@
     python -m tools.bench --profile -- config/shakespeare_char.py
     python -m tools.bench --memory -- config/shakespeare_char.py
     python -m tools.bench --count -- config/shakespeare_char.py
+    python -m tools.bench --gpu_suite --vs_dir=../nanoGPT
 
 The arguments after -- are passed to the script. Commands run alternately as whole
 processes, and the figures are medians over the runs. Instead, --profile prints the time of
 each operation of a step, --memory the estimated and the measured peak memory of training, and
---count a model's parameters and FLOPs.
+--count a model's parameters and FLOPs. --gpu_suite makes the measurements of tools/gpu_suite.py.
 """
 
 import os
@@ -44,6 +45,9 @@ COLUMNS = {  # figure: (heading in the table, format)
 }
 
 
+PARTS = ("speed", "curve", "fast", "sampling", "memory", "tests", "lecture")
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     """Measure a script, and optionally another command, alternately."""
@@ -60,6 +64,9 @@ class BenchConfig:
     profile: bool = setting(False, "print the time of each operation in a step instead")
     memory: bool = setting(False, "print train.py's estimated and measured peak memory instead")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
+    gpu_suite: bool = setting(False, "compare with nanoGPT, in --vs_dir, on a GPU instead")
+    parts: str = setting(",".join(PARTS), "parts of --gpu_suite, separated by commas")
+    results: str = setting("out-gpu-suite", "folder for the results of --gpu_suite")
 
 
 def split_arguments(argv):
@@ -73,7 +80,7 @@ if __name__ == "__main__":  # --help must not wait for torch
 
 import torch
 
-from tools import count, peak, roofline
+from tools import count, gpu_suite, peak, roofline
 from tools.measure import figures, measure
 from tools.table import aligned
 
@@ -82,7 +89,9 @@ def main(argv=None):
     own, rest = split_arguments(sys.argv[1:] if argv is None else argv)
     settings = load(BenchConfig, own)
     settings = replace(settings, arguments=(*settings.arguments, *rest))
-    if settings.count:
+    if settings.gpu_suite:
+        run_gpu_suite(settings)
+    elif settings.count:
         count.print_counts(settings.arguments)
     elif settings.memory:
         print(where())
@@ -95,6 +104,16 @@ def main(argv=None):
         profiles[settings.script](settings.arguments)
     else:
         compare(settings)
+
+
+def run_gpu_suite(settings):
+    """Runs the selected parts of tools.gpu_suite."""
+    parts = settings.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise UserError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
+    if not Path(settings.vs_dir, "sample.py").is_file():
+        raise UserError(f"--vs_dir={settings.vs_dir} is not a copy of nanoGPT")
+    gpu_suite.Suite(settings.results, settings.vs_dir, settings.arguments, where()).run(parts)
 
 
 def compare(settings):

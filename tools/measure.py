@@ -18,6 +18,11 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"step \d+: train loss \d+\.?\d*, val loss (?P<val_loss>\d+\.?\d*)",
     r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
     r"; first token after (?P<first_s>\d+\.?\d*) s",
+    r"^compiled in (?P<compile_s>\d+) s",
+    r"estimated (?P<estimated_mib>[\d,]+) MiB, peak .* (?P<peak_mib>[\d,]+) MiB, ratio",
+    r"\b(?P<passed>\d+) passed",
+    r"\b(?P<failed>\d+) failed",
+    r"\b(?P<skipped>\d+) skipped",
 )
 SEPARATOR = "---------------"  # printed after each text
 

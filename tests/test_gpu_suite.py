@@ -1,0 +1,144 @@
+"""tools.bench --gpu_suite at toy size, on a CPU. Commands run in this process, which is faster."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sample
+import train
+from folio.errors import UserError
+from tools import bench, gpu_suite, measure
+
+TOY = {
+    "device": "cpu", "dtype": "float32", "compile": False, "n_layer": 1, "n_head": 2, "n_embd": 16,
+    "block_size": 8, "batch_size": 2, "gradient_accumulation_steps": 1, "max_iters": 12,
+    "eval_interval": 6, "eval_iters": 1,
+}  # fmt: skip
+MAINS = {"train.py": train.main, "sample.py": sample.main, "tools.bench": bench.main}
+NANOGPT = {
+    "train.py": [
+        "step 0: train loss 4.2000, val loss 4.1000",
+        "iter 10: loss 3.1000, time 20.00ms, mfu 10.00%",
+    ],
+    "sample.py": [measure.SEPARATOR] * 3,
+}
+
+
+class Commands:
+    """Runs folio's commands in this process, in place of tools.measure.measure."""
+
+    def __init__(self, capsys):
+        self.capsys, self.names, self.failing = capsys, [], ()
+
+    def measure(self, command, folder):
+        _, script, *flags = command
+        if script == "-m":
+            script, *flags = flags
+        name = Path(script).name
+        self.names.append(name)
+        if name in self.failing:
+            raise UserError(f"{name} failed")
+        if Path(folder).name == "nanoGPT":
+            lines = NANOGPT[name]
+        elif name == "pytest":
+            lines = ["7 passed, 3 skipped in 1.00s"]
+        else:
+            self.capsys.readouterr()
+            MAINS[name]([flag for flag in flags if flag != "--compile"])  # takes a minute
+            lines = "".join(self.capsys.readouterr()).splitlines()
+        return measure.read([(2.0 * i, line) for i, line in enumerate(lines)], command)
+
+
+@pytest.fixture
+def commands(verse, capsys, monkeypatch):
+    """The commands, in a folder with a dataset and the scripts of nanoGPT."""
+    shutil.copytree("data/verse", "data/shakespeare_char")
+    Path("nanoGPT").mkdir()
+    for name in NANOGPT:
+        Path("nanoGPT", name).touch()
+    commands = Commands(capsys)
+    monkeypatch.setattr(gpu_suite, "measure", commands.measure)
+    monkeypatch.setattr(gpu_suite, "NEW_TOKENS", 3)
+    monkeypatch.setattr(gpu_suite, "XL", ["--activation_checkpointing=True"])
+    return commands
+
+
+def run(*flags):
+    bench.main(
+        ["--gpu_suite", "--vs_dir=nanoGPT", *flags, "--", *(f"--{k}={v}" for k, v in TOY.items())]
+    )
+
+
+def figures(name):
+    return json.loads(Path(f"out-gpu-suite/{name}.json").read_text())["figures"]
+
+
+def test_every_part_runs_at_toy_size(commands, capsys):
+    run()
+    for name in ("speed-folio-12", "speed-folio-64", "speed-nanogpt-32"):
+        assert figures(name).keys() >= {"step_ms", "tokens_per_s", "mfu"}
+    assert figures("speed-nanogpt-32")["tokens_per_s"] == pytest.approx(3 * 32 * 8 / 0.02)
+    for name in ("curve-folio", "curve-nanogpt", "fast", "fast-cached", "fast-eager", "lecture"):
+        assert figures(name)["val_loss"] > 0
+    for name in ("folio", "folio-compiled", "nanogpt", "124M-1", "124M-64"):
+        assert figures(f"sampling-{name}")["tokens_per_s"] > 0
+    for name in ("124M-256", "1.5B"):
+        assert figures(f"memory-{name}").keys() >= {"estimated_mib", "peak_mib"}
+    assert not Path("out-gpu-suite/memory-124M-192.json").exists()  # the largest that fits
+    assert figures("tests").items() >= {"passed": 7, "skipped": 3}.items()
+    out = capsys.readouterr().out
+    assert "| sampling-124M-64 " in out
+    assert bench.where() in out
+
+
+def test_measurements_that_exist_are_not_repeated(commands):
+    commands.failing = ("sample.py",)
+    with pytest.raises(UserError, match="sample.py failed"):
+        run("--parts=curve,sampling")
+    assert commands.names == ["train.py", "train.py", "sample.py"]
+    commands.failing = ()
+    run("--parts=curve,sampling")
+    assert commands.names.count("train.py") == 2
+    assert figures("sampling-folio")
+
+
+def test_a_model_that_does_not_fit_has_an_error_in_place_of_figures(commands):
+    commands.failing = ("tools.bench",)
+    with pytest.raises(UserError):  # 1.5B, which must fit
+        run("--parts=memory")
+    result = json.loads(Path("out-gpu-suite/memory-124M-256.json").read_text())
+    assert (result["figures"], result["error"]) == ({}, "tools.bench failed")
+
+
+def test_nanogpt_gets_the_same_tokens(commands, verse):
+    run("--parts=tests")
+    folder = Path("nanoGPT/data/shakespeare_char")
+    assert np.fromfile(folder / "val.bin", np.uint16).tolist() == verse.val.tolist()
+    meta = pickle.loads((folder / "meta.pkl").read_bytes())
+    assert verse.tokenizer.decode(verse.train[:9]) == "".join(
+        meta["itos"][i] for i in verse.train[:9]
+    )
+    assert all(meta["stoi"][c] == i for i, c in meta["itos"].items())
+    assert meta["vocab_size"] == len(meta["itos"])
+
+
+def test_the_speed_model_is_gpt2_with_the_published_flops(tmp_path):
+    suite = gpu_suite.Suite(tmp_path, ".", (), "")
+    assert suite.flops() == pytest.approx(855e6, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--parts=speed,speeed"], "--parts has 'speeed'; the parts are speed, curve"),
+        (["--vs_dir=nowhere"], "--vs_dir=nowhere is not a copy of nanoGPT"),
+    ],
+)
+def test_mistakes_are_reported(commands, flags, message):
+    with pytest.raises(UserError, match=message):
+        run(*flags)
+    assert not Path("out-gpu-suite").exists()
