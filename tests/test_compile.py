@@ -1,3 +1,5 @@
+import itertools
+import random
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +20,21 @@ from folio.compile import (
 from folio.device import Machine
 from model import ACTIVATIONS
 
+CHOICES = {
+    "bias": (True, False),
+    "dropout": (0.0, 0.1),
+    "activation": tuple(ACTIVATIONS),
+    "tie_weights": (True, False),
+    "position": ("learned", "rotary"),
+    "norm": ("layernorm", "rmsnorm"),
+    "qk_norm": (True, False),
+    "smear": (0, 2),
+    "ngrams": (0, 3),
+    "window": (0, 3),
+}
+COMBINATIONS = [
+    dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())
+]
 CPU = Machine("cpu", "float32", True, "")
 
 
@@ -47,8 +64,13 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "switches",
-    [{}, tiny.SWITCHES | {"train_temperature": 0.9}, {"teachers": "out-teacher"}],
-    ids=["gpt2", "switches", "teachers"],
+    [
+        {},
+        tiny.SWITCHES | {"train_temperature": 0.9},
+        {"teachers": "out-teacher"},
+        {"out_dir": "out-teacher", "init_from": "resume", "max_iters": 9},
+    ],
+    ids=["gpt2", "switches", "teachers", "resume"],
 )
 def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monkeypatch, switches):
     train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
@@ -67,6 +89,26 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
         run.learner.update(norm, 1e-3)
         run.learner.evaluate(run.dataset, step)
     assert counter.frame_count == 2
+
+
+def graphs(switches):
+    """Returns the numbers of graphs and of graph breaks in a training step of a model."""
+    torch.compiler.reset()
+    model = random_model(**switches).train()
+    idx = random_ids(model)
+    found = torch._dynamo.explain(model)(idx, idx, 0.9)
+    return found.graph_count, found.graph_break_count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switches", random.Random(0).sample(COMBINATIONS, 20), ids=str)
+def test_a_model_is_one_graph(switches):
+    assert graphs(switches) == (1, 0)
+
+
+@pytest.mark.campaign
+def test_all_combinations_of_switches_are_one_graph():
+    assert [each for each in COMBINATIONS if graphs(each) != (1, 0)] == []
 
 
 def test_a_compiler_that_cannot_be_imported_is_no_error(monkeypatch, capsys):
