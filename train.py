@@ -335,7 +335,7 @@ class Learner:
         total, stopping = self.world.sum(total, stop.was_received)
         stop.agree_later(read_later(stopping))
         mean_loss = total / self.world.size
-        self.divergence.record(step, mean_loss, norm, self.scaler.scale(torch.ones_like(norm)))
+        self.divergence.record(step, mean_loss, norm, self.scaler)
         return mean_loss, norm
 
     def update(self, norm, lr):
@@ -343,11 +343,12 @@ class Learner:
         if self.settings.grad_clip:
             parameters = self.model.parameters()
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, norm)
+        # With found_inf = 1, a step changes nothing. scaler.step() would wait for the GPU.
+        found_inf = (~norm.isfinite()).float() if self.scaler.is_enabled() else None
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
-            if self.scaler.is_enabled():  # with 1, a step changes nothing
-                optimizer.found_inf = (~norm.isfinite()).float()
+            optimizer.found_inf = found_inf
             optimizer.step()
             optimizer.zero_grad(set_to_none=self.is_sharded or not self.world.is_launched)
         self.scaler.update()

@@ -16,13 +16,13 @@ PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or 
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
-def compile_or_fall_back(function, trial):
+def compile_or_fall_back(function, trial, **options):
     """Returns `function` compiled, or `function` itself and a warning if the compiler fails.
 
     The compiler runs on first use, so `trial(compiled)` must call it as the caller will.
     """
     with continue_on_failure("compilation"):
-        compiled = torch.compile(function, dynamic=False)
+        compiled = torch.compile(function, **options)
         trial(compiled)
         return compiled
     with suppress(Exception):  # the compiler may not even be importable
@@ -45,7 +45,7 @@ def compile_model(model, machine, batch):
                 loss.backward()
 
     start = time.monotonic()
-    compiled = compile_or_fall_back(model, trial)
+    compiled = compile_or_fall_back(model, trial, dynamic=False)  # the shapes never change
     if compiled is not model:
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     model.train()

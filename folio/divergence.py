@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from folio.errors import UserError
 from folio.optim import learning_rate_at
 
@@ -16,15 +18,18 @@ class DivergenceMonitor:
         """`settings` is a TrainConfig, for the learning rate in the message."""
         self.settings, self.unchecked = settings, []
 
-    def record(self, step, loss, norm, scale):
-        """Args: loss, norm and the loss scale are scalar tensors."""
-        self.unchecked.append((step, loss, norm, scale))
+    def record(self, step, loss, norm, scaler):
+        """Args: loss and norm are scalar tensors; scaler is the GradScaler."""
+        checked = loss + norm
+        if scaler.is_enabled():  # an overflow only skips the step while the scale can be reduced
+            scale = scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device
+            checked = torch.where(scale > 1, loss, checked)
+        self.unchecked.append((step, loss, norm, checked))
 
     def check(self):
         """Raises UserError if a recorded step diverged."""
-        for step, loss, norm, scale in self.unchecked:
-            # In float16, an overflow only skips the step while the scale can be reduced.
-            if not math.isfinite(loss if scale > 1 else loss + norm):
+        for step, loss, norm, checked in self.unchecked:
+            if not math.isfinite(checked):
                 raise self.error(step, f"loss {loss:.3g}, gradient norm {norm:.3g}")
         self.unchecked.clear()
 

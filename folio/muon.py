@@ -18,7 +18,7 @@ class Muon(torch.optim.Optimizer):
     The result equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a
     shape are computed together, because the number of calls limits the speed for small matrices.
 
-    A step changes nothing if `found_inf` is a scalar tensor of 1, as in torch's fused AdamW.
+    If `found_inf` is a scalar tensor of 1, a step changes nothing, as with torch's fused AdamW.
     """
 
     found_inf = None
@@ -42,9 +42,9 @@ class Muon(torch.optim.Optimizer):
             gradients, weights = [local(p.grad) for p in parameters], [local(p) for p in parameters]
             keep = 1
             if self.found_inf is not None:
-                keep = 1 - self.found_inf
-                pairs = zip(gradients, buffers, strict=True)
-                gradients = [torch.where(keep > 0, new, old) for new, old in pairs]
+                keep, skips = 1 - self.found_inf, self.found_inf > 0
+                pairs = zip(buffers, gradients, strict=True)
+                gradients = [torch.where(skips, old, new) for old, new in pairs]
             torch._foreach_lerp_(buffers, gradients, 1 - momentum)
             nesterov = torch._foreach_lerp(gradients, buffers, momentum)
             nesterov = [each.to(self.dtype) for each in nesterov]

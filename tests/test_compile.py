@@ -92,7 +92,7 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
 
 
 def graphs(switches):
-    """Returns the numbers of graphs and of graph breaks in a training step of a model."""
+    """Returns the numbers of graphs and of graph breaks in the forward pass of training."""
     torch.compiler.reset()
     model = random_model(**switches).train()
     idx = random_ids(model)
@@ -106,6 +106,7 @@ def test_a_model_is_one_graph(switches):
     assert graphs(switches) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.campaign
 def test_all_combinations_of_switches_are_one_graph():
     assert [each for each in COMBINATIONS if graphs(each) != (1, 0)] == []

@@ -59,7 +59,7 @@ def plain_adamw(monkeypatch):
             super().__init__(*args, **options | {"fused": False})
 
         def step(self):
-            self.found_inf = None  # for fused AdamW only
+            self.found_inf = None  # only fused AdamW reads it
             super().step()
 
     monkeypatch.setattr(torch.optim, "AdamW", PlainAdamW)
@@ -120,10 +120,8 @@ def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimiz
     settings = tiny.settings(
         log_interval=10, eval_interval=99, max_iters=99, optimizer=optimizer, **OPTIONS, **switches
     )
-    config, machine = (
-        model_config(settings, verse.tokenizer),
-        dataclasses.replace(META, dtype=dtype),
-    )
+    config = model_config(settings, verse.tokenizer)
+    machine = dataclasses.replace(META, dtype=dtype)
     learner = train.Learner(config, settings, machine)
     learner.make_forward(verse.train, [GPT.uninitialized(config, "meta")])
     progress = Progress(step=6, evaluated=6)

@@ -45,6 +45,7 @@ COLUMNS = {  # figure: (heading in the table, format)
 }
 
 
+# Methods of gpu_suite.Suite.
 PARTS = ("speed", "curve", "fast", "sampling", "memory", "tests", "lecture")
 
 
@@ -60,11 +61,11 @@ class BenchConfig:
     runs: int = setting(3, "runs of each command", "[1, inf)")
     target: float | None = setting(None, "measure the time to reach this validation loss")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
-    vs_dir: str = setting(".", "folder in which to run the --vs command")
+    vs_dir: str = setting(".", "folder of the --vs command, or of nanoGPT for --gpu_suite")
     profile: bool = setting(False, "print the time of each operation in a step instead")
     memory: bool = setting(False, "print train.py's estimated and measured peak memory instead")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
-    gpu_suite: bool = setting(False, "compare with nanoGPT, in --vs_dir, on a GPU instead")
+    gpu_suite: bool = setting(False, "measure folio and nanoGPT (--vs_dir) on a GPU instead")
     parts: str = setting(",".join(PARTS), "parts of --gpu_suite, separated by commas")
     results: str = setting("out-gpu-suite", "folder for the results of --gpu_suite")
 
@@ -111,7 +112,7 @@ def run_gpu_suite(settings):
     parts = settings.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         raise UserError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
-    if not Path(settings.vs_dir, "sample.py").is_file():
+    if not Path(settings.vs_dir, "configurator.py").is_file():  # folio has none
         raise UserError(f"--vs_dir={settings.vs_dir} is not a copy of nanoGPT")
     gpu_suite.Suite(settings.results, settings.vs_dir, settings.arguments, where()).run(parts)
 

@@ -3,12 +3,16 @@
     python -m tools.bench --gpu_suite --vs_dir=../nanoGPT --parts=speed,curve
 
 Each measurement is one command. When it ends, its figures are written to out-gpu-suite/NAME.json.
-If that file exists, the command is not repeated. Arguments after -- are added to every command of
-train.py; with those of a small model, the suite runs on a CPU. Needs data/shakespeare_char.
+If that file exists, with the same command, machine and commit, the command is not repeated.
+Arguments after -- are added to every command of train.py.
+
+Needs data/shakespeare_char. Replaces nanoGPT's dataset of that name, and adds a dataset of random
+tokens to both data folders.
 """
 
 import json
 import pickle
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,7 @@ import torch
 
 from folio.checkpoint import Checkpoint, Progress, save
 from folio.dataset import load_dataset
-from folio.device import resolve_device
+from folio.device import choose_machine, resolve_device
 from folio.errors import UserError
 from folio.files import replacing
 from folio.settings import ROOT, load
@@ -29,48 +33,47 @@ from tools.measure import figures, measure
 from tools.table import aligned
 from train import TrainConfig
 
-PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16, as for published figures
 TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
 RANDOM = "random_tokens"  # a dataset: speed does not depend on the text
 GPT2_TOKENS = 50_257
 NEW_TOKENS = 500  # per text
 XL = ("--n_layer=48", "--n_head=25", "--n_embd=1600", "--activation_checkpointing=True")
 MICRO_BATCHES = (12, 32, 64)
+SEQUENCES = 192  # per step
 LARGE_BATCHES = (256, 192, 160, 128)  # in order of attempts
-HIDDEN = ("last_s", "memory_gib")  # in the JSON files only
+HIDDEN = ("last_s", "memory_gib")  # only in the JSON files
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A command whose output has figures (tools.measure). `theirs`: it runs in nanoGPT's folder."""
+    """A command whose output has figures (tools.measure)."""
 
     name: str
     command: tuple
-    theirs: bool = False
-    tokens: int = 0  # per step, for tokens/s
-    may_fail: bool = False  # as it may need too much memory
+    is_nanogpt: bool = False  # runs in its folder
+    tokens: int = 0  # per step, if the speed is measured
+    may_fail: bool = False
 
 
 class Suite:
-    """The measurements, in a folder for results, with a nanoGPT checkout."""
+    """The measurements by part; each part is a generator of Measurements."""
 
-    def __init__(self, results, theirs, arguments, machine):
-        """arguments: those added to commands of train.py; machine: a description of it."""
-        self.results, self.theirs = Path(results).resolve(), Path(theirs)
+    def __init__(self, results, nanogpt, arguments, machine):
+        """`machine` describes the machine and the commit, after a date and a comma."""
+        self.results, self.nanogpt = Path(results).resolve(), Path(nanogpt)
         self.arguments, self.machine = arguments, machine
         self.results.mkdir(parents=True, exist_ok=True)
 
     def train(self, name, *flags, **options):
         """Returns the Measurement of folio's train.py."""
-        out = (f"--out_dir={self.results / name}", "--overwrite=True")
-        command = (sys.executable, str(ROOT / "train.py"), *flags, *out, *self.arguments)
-        return Measurement(name, command, **options)
+        command = [sys.executable, str(ROOT / "train.py"), *flags, f"--out_dir={self.out(name)}"]
+        return Measurement(name, (*command, "--overwrite=True", *self.arguments), **options)
 
-    def nanogpt(self, name, script, *flags, **options):
-        command = (sys.executable, f"{script}.py", *flags)
-        command += self.arguments if script == "train" else ()
-        return Measurement(name, command, theirs=True, **options)
+    def train_nanogpt(self, name, *flags, **options):
+        """Returns the Measurement of nanoGPT's train.py."""
+        command = [sys.executable, "train.py", *flags, f"--out_dir={self.out(name)}"]
+        return Measurement(name, (*command, *self.arguments), is_nanogpt=True, **options)
 
     def sample(self, name, *flags):
         return Measurement(name, (sys.executable, str(ROOT / "sample.py"), *flags))
@@ -78,42 +81,52 @@ class Suite:
     def tool(self, name, *flags, **options):
         return Measurement(name, (sys.executable, "-m", *flags), **options)
 
+    def out(self, name):
+        return self.results / name
+
     # Parts
 
     def speed(self):
         """Tokens per second of GPT-2 124M, for several micro-batches."""
-        flags = (f"--dataset={RANDOM}", "--max_iters=30", "--eval_interval=1000", "--eval_iters=1")
-        flags += ("--log_interval=1", "--wandb_log=False")
+        flags = ["config/train_gpt2.py", f"--dataset={RANDOM}", "--wandb_log=False"]
+        flags += ["--max_iters=30", "--eval_interval=1000", "--eval_iters=1", "--log_interval=1"]
         for size in MICRO_BATCHES:
-            count = 96 // size
+            count = SEQUENCES // size
             batch = (f"--batch_size={size}", f"--gradient_accumulation_steps={count}")
-            tokens, preset = size * count * self.shape().block_size, "config/train_gpt2.py"
-            all_flags = (preset, *flags, *batch)
-            yield self.train(f"speed-folio-{size}", *all_flags, tokens=tokens)
-            yield self.nanogpt(f"speed-nanogpt-{size}", "train", *all_flags, tokens=tokens)
+            tokens = size * count * self.shape().block_size
+            yield self.train(f"speed-folio-{size}", *flags, *batch, tokens=tokens)
+            yield self.train_nanogpt(f"speed-nanogpt-{size}", *flags, *batch, tokens=tokens)
 
     def curve(self):
-        """nanoGPT's Shakespeare recipe: its validation losses and the time of the whole process."""
+        """Validation losses of nanoGPT's Shakespeare recipe, and the time of the whole process."""
         yield self.train("curve-folio", "config/shakespeare_char.py")
-        yield self.nanogpt("curve-nanogpt", "train", "config/train_shakespeare_char.py")
+        yield self.train_nanogpt("curve-nanogpt", "config/train_shakespeare_char.py")
 
     def fast(self):
-        """The fast recipe: the time to nanoGPT's loss, with and without compilation."""
-        yield self.train("fast", "config/shakespeare_char_fast.py")
-        yield self.train("fast-cached", "config/shakespeare_char_fast.py")
+        """The time of the fast recipe to nanoGPT's loss.
+
+        It is measured with an empty cache of compiled code, with a filled one, and not compiled.
+        """
+        cache = self.out("inductor")
+        if not self.out("fast.json").exists():
+            shutil.rmtree(cache, ignore_errors=True)
+        for name in ("fast", "fast-cached"):
+            run = self.train(name, "config/shakespeare_char_fast.py")
+            command = ("env", f"TORCHINDUCTOR_CACHE_DIR={cache}", *run.command)
+            yield Measurement(name, command)
         yield self.train("fast-eager", "config/shakespeare_char_fast.py", "--compile=False")
 
     def sampling(self):
-        """Tokens per second of the curve's models, and of 124 M parameters."""
+        """Tokens per second of the models of `curve`, and of an untrained GPT-2 124M."""
         length = f"--max_new_tokens={NEW_TOKENS}"
-        flags = ("--num_samples=10", length)
-        ours = f"--out_dir={self.results / 'curve-folio'}"
+        flags, ours = ("--num_samples=10", length), f"--out_dir={self.out('curve-folio')}"
         yield self.sample("sampling-folio", ours, *flags)
         yield self.sample("sampling-folio-compiled", ours, *flags, "--compile")
-        yield self.nanogpt("sampling-nanogpt", "sample", "--out_dir=out-shakespeare-char", *flags)
-        weights = self.results / "gpt2.pt"
+        command = (sys.executable, "sample.py", f"--out_dir={self.out('curve-nanogpt')}", *flags)
+        yield Measurement("sampling-nanogpt", command, is_nanogpt=True)
+        weights = self.out("untrained-gpt2.pt")
         if not weights.exists():
-            save_random_model(weights, self.shape())
+            save_untrained(weights, self.shape())
         for count in (1, 64):
             flags = (f"--init_from={weights}", f"--num_samples={count}", length)
             yield self.sample(f"sampling-124M-{count}", *flags)
@@ -125,8 +138,8 @@ class Suite:
         bench = ("tools.bench", "--memory", "--", *flags)
         for size in LARGE_BATCHES:
             flags = (*bench, f"--batch_size={size}", *self.arguments)
-            yield (each := self.tool(f"memory-124M-{size}", *flags, may_fail=True))
-            if self.result(each)["figures"]:
+            fits = yield self.tool(f"memory-124M-{size}", *flags, may_fail=True)
+            if fits:
                 break
         yield self.tool("memory-1.5B", *bench, "--batch_size=16", *XL, *self.arguments)
 
@@ -136,11 +149,11 @@ class Suite:
         yield self.tool("tests", "pytest", *flags, may_fail=True)
 
     def lecture(self):
-        """The GPT of a published lecture in full."""
+        """All steps of the lecture's GPT."""
         yield self.train("lecture", "config/tutorials/lecture.py")
 
     def shape(self):
-        """Returns the GPTConfig of the model that is GPT-2 unless self.arguments change it."""
+        """Returns the GPTConfig of GPT-2 124M, with the changes of self.arguments."""
         argv = ["config/train_gpt2.py", *self.arguments]
         settings = load(TrainConfig, argv, {"device": resolve_device}, quiet=True)
         return GPTConfig(**{name: getattr(settings, name) for name in SHAPE}, bias=False)
@@ -149,68 +162,87 @@ class Suite:
 
     def run(self, parts):
         """Runs the measurements of parts, in order, and prints their figures."""
-        self.prepare()
+        prepare(self.nanogpt / "data")
         rows = [("measurement", "figures")]
         for part in parts:
-            for each in getattr(self, part)():
-                found = self.result(each)["figures"]
-                shown = [f"{name} {found[name]:,.5g}" for name in found if name not in HIDDEN]
-                shown = ", ".join(shown)
-                print(f"{each.name}: {shown}", flush=True)
-                rows.append((each.name, shown))
+            generator, success = getattr(self, part)(), None
+            try:
+                while True:
+                    measurement = generator.send(success)
+                    success, text = self.result(measurement)
+                    print(f"{measurement.name}: {text}", flush=True)
+                    rows.append((measurement.name, text))
+            except StopIteration:
+                pass
         print("", self.machine, "", *aligned(rows), sep="\n")
 
     def result(self, measurement):
-        """Returns what the JSON file of a measurement contains, which is made if it is missing."""
-        path = self.results / f"{measurement.name}.json"
-        if not path.exists():
-            found = self.measure(measurement)
+        """Returns whether a measurement succeeded, and its figures or the error, as text."""
+        path = self.out(f"{measurement.name}.json")
+        key = [list(measurement.command), self.machine.partition(", ")[2]]  # without the date
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if found.get("key") != key:
+            try:
+                found = {"key": key, "date": self.machine.partition(", ")[0]}
+                found |= self.measure(measurement)
+            except UserError as error:
+                if not measurement.may_fail:
+                    raise
+                return False, str(error)
             with replacing(path) as [file]:
                 file.write(json.dumps(found, indent=1).encode())
-        return json.loads(path.read_text(encoding="utf-8"))
+        shown = {name: value for name, value in found["figures"].items() if name not in HIDDEN}
+        return True, ", ".join(f"{name} {value:,.5g}" for name, value in shown.items())
 
     def measure(self, measurement):
-        found = {"command": measurement.command, "machine": self.machine, "figures": {}}
-        try:
-            values = measure(measurement.command, self.theirs if measurement.theirs else ".")
-        except UserError as error:
-            if not measurement.may_fail:
-                raise
-            return found | {"error": str(error)}
-        found["figures"] = figures(values, TARGET)
-        found["curve"] = values.get("val_loss", [])
+        """Runs a Measurement. Returns its figures, and the validation losses with their times."""
+        values = measure(measurement.command, self.nanogpt if measurement.is_nanogpt else ".")
+        found = figures(values, TARGET)
+        step_ms = found.pop("step_ms", None)  # without --log_interval=1, nanoGPT's is not exact
+        found.pop("mfu", None)  # nanoGPT's is relative to an A100
         if measurement.tokens:
-            speed = measurement.tokens / found["figures"]["step_ms"] * 1e3
-            found["figures"] |= {"tokens_per_s": speed, "mfu": 100 * speed * self.flops() / PEAK}
-        return found
+            if step_ms is None:
+                raise UserError(f"{measurement.name} prints no time of step 10 or later")
+            speed = measurement.tokens / step_ms * 1e3
+            mfu = 100 * speed * self.flops() / peak()
+            found |= {"step_ms": step_ms, "tokens_per_s": speed, "mfu": mfu}
+        return {"figures": found, "curve": values.get("val_loss", [])}
 
     def flops(self):
-        """Returns the FLOPs per token of the `speed` model, by nanoGPT's formula."""
+        """Returns the FLOPs per token of the model of `speed`, by nanoGPT's formula."""
         config = self.shape()
         parameters = num_params(config) - config.block_size * config.n_embd
         return 6 * parameters + 12 * config.n_layer * config.n_embd * config.block_size
 
-    def prepare(self):
-        """Writes the datasets of both sides, in nanoGPT's format."""
-        random = np.random.default_rng(0).integers(GPT2_TOKENS, size=2**21, dtype=np.uint16)
-        shakespeare = load_dataset("shakespeare_char")
-        for data in (Path("data"), self.theirs / "data"):
-            write_split_files(data / RANDOM, random, random[: 2**17])
-        ids = dict(enumerate(shakespeare.tokenizer.characters))
-        folder = self.theirs / "data" / "shakespeare_char"
-        write_split_files(folder, shakespeare.train, shakespeare.val)
-        meta = {"vocab_size": len(ids), "itos": ids, "stoi": {c: i for i, c in ids.items()}}
-        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+def peak():
+    """Returns the FLOP/s of 16-bit matrix products."""
+    return choose_machine(resolve_device("auto"), "bfloat16", False).peak[0]
 
 
-def write_split_files(folder, train, val):
+def prepare(data):
+    """Writes the datasets to nanoGPT's data folder, and the random one also to folio's."""
+    random = np.random.default_rng(0).integers(GPT2_TOKENS, size=2**21, dtype=np.uint16)
+    for each in (Path("data"), data):
+        write_splits(each / RANDOM, random, random[: 2**17])
+    shakespeare = load_dataset("shakespeare_char")
+    if shakespeare.tokenizer.kind != "char":
+        raise UserError("data/shakespeare_char does not have characters: run python prepare.py")
+    folder, ids = data / "shakespeare_char", dict(enumerate(shakespeare.tokenizer.characters))
+    write_splits(folder, shakespeare.train, shakespeare.val)
+    meta = {"vocab_size": len(ids), "itos": ids, "stoi": {c: i for i, c in ids.items()}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+def write_splits(folder, train, val):
     folder.mkdir(parents=True, exist_ok=True)
-    train.tofile(folder / "train.bin")
-    val.tofile(folder / "val.bin")
+    for name, ids in (("train.bin", train), ("val.bin", val)):
+        (folder / name).unlink(missing_ok=True)  # it may be a link to the file that is read
+        ids.tofile(folder / name)
 
 
-def save_random_model(path, config):
-    """Saves an untrained model, with a character for each token, which needs no download."""
+def save_untrained(path, config):
+    """Saves an untrained model with a character for each token, so that it needs no download."""
     torch.manual_seed(0)
     tokenizer = CharTokenizer("".join(map(chr, range(config.vocab_size))))
     saved = {"tokenizer": tokenizer.to_dict()}

@@ -21,7 +21,6 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"^compiled in (?P<compile_s>\d+) s",
     r"estimated (?P<estimated_mib>[\d,]+) MiB, peak .* (?P<peak_mib>[\d,]+) MiB, ratio",
     r"\b(?P<passed>\d+) passed",
-    r"\b(?P<failed>\d+) failed",
     r"\b(?P<skipped>\d+) skipped",
 )
 SEPARATOR = "---------------"  # printed after each text
