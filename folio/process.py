@@ -141,7 +141,7 @@ class StopSignal:
     def __init__(self, is_shared=False):
         """`is_shared`: whether the processes of a run stop together."""
         self.is_shared, self.received, self.number = is_shared, None, None
-        self._read = None
+        self._read, self._interrupts = None, 0
 
     def __enter__(self):
         self._before = _set_handlers(self._receive)
@@ -177,7 +177,8 @@ class StopSignal:
         self._read = read
 
     def _receive(self, number, _):
-        if self and number == signal.SIGINT and not self.is_shared:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1 and not self.is_shared:
             raise Interrupted(number, "interrupted immediately")
         self.request(number)
 
