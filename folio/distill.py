@@ -76,7 +76,7 @@ def load_teachers(settings, config, tokenizer):
 
 def _load_teacher(folder, config, tokenizer):
     if not os.path.isdir(folder):
-        raise UserError(f"teachers: {folder} is not the folder of a run")
+        raise UserError(f"teachers: {folder} is not the folder of a run; train it first")
     checkpoint = RunDir(folder).load_best()
     size, least = checkpoint.config.block_size, config.block_size
     if size < least:
