@@ -342,7 +342,7 @@ class Learner:
         """Clips the gradient, whose norm is given, and updates the weights."""
         if limit := self.settings.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
-        # With 1, a step changes nothing; scaler.step() would wait for the GPU.
+        # If found_inf is 1, a step changes nothing. scaler.step() would wait for the GPU.
         found_inf = (~norm.isfinite()).float() if self.scaler.is_enabled() else None
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:

@@ -6,8 +6,7 @@ Each measurement is one command. When it ends, its figures are written to out-gp
 If that file exists, with the same command, machine and commit, the command is not repeated.
 Arguments after -- are added to every command of train.py.
 
-Needs data/shakespeare_char. Replaces nanoGPT's dataset of that name, and adds a dataset of random
-tokens to both data folders.
+Replaces nanoGPT's data/shakespeare_char by folio's, and adds random_tokens to both data folders.
 """
 
 import json
@@ -60,7 +59,7 @@ class Suite:
     """The measurements by part; each part is a generator of Measurements."""
 
     def __init__(self, results, nanogpt, arguments, machine):
-        """`machine` describes the machine and the commit, after a date and a comma."""
+        """`machine` is tools.bench.where(): a date, which may differ, the machine, the commit."""
         self.results, self.nanogpt = Path(results).resolve(), Path(nanogpt)
         self.arguments, self.machine = arguments, machine
         self.results.mkdir(parents=True, exist_ok=True)
@@ -108,12 +107,12 @@ class Suite:
         It is measured with an empty cache of compiled code, with a filled one, and not compiled.
         """
         cache = self.out("inductor")
-        if not self.out("fast.json").exists():
-            shutil.rmtree(cache, ignore_errors=True)
         for name in ("fast", "fast-cached"):
             run = self.train(name, "config/shakespeare_char_fast.py")
-            command = ("env", f"TORCHINDUCTOR_CACHE_DIR={cache}", *run.command)
-            yield Measurement(name, command)
+            run = Measurement(name, ("env", f"TORCHINDUCTOR_CACHE_DIR={cache}", *run.command))
+            if name == "fast" and not self.stored(run):
+                shutil.rmtree(cache, ignore_errors=True)
+            yield run
         yield self.train("fast-eager", "config/shakespeare_char_fast.py", "--compile=False")
 
     def sampling(self):
@@ -178,21 +177,27 @@ class Suite:
 
     def result(self, measurement):
         """Returns whether a measurement succeeded, and its figures or the error, as text."""
-        path = self.out(f"{measurement.name}.json")
-        key = [list(measurement.command), self.machine.partition(", ")[2]]  # without the date
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if found.get("key") != key:
+        found = self.stored(measurement)
+        if not found:
             try:
-                found = {"key": key, "date": self.machine.partition(", ")[0]}
-                found |= self.measure(measurement)
+                found = self.measure(measurement)
             except UserError as error:
                 if not measurement.may_fail:
                     raise
                 return False, str(error)
-            with replacing(path) as [file]:
-                file.write(json.dumps(found, indent=1).encode())
+            with replacing(self.out(f"{measurement.name}.json")) as [file]:
+                file.write(json.dumps(self.key(measurement) | found, indent=1).encode())
         shown = {name: value for name, value in found["figures"].items() if name not in HIDDEN}
         return True, ", ".join(f"{name} {value:,.5g}" for name, value in shown.items())
+
+    def stored(self, measurement):
+        """Returns what the JSON file of a Measurement contains; None if it must be repeated."""
+        path, key = self.out(f"{measurement.name}.json"), self.key(measurement)
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return found if found.items() >= key.items() else None
+
+    def key(self, measurement):
+        return {"command": list(measurement.command), "machine": self.machine.partition(", ")[2]}
 
     def measure(self, measurement):
         """Runs a Measurement. Returns its figures, and the validation losses with their times."""
@@ -204,20 +209,17 @@ class Suite:
             if step_ms is None:
                 raise UserError(f"{measurement.name} prints no time of step 10 or later")
             speed = measurement.tokens / step_ms * 1e3
-            mfu = 100 * speed * self.flops() / peak()
+            machine = choose_machine(resolve_device("auto"), "bfloat16", False)
+            mfu = 100 * speed * self.flops() / machine.peak[0]
             found |= {"step_ms": step_ms, "tokens_per_s": speed, "mfu": mfu}
-        return {"figures": found, "curve": values.get("val_loss", [])}
+        date, losses = self.machine.partition(", ")[0], values.get("val_loss", [])
+        return {"date": date, "figures": found, "curve": losses}
 
     def flops(self):
         """Returns the FLOPs per token of the model of `speed`, by nanoGPT's formula."""
         config = self.shape()
         parameters = num_params(config) - config.block_size * config.n_embd
         return 6 * parameters + 12 * config.n_layer * config.n_embd * config.block_size
-
-
-def peak():
-    """Returns the FLOP/s of 16-bit matrix products."""
-    return choose_machine(resolve_device("auto"), "bfloat16", False).peak[0]
 
 
 def prepare(data):
@@ -244,6 +246,5 @@ def write_splits(folder, train, val):
 def save_untrained(path, config):
     """Saves an untrained model with a character for each token, so that it needs no download."""
     torch.manual_seed(0)
-    tokenizer = CharTokenizer("".join(map(chr, range(config.vocab_size))))
-    saved = {"tokenizer": tokenizer.to_dict()}
-    save(path, Checkpoint(config, GPT(config).state_dict(), Progress(), {}, **saved))
+    tokenizer = CharTokenizer("".join(map(chr, range(config.vocab_size)))).to_dict()
+    save(path, Checkpoint(config, GPT(config).state_dict(), Progress(), {}, tokenizer=tokenizer))
