@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folio.dropout import Dropout, apply_dropout
+from folio.attention import attention
+from folio.dropout import Dropout
 
 
 def relu2(x):
@@ -95,23 +96,15 @@ class GPTConfig:
 
 
 def causal_attention(q, k, v, window=0, dropout=0.0):
-    """Causal attention over the last `window` tokens (0: all). (B, H, T, D) each -> the same."""
-    T = q.shape[2]
-    if 0 < window < T:
-        return windowed_attention(q, k, v, window, dropout)
-    if prefers_explicit_attention(q, T):
-        future = torch.full((1, T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-        return explicit_attention(q, k, v, future, dropout)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    """Causal attention over the last `window` tokens (0: all). (B, H, T, D) each -> the same.
 
-
-def windowed_attention(q, k, v, window, dropout):
-    """Causal attention for T > window, in O(T * window) time.
-
-    The sequence is cut into chunks of `window` tokens; each chunk attends to itself and to the
-    chunk before (Child et al. 2019, "Generating Long Sequences with Sparse Transformers").
+    With a window it takes O(T * window) time: the sequence is cut into chunks of `window` tokens;
+    each chunk attends to itself and to the chunk before (Child et al. 2019, "Generating Long
+    Sequences with Sparse Transformers").
     """
     B, H, T, D = q.shape
+    if not 0 < window < T:
+        return attention(q, k, v, dropout=dropout)
     chunks = -(-T // window)
     padded = (F.pad(each, (0, 0, 0, chunks * window - T)) for each in (q, k, v))
     q, k, v = (each.reshape(B * H, chunks, window, D) for each in padded)
@@ -121,30 +114,8 @@ def windowed_attention(q, k, v, window, dropout):
     masked = ((distance < 0) | (distance >= window)).repeat(chunks, 1, 1)
     masked[0, :, :window] = True  # the first chunk has no predecessor
     mask = torch.zeros(masked.shape, dtype=q.dtype, device=q.device).masked_fill(masked, -math.inf)
-    if prefers_explicit_attention(q, 2 * window):
-        y = explicit_attention(q, k, v, mask.repeat(B * H, 1, 1), dropout)
-    else:
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    y = attention(q, k, v, mask, dropout)
     return y.reshape(B, H, chunks * window, D)[:, :, :T]
-
-
-def prefers_explicit_attention(q, keys):
-    """Whether matrix products are faster than torch's fused kernel, forward and backward.
-
-    In bfloat16 on two AMD cores they took 1/4 of its time for 128 keys and 1/2 for 512.
-    """
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and keys <= 512
-
-
-def explicit_attention(q, k, v, mask, dropout):
-    """softmax(q k^T / sqrt(D) + mask) v (Vaswani et al. 2017, section 3.2.1).
-
-    q: (B, H, T, D); k, v: (B, H, keys, D); mask: (B * H or 1, T, keys).
-    """
-    flat_q, flat_k, flat_v = (each.flatten(0, 1) for each in (q, k, v))
-    scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-    weights = apply_dropout(scores.softmax(dim=-1), dropout)
-    return (weights @ flat_v).unflatten(0, q.shape[:2])
 
 
 def rotary_tables(config, device):

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
+from folio.attention import fused_attention
 from folio.sampling import occurrences, sample_next, uniforms
 from model import causal_attention
 
@@ -59,7 +60,7 @@ def prefill(model, cache, idx, rows):
         model.trunk(idx[start : start + rows_per_pass], attend=attend)
 
 
-def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot_product_attention):
+def decode_one(model, cache, tail, position, length=None, attention=fused_attention):
     """Processes one token per row and returns the logits of the next: (B, vocab_size).
 
     Args:
@@ -79,9 +80,8 @@ def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot
     else:
         rows, positions = torch.arange(len(tail), device=device), position[:, None]
         start, count = 0, length or cache.length
-        distance = positions - torch.arange(count, device=device)
-        mask = (distance >= 0) & (distance < (cache.window or cache.length))
-        mask = mask[:, None, None]  # (B, 1, 1, length)
+        distance = (positions - torch.arange(count, device=device))[:, None, None]
+        mask = (distance >= 0) & (distance < (cache.window or cache.length))  # (B, 1, 1, length)
 
     def attend(layer, q, k, v):
         cache.write(layer, rows, position, k, v)

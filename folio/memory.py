@@ -171,7 +171,7 @@ def saved_by_block(config, settings):
     is_windowed = 0 < config.window < settings.block_size
     keys = 2 * config.window if is_windowed else settings.block_size
     # Fused attention does not save its scores. On a CPU it has no dropout and no mask; see also
-    # model.prefers_explicit_attention.
+    # attention.prefers_explicit_attention.
     explicit = settings.dtype == "bfloat16" and keys <= 512
     has_scores = on_cpu and (is_windowed or bool(config.dropout) or explicit)
     scores = config.n_head * keys * (3 if config.dropout else 1) if has_scores else 0

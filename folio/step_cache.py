@@ -25,7 +25,8 @@ from folio.settings import ROOT
 from folio.size import num_params
 
 KEPT = 4  # compiled files; each is as large as the model
-CODE = ("model.py", *(f"folio/{name}.py" for name in ("generate", "aot", "checkpoint", "dropout")))
+MODULES = ("generate", "aot", "attention", "checkpoint", "dropout")
+CODE = ("model.py", *(f"folio/{name}.py" for name in MODULES))
 HINT = "compiling the model for later runs with --compile; Ctrl-C skips this"
 BATCH_HINT = "on a CPU, --compile applies to one text at a time: use --stream or --num_samples=1"
 

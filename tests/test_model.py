@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
-import model as model_module
 from folio.size import flops_per_token, num_params
 from model import (
     ACTIVATIONS,
@@ -18,8 +17,6 @@ from model import (
     NORMS,
     GPTConfig,
     LocalContext,
-    causal_attention,
-    explicit_attention,
     mlp_widths,
     ngram_rows,
     relu2,
@@ -173,39 +170,7 @@ def test_rotary_positions_equal_transformers():
     assert relative_error(logits_of(ours, idx), reference) < 1e-5
 
 
-# Attention
-
-
-@pytest.fixture(params=[True, False], ids=["explicit", "kernel"])
-def implementation(request, monkeypatch):
-    """Runs the test with each implementation of attention."""
-    monkeypatch.setattr(model_module, "prefers_explicit_attention", lambda *_: request.param)
-
-
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("window", [0, 1, 4, 5, 8, 32, 33, 40])
-@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4), (2, 2, 33, 16)], ids=str)
-def test_attention_and_its_gradients_follow_the_definition(shape, window):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, *shape, requires_grad=True).unbind()
-    distance = torch.arange(shape[2])[:, None] - torch.arange(shape[2])
-    visible = (distance >= 0) & (distance < (window or shape[2]))
-    scores = (q @ k.mT / math.sqrt(shape[3])).masked_fill(~visible, -math.inf)
-    expected, y = scores.softmax(dim=-1) @ v, causal_attention(q, k, v, window)
-    assert torch.allclose(y, expected, atol=1e-6)
-    direction = torch.randn(shape)
-    gradients = [torch.autograd.grad((of * direction).sum(), (q, k, v)) for of in (y, expected)]
-    for ours, reference in zip(*gradients, strict=True):
-        assert torch.allclose(ours, reference, atol=1e-5)
-
-
-def test_explicit_attention_drops_its_share_and_keeps_the_mean():
-    torch.manual_seed(0)
-    q = k = torch.zeros(1, 1, 400, 8)
-    v = torch.eye(400)[None, None]
-    weights = explicit_attention(q, k, v, torch.zeros(1, 400, 400), dropout=0.25)
-    assert (weights == 0).float().mean() == pytest.approx(0.25, abs=0.01)
-    assert weights.max() == pytest.approx(1 / 400 / 0.75)
+# Query-key normalization
 
 
 @pytest.mark.parametrize("norm", NORMS)

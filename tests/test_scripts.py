@@ -69,7 +69,8 @@ def test_constraints_pin_every_required_package():
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors", "split_writer"},
-    {"bpe", "fields", "model"},
+    {"attention", "bpe", "fields"},
+    {"model"},
     {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"},
     {"process", "memory", "recompute", "corpus", "shards", "sources"}
     | {"dist", "sampling", "sharding"},
