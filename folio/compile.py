@@ -37,7 +37,7 @@ def compile_model(model, machine, batch):
     """
 
     def trial(compiled):
-        for training in (True, False):
+        for training in (False, True):  # after an evaluation, FSDP hides the gradients
             model.train(training)
             with machine.autocast(), torch.set_grad_enabled(training):
                 loss = compiled(*batch) if training else compiled(*batch[:2])

@@ -49,10 +49,12 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
     model = random_model()
     idx = random_ids(model)
 
-    def compiled(x, y):  # fails in the evaluation, after a training pass
-        if not model.training:
+    def compiled(x, y):  # fails after the backward pass
+        loss = model(x, y)
+        if loss.requires_grad:
+            loss.backward()
             raise RuntimeError("no graph")
-        return model(x, y)
+        return loss
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled)
     assert compile_model(model, CPU, (idx, idx)) is model

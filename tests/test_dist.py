@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,28 @@ def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
     for parallel in ("ddp", "fsdp"):
         found = trained(2, out_dir=parallel, parallel=parallel, **settings)
         assert differences(found, one).max() < 2e-3
+
+
+def first_norm(flags):
+    """Returns the gradient norm of the first step, compiled by a fast backend if compile=True."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        return in_setup(norm_of_a_step, flags)
+
+
+def norm_of_a_step(run):
+    batches = Batches(run.dataset.train, run.settings, run.learner.world)
+    return float(run.learner.gradient(batches.at(0), 0)[1])
+
+
+@pytest.mark.slow
+@both_parallel
+def test_compiling_does_not_change_the_first_step(verse, parallel):
+    norms = [
+        Ranks(2, first_norm, tiny.flags(gradient_accumulation_steps=2, **each)).results()
+        for each in ({"parallel": "ddp"}, {"parallel": parallel, "compile": True})
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 # Stops and errors
