@@ -74,9 +74,7 @@ class TrainConfig:
     )
     learning_rate: float = setting(6e-4, "peak learning rate", "[0, inf)")
     max_iters: int = setting(600_000, "optimizer steps", "[1, inf)")
-    minutes: float | None = setting(
-        None, "time budget: fewer steps, if max_iters would take longer", "(0, inf)"
-    )
+    minutes: float | None = setting(None, "time budget; reduces max_iters if needed", "(0, inf)")
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     train_temperature: float = setting(1.0, "divides the logits in training", "(0, inf)")
@@ -90,13 +88,13 @@ class TrainConfig:
     lr_decay_iters: int | None = setting(None, "last step of decay; None: max_iters", "[0, inf)")
     min_lr: float | None = setting(None, "final rate; None: learning_rate / 10", "[0, inf)")
 
-    device: str = setting(
-        "auto", "auto, cpu, cuda, cuda:N or mps", group="Machine", scope="machine"
-    )
+    device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine", scope="machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of matrix products; weights stay float32"
     )
-    compile: Literal["auto"] | bool = setting("auto", "use torch.compile", scope="machine")
+    compile: Literal["auto", "reduce-overhead", "max-autotune"] | bool = setting(
+        "auto", "use torch.compile; its two modes use CUDA graphs", scope="machine"
+    )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", scope="machine"
     )
@@ -129,7 +127,7 @@ from folio.checkpoint import Checkpoint, Progress
 from folio.compile import compile_model
 from folio.completion import sample_text
 from folio.dataset import Dataset, load_dataset
-from folio.device import choose_machine, kind_of, read_later, resolve_device
+from folio.device import choose_machine, kind_of, read_later, resolve_device, uses_cuda_graphs
 from folio.dist import ALONE, joined
 from folio.distill import Distillation, load_teachers
 from folio.divergence import DivergenceMonitor
@@ -342,6 +340,7 @@ class Learner:
         """Clips the gradient, whose norm is given, and updates the weights."""
         if limit := self.settings.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
+        keeps_gradients = self.world.is_launched or uses_cuda_graphs(self.machine.compile)
         # If found_inf is 1, a step changes nothing. scaler.step() would wait for the GPU.
         found_inf = (~norm.isfinite()).float() if self.scaler.is_enabled() else None
         for optimizer in self.optimizers.values():
@@ -349,7 +348,7 @@ class Learner:
                 group["lr"] = lr * group["lr_scale"]
             optimizer.found_inf = found_inf
             optimizer.step()
-            optimizer.zero_grad(set_to_none=self.is_sharded or not self.world.is_launched)
+            optimizer.zero_grad(set_to_none=not keeps_gradients)
         self.scaler.update()
 
     def evaluate(self, dataset, step, stop=process.NEVER):

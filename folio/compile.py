@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import nn
 
-from folio.device import kind_of
+from folio.device import kind_of, uses_cuda_graphs
 from folio.errors import cause_of
 from folio.memory import is_out_of_memory
 
@@ -33,8 +33,12 @@ def compile_or_fall_back(function, trial, **options):
 def compile_model(model, machine, batch):
     """Returns `model` compiled for training and evaluation, if possible.
 
+    With CUDA graphs, the parameters have gradients from the start. Keep them, because the results
+    of a graph, to which autograd would set them, are overwritten when it runs again.
+
     batch: the arguments of a training step. An evaluation has the first two.
     """
+    mode = machine.compile if uses_cuda_graphs(machine.compile) else None
 
     def trial(compiled):
         for training in (False, True):  # after an evaluation, FSDP hides the gradients
@@ -45,11 +49,13 @@ def compile_model(model, machine, batch):
                 loss.backward()
 
     start = time.monotonic()
-    compiled = compile_or_fall_back(model, trial, dynamic=False)  # the shapes never change
+    # The shapes never change.
+    compiled = compile_or_fall_back(model, trial, mode=mode, dynamic=False)
     if compiled is not model:
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     model.train()
-    model.zero_grad(set_to_none=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if mode else None
     return compiled
 
 

@@ -44,7 +44,7 @@ class Machine:
 
     device: str
     dtype: str
-    compile: bool
+    compile: bool | str  # str: a mode of torch.compile
     summary: str
 
     @property
@@ -85,6 +85,8 @@ def choose_machine(device, dtype, compile):
         # On two CPU cores, compiling took 10 to 60 s and made steps of small models between a tenth
         # faster and a quarter slower.
         compile, why_compile = kind == "cuda", f"default on {kind}"
+    elif uses_cuda_graphs(compile):
+        why_compile = compile
     gpu = "" if resolve_device("auto") != "cpu" else "no GPU found; "
     names = {"cpu": f"{gpu}threads: {torch.get_num_threads()}", "mps": "Apple GPU"}
     name = torch.cuda.get_device_name(device) if kind == "cuda" else names[kind]
@@ -93,6 +95,11 @@ def choose_machine(device, dtype, compile):
         f"{'compiled' if compile else 'not compiled'} ({why_compile})"
     )
     return Machine(device, dtype, compile, summary)
+
+
+def uses_cuda_graphs(compile):
+    """Whether a value of the setting `compile` is a mode of torch.compile, with CUDA graphs."""
+    return isinstance(compile, str) and compile != "auto"
 
 
 @contextmanager

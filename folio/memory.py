@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from folio.device import DTYPES, kind_of, resolve_dtype
+from folio.device import DTYPES, kind_of, resolve_dtype, uses_cuda_graphs
 from folio.errors import RankError, UserError
 from folio.size import matrix_params, num_params
 from model import mlp_widths
@@ -90,7 +90,9 @@ def estimate(config, settings, world_size=1):
         # FSDP sums whole gradients until the last micro-batch of a step.
         gradients = 4 * count // (1 if accumulates else shards)
         optimizer = moment_bytes(config, settings) // shards
-        if world_size == 1 and not accumulates:  # gradients replace activations
+        if uses_cuda_graphs(settings.compile):
+            gradients *= 2  # the results of the graph are added to others
+        elif world_size == 1 and not accumulates:  # gradients replace activations
             last = bytes_with_all_gradients(config, settings)
             activations = max(activations - gradients, last)
         copies = not is_sharded or can_gather(config, settings)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from folio import tokenizers
-from folio.device import resolve_dtype
+from folio.device import resolve_dtype, uses_cuda_graphs
 from folio.errors import UserError
 from folio.settings import changed
 from model import GPTConfig
@@ -39,6 +39,8 @@ def check_parallel(settings, size):
             f"gradient_accumulation_steps={count} cannot be divided by {size} processes: "
             f"use {advice}"
         )
+    if settings.parallel == "fsdp" and uses_cuda_graphs(settings.compile):
+        raise UserError("parallel=fsdp has no CUDA graphs: use --compile=True or --parallel=ddp")
     dtype = resolve_dtype(settings.dtype, settings.device)
     if settings.parallel == "fsdp" and dtype == "float16" and size > 1:
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")

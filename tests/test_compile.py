@@ -93,6 +93,50 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
     assert counter.frame_count == 2
 
 
+@pytest.mark.parametrize("compile", [True, "reduce-overhead"])
+def test_a_mode_with_cuda_graphs_keeps_the_gradients(verse, monkeypatch, compile):
+    options = []
+
+    def compiled(model, **given):
+        options.append(given)
+        return lambda *arguments: model(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    settings = tiny.settings(compile=compile, gradient_accumulation_steps=2)
+    learner, keeps = (run := train.setup(settings)).learner, compile == "reduce-overhead"
+    assert options == [{"mode": compile if keeps else None, "dynamic": False}]
+    expected = train.setup(tiny.settings(gradient_accumulation_steps=2)).learner
+    batches, kept = Batches(run.dataset.train, settings), None
+    for step in range(3):
+        results = [each.gradient(batches.at(step), step) for each in (learner, expected)]
+        assert results[0] == results[1]
+        found = [p.grad.data_ptr() for p in learner.model.parameters()]
+        kept = kept or found
+        assert found == kept or not keeps
+        for each, (_, norm) in zip((learner, expected), results, strict=True):
+            each.update(norm, 1e-3)
+        assert all((p.grad is not None) == keeps for p in learner.model.parameters())
+    assert tiny.same(learner.model.state_dict(), expected.model.state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("compile", [False, True, "reduce-overhead"])
+def test_gpu_dropout_depends_on_the_step_only(verse, compile):
+    settings = tiny.settings(device="cuda", dtype="bfloat16", compile=compile, dropout=0.5)
+    run = train.setup(settings)
+    [batch] = Batches(run.dataset.train, settings).at(0)
+
+    def loss(step):
+        found = run.learner.gradient([batch], step)[0].item()
+        run.learner.model.zero_grad(set_to_none=False)
+        return found
+
+    warmup = [loss(step) for step in range(5)]
+    assert [loss(step) for step in range(5)] == warmup
+    assert len(set(warmup)) == 5
+
+
 def graphs(switches):
     """Returns the numbers of graphs and of graph breaks in the forward pass of training."""
     torch.compiler.reset()

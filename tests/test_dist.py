@@ -225,6 +225,23 @@ def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
         assert differences(found, one).max() < 2e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@both_parallel
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
+def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
+    verse, parallel, compile, dtype, tolerance
+):
+    settings = CURVE_SETTINGS | {"device": "cuda", "dtype": dtype, "n_embd": 32}
+    settings |= {"compile": compile, "max_iters": 50}
+    one = trained(1, out_dir="one", **settings)
+    flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
+    Ranks(1, train.main, flags).results()
+    found = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
+    assert differences(found, one).max() < tolerance
+
+
 def first_norm(flags):
     """Returns the gradient norm of the first step, compiled by a fast backend if compile=True."""
     with pytest.MonkeyPatch.context() as patch:
@@ -360,6 +377,19 @@ def test_a_batch_that_cannot_be_divided_is_refused(count, batch_size, size, advi
     with pytest.raises(UserError) as caught:
         check_parallel(settings, size)
     assert f"{advice}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "float16"}, "fsdp has no float16"),
+        ({"compile": "max-autotune"}, "no CUDA"),
+    ],
+    ids=str,
+)
+def test_fsdp_refuses_what_it_does_not_have(settings, message):
+    with pytest.raises(UserError, match=message):
+        check_parallel(tiny.settings(parallel="fsdp", gradient_accumulation_steps=2, **settings), 2)
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,8 @@ def test_gradients_replace_activations_unless_they_accumulate():
     assert once.activations == accumulating.activations - 4 * count > 0
     _, few_tokens = estimate_of(batch_size=1)
     assert few_tokens.activations == 8 * 100 * 64  # the two gradients of the tied matrix
+    _, graphs = estimate_of(compile="reduce-overhead")
+    assert graphs.gradients == 8 * count
 
 
 def test_compiled_models_have_no_log_probabilities():

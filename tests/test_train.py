@@ -365,10 +365,11 @@ def test_run_continues_uncompiled_if_the_compiler_fails(verse, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_compiled_run_equals_uncompiled_run(verse, capsys):
-    train.main(tiny.flags(out_dir="plain"))
-    train.main(tiny.flags(compile=True))
-    assert "compiling failed" not in capsys.readouterr().err
+@pytest.mark.parametrize("compile", [True, "reduce-overhead"])
+def test_compiled_run_equals_uncompiled_run(verse, capsys, compile):
+    train.main(tiny.flags(out_dir="plain", gradient_accumulation_steps=2))
+    train.main(tiny.flags(compile=compile, gradient_accumulation_steps=2))
+    assert capsys.readouterr().err == ""
     plain = tiny.saved("last.pt", "plain")["model"]
     for name, tensor in tiny.saved("last.pt")["model"].items():
         assert torch.allclose(tensor, plain[name], atol=1e-4), name
@@ -381,3 +382,17 @@ def test_run_on_a_gpu_lowers_the_loss(verse, dtype):
     train.main(tiny.flags(device="cuda", dtype=dtype, compile="auto"))
     losses = [event["loss"] for event in tiny.log_events() if event["split"] == "val"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("compile", [True, "reduce-overhead", "max-autotune"])
+def test_compiled_run_on_a_gpu_is_close_to_uncompiled_run(verse, capsys, compile):
+    settings = {"device": "cuda", "dtype": "bfloat16", "max_iters": 12, "log_interval": 1}
+    settings |= {"gradient_accumulation_steps": 2, "grad_clip": 0.1}
+    losses = []
+    for out_dir, value in (("plain", False), ("out", compile)):
+        train.main(tiny.flags(out_dir=out_dir, compile=value, **settings))
+        losses.append([event["loss"] for event in tiny.log_events(out_dir) if "loss" in event])
+    assert "continuing without" not in capsys.readouterr().err
+    assert losses[1] == pytest.approx(losses[0], abs=5e-3)
