@@ -135,7 +135,7 @@ from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import check_parallel, plan_model
-from folio.recompute import recompute_blocks
+from folio.recompute import recompute_activations
 from folio.run_dir import ReadOnlyRunDir, RunDir
 from folio.saving import Saver
 from folio.sharding import assign, average_gradients, gathered, replicate, shard, unsharded
@@ -271,7 +271,7 @@ class Learner:
         self.is_sharded = settings.parallel == "fsdp" and world.is_launched
         self.model = GPT.uninitialized(config, "meta" if self.is_sharded else machine.device)
         if settings.activation_checkpointing:
-            recompute_blocks(self.model)
+            recompute_activations(self.model)
         if self.is_sharded:
             shard(self.model, world, machine.dtype)
         self.forward = self.model  # see make_forward()

@@ -14,6 +14,7 @@ import torch
 
 from folio.device import DTYPES, kind_of, resolve_dtype, uses_cuda_graphs
 from folio.errors import RankError, UserError
+from folio.recompute import HEAD_PARTS
 from folio.size import matrix_params, num_params
 from model import mlp_widths
 
@@ -141,7 +142,10 @@ def activation_bytes(config, settings):
     block = saved_by_block(config, settings)
     # Compiled, the gradient of the logits overwrites them. Otherwise there are log-probabilities,
     # their gradient and that of the logits, in float32.
-    logits = (item if settings.compile else 12) * config.vocab_size + (4 + item) * C
+    logits = (item if settings.compile else 12) * config.vocab_size
+    if settings.activation_checkpointing and not settings.compile:
+        logits //= HEAD_PARTS
+    logits += (4 + item) * C
     gradients = item * mlp_widths(config)[0] + 8 * C  # of the widest layer, the residual stream
     embedded = 4 * (config.smear + bool(config.dropout)) * C
     if settings.eval_only:

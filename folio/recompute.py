@@ -1,9 +1,12 @@
 """Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")."""
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import Block
+from model import GPT, Block
+
+HEAD_PARTS = 8  # of a micro-batch; the logits of one part exist at a time
 
 
 class RecomputedBlock(Block):
@@ -15,11 +18,32 @@ class RecomputedBlock(Block):
         return checkpoint(super().forward, x, rotation, attend, use_reentrant=False)
 
 
-def recompute_blocks(model):
-    """Makes the blocks of a GPT save memory in training, in place.
+class RecomputedGPT(GPT):
+    """A GPT that computes the logits of a few tokens at a time, again in the backward pass.
 
-    Losses, gradients and dropout do not change: the second run restores the generators' states.
-    FSDP must be applied afterwards, because it also replaces the classes of modules.
+    The compiler needs less memory for all of them than for parts.
     """
+
+    def forward(self, idx, targets, temperature=1.0):
+        if torch.compiler.is_compiling():
+            return super().forward(idx, targets, temperature)
+        hidden = (self.trunk(idx) / temperature).flatten(0, 1)
+        parts = zip(hidden.chunk(HEAD_PARTS), targets.flatten().chunk(HEAD_PARTS), strict=True)
+        total = sum(checkpoint(self.summed_loss, *part, use_reentrant=False) for part in parts)
+        return total / (targets != -1).sum()
+
+    def summed_loss(self, hidden, targets):
+        """hidden: (N, C); targets: (N,). Returns the sum of the losses, a scalar."""
+        return F.cross_entropy(self.lm_head(hidden), targets, ignore_index=-1, reduction="sum")
+
+
+def recompute_activations(model):
+    """Makes a GPT save memory in training, in place.
+
+    Losses and gradients change by rounding only: the second run restores the generators' states, so
+    that it drops the same elements. FSDP must be applied afterwards, because it also replaces the
+    classes of modules.
+    """
+    model.__class__ = RecomputedGPT
     for block in model.transformer.h:
         block.__class__ = RecomputedBlock  # a wrapper would change the names of the parameters

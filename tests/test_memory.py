@@ -15,7 +15,7 @@ from folio.memory import (
     explained_out_of_memory,
     memory_advice,
 )
-from folio.recompute import recompute_blocks
+from folio.recompute import recompute_activations
 from folio.size import num_params
 from model import GPT, GPTConfig
 
@@ -90,7 +90,7 @@ def saved_bytes(config, settings):
     torch.manual_seed(0)
     model = GPT(config)
     if settings.activation_checkpointing:
-        recompute_blocks(model)
+        recompute_activations(model)
     weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
     saved = {}
 

@@ -1,11 +1,11 @@
-"""Activation checkpointing must not change anything but memory."""
+"""Activation checkpointing must not change anything but memory and rounding."""
 
 import pytest
 import tiny
 import torch
 
 import train
-from folio.recompute import recompute_blocks
+from folio.recompute import recompute_activations
 from model import GPT, GPTConfig
 
 SHAPE = {"block_size": 16, "vocab_size": 30, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -16,7 +16,7 @@ def losses_and_gradients(recomputes, dtype=torch.float32, compiled=False, **chan
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SHAPE, **changes))
     if recomputes:
-        recompute_blocks(model)
+        recompute_activations(model)
     forward = torch.compile(model, backend="aot_eager") if compiled else model
     ids, losses = torch.randint(30, (2, 16)), []
     for _ in range(2):
@@ -27,11 +27,15 @@ def losses_and_gradients(recomputes, dtype=torch.float32, compiled=False, **chan
     return losses, [p.grad for p in model.parameters()], torch.get_rng_state()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 @pytest.mark.parametrize("changes", [{}, {"dropout": 0.3}, {"position": "rotary"}], ids=str)
-def test_losses_gradients_and_dropout_are_the_same(changes, dtype):
-    expected = losses_and_gradients(False, dtype, **changes)
-    assert tiny.same(losses_and_gradients(True, dtype, **changes), expected)
+def test_losses_gradients_and_dropout_are_the_same(changes, dtype, tolerance):
+    losses, gradients, state = losses_and_gradients(False, dtype, **changes)
+    found, recomputed, end = losses_and_gradients(True, dtype, **changes)
+    torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+    for ours, expected in zip(recomputed, gradients, strict=True):
+        assert (ours - expected).norm() <= tolerance * expected.norm()
+    assert torch.equal(end, state)
 
 
 @pytest.mark.slow
@@ -47,14 +51,26 @@ def test_names_and_samples_are_the_same():
     model = tiny.random_model()
     ids, names = tiny.random_ids(model), list(model.state_dict())
     expected = model.logits(ids)
-    recompute_blocks(model)
+    recompute_activations(model)
     assert list(model.state_dict()) == names
     assert torch.equal(model.logits(ids), expected)
 
 
-def test_training_with_it_gives_the_same_checkpoint(folder):
+def test_training_with_it_has_nearly_the_same_losses(folder):
     tiny.prepare_verse()
     common = {"dropout": 0.2, "sample_interval": 3}
     for name, value in (("a", False), ("b", True)):
         train.main(tiny.flags(out_dir=name, activation_checkpointing=value, **common))
-    assert tiny.differences("a", "b") == ["log.jsonl"]  # the setting itself
+    plain, recomputed = (tiny.log_events(name) for name in "ab")
+    for ours, expected in zip(recomputed, plain, strict=True):
+        assert ours.get("loss") == pytest.approx(expected.get("loss"), abs=1e-5)
+
+
+def test_targets_of_minus_one_do_not_count():
+    model, rows = tiny.random_model(), 3
+    ids = tiny.random_ids(model, rows=rows)
+    targets = ids.clone()
+    targets[1:] = -1  # most parts have none that counts
+    expected = model(ids, targets)
+    recompute_activations(model)
+    torch.testing.assert_close(model(ids, targets), expected)

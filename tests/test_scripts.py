@@ -71,9 +71,9 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors", "split_writer"},
     {"attention", "bpe", "fields"},
     {"model"},
-    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"},
-    {"process", "memory", "recompute", "corpus", "shards", "sources"}
-    | {"dist", "sampling", "sharding"},
+    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"}
+    | {"recompute"},
+    {"process", "memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
     {"optim", "scoring"},
     {"divergence"},
