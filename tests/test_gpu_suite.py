@@ -10,8 +10,9 @@ import pytest
 
 import sample
 import train
+from folio.dataset import load_dataset
 from folio.errors import UserError
-from tools import bench, gpu_suite, measure
+from tools import bench, gpu_parts, gpu_suite, measure
 
 TOY = {
     "device": "cpu", "dtype": "float32", "compile": False, "n_layer": 1, "n_head": 2, "n_embd": 16,
@@ -61,8 +62,8 @@ def commands(verse, capsys, monkeypatch):
     Path("nanoGPT/configurator.py").touch()
     commands = Commands(capsys)
     monkeypatch.setattr(gpu_suite, "measure", commands.measure)
-    monkeypatch.setattr(gpu_suite, "NEW_TOKENS", 3)
-    monkeypatch.setattr(gpu_suite, "XL", ["--activation_checkpointing=True"])
+    monkeypatch.setattr(gpu_parts, "NEW_TOKENS", 3)
+    monkeypatch.setattr(gpu_parts, "XL", ["--activation_checkpointing=True"])
     return commands
 
 
@@ -87,6 +88,9 @@ def test_every_part_runs_at_toy_size(commands, capsys):
     for name in ("124M-256", "1.5B"):
         assert figures(f"memory-{name}").keys() >= {"estimated_mib", "peak_mib"}
     assert not Path("out-gpu-suite/memory-124M-192.json").exists()  # the largest that fits
+    for name in gpu_parts.CANDIDATES:
+        assert figures(f"candidate-{name}")["tokens_per_s"] > 0
+    assert load_dataset("random_unpadded").tokenizer.padded_vocab_size == gpu_suite.GPT2_TOKENS
     assert figures("tests").items() >= {"passed": 7, "skipped": 3}.items()
     out = capsys.readouterr().out
     assert "| sampling-124M-64 " in out
@@ -128,8 +132,8 @@ def test_nanogpt_gets_the_same_tokens(commands, verse):
 
 
 def test_the_speed_model_is_gpt2_with_the_published_flops(tmp_path):
-    suite = gpu_suite.Suite(tmp_path, ".", (), "")
-    assert suite.flops() == pytest.approx(855e6, rel=0.001)
+    config = gpu_parts.Parts(tmp_path, ()).shape()
+    assert gpu_parts.flops_per_token(config) == pytest.approx(855e6, rel=0.001)
 
 
 @pytest.mark.parametrize(

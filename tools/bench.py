@@ -45,8 +45,8 @@ COLUMNS = {  # figure: (heading in the table, format)
 }
 
 
-# Methods of gpu_suite.Suite.
-PARTS = ("speed", "curve", "fast", "sampling", "memory", "tests", "lecture")
+# Methods of gpu_parts.Parts.
+PARTS = ("speed", "curve", "fast", "sampling", "memory", "tests", "lecture", "candidates")
 
 
 @dataclass(frozen=True)
