@@ -66,7 +66,8 @@ class Suite:
             with replacing(self.results / f"{measurement.name}.json") as [file]:
                 file.write(json.dumps(self.key(measurement) | found, indent=1).encode())
         shown = {name: value for name, value in found["figures"].items() if name not in HIDDEN}
-        return True, ", ".join(f"{name} {value:,.5g}" for name, value in shown.items())
+        texts = (f"{value:,.0f}" if value >= 1000 else f"{value:.5g}" for value in shown.values())
+        return True, ", ".join(map(" ".join, zip(shown, texts, strict=True)))
 
     def stored(self, measurement):
         """Returns what the JSON file of a Measurement contains; None if it must be repeated."""
