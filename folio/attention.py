@@ -13,9 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from folio.dropout import apply_dropout
 
-# With a mask, cuDNN's kernels compute wrong results on some recent GPUs, where torch prefers them:
-# https://github.com/pytorch/pytorch/issues/196678 and 193893.
-MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+OTHER_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def without_cudnn(device):
+    """Returns a context without cuDNN's attention, which torch 2.11 prefers on recent GPUs.
+
+    With a mask, its results can be wrong there (https://github.com/pytorch/pytorch/issues/196678
+    and 193893). It prepares a kernel for each shape, too slow if each call has another length.
+    """
+    return sdpa_kernel(OTHER_BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 def attention(q, k, v, mask=None, dropout=0.0):
@@ -24,20 +31,16 @@ def attention(q, k, v, mask=None, dropout=0.0):
     mask: (H, T, S), added to the scores, of q's dtype. Default: causal attention, for T = S.
     """
     if not prefers_explicit_attention(q, k.shape[2]):
-        return fused_attention(q, k, v, mask, dropout, is_causal=mask is None)
+        if mask is None:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        with without_cudnn(q.device):
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout)
     if mask is None:
         T = q.shape[2]
         mask = torch.full((1, T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
     else:
         mask = mask.repeat(len(q), 1, 1)
     return explicit_attention(q, k, v, mask, dropout)
-
-
-def fused_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-    """F.scaled_dot_product_attention without the kernels that are wrong for masks."""
-    excludes_cudnn = q.is_cuda and attn_mask is not None
-    with sdpa_kernel(MASKED_BACKENDS) if excludes_cudnn else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
 
 
 def prefers_explicit_attention(q, keys):
