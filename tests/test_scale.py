@@ -81,9 +81,9 @@ def bytes_of_a_step(run):
         learner.gradient(batches.at(2), 2)
     halves = {"gloo:all_reduce": 2, "gloo:all_gather": 2, "c10d::_reduce_scatter_base_": -1}
     item_sizes, sent = {"float": 4, "c10::BFloat16": 2}, 0.0
-    for event in profiler.events():
-        if event.name in halves:  # an all-gather has a half as input
-            place = int("scatter" in event.name)
-            size = math.prod(event.input_shapes[place]) * item_sizes[event.input_dtypes[place]]
-            sent += halves[event.name] * size / 2
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() in halves:  # an all-gather has a half as input
+            place = int("scatter" in event.name())
+            size = math.prod(event.shapes()[place]) * item_sizes[event.dtypes()[place]]
+            sent += halves[event.name()] * size / 2
     return learner.model.config, sent
