@@ -93,7 +93,7 @@ class TrainConfig:
         "auto", "data type of matrix products; weights stay float32"
     )
     compile: Literal["auto", "reduce-overhead", "max-autotune"] | bool = setting(
-        "auto", "use torch.compile; its two modes use CUDA graphs", scope="machine"
+        "auto", "use torch.compile; both modes also use CUDA graphs", scope="machine"
     )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", scope="machine"
@@ -340,7 +340,8 @@ class Learner:
         """Clips the gradient, whose norm is given, and updates the weights."""
         if limit := self.settings.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
-        keeps_gradients = self.world.is_launched or uses_cuda_graphs(self.machine.compile)
+        has_graphs = uses_cuda_graphs(self.machine.compile)
+        set_to_none = self.is_sharded or not (self.world.is_launched or has_graphs)
         # If found_inf is 1, a step changes nothing. scaler.step() would wait for the GPU.
         found_inf = (~norm.isfinite()).float() if self.scaler.is_enabled() else None
         for optimizer in self.optimizers.values():
@@ -348,7 +349,7 @@ class Learner:
                 group["lr"] = lr * group["lr_scale"]
             optimizer.found_inf = found_inf
             optimizer.step()
-            optimizer.zero_grad(set_to_none=not keeps_gradients)
+            optimizer.zero_grad(set_to_none=set_to_none)
         self.scaler.update()
 
     def evaluate(self, dataset, step, stop=process.NEVER):

@@ -20,13 +20,14 @@ def without_cudnn(device):
     """Returns a context without cuDNN's attention, which torch 2.11 prefers on recent GPUs.
 
     With a mask, its results can be wrong there (https://github.com/pytorch/pytorch/issues/196678
-    and 193893). It prepares a kernel for each shape, too slow if each call has another length.
+    and 193893). It also prepares a kernel for each shape, which is slow if every call has another
+    length.
     """
     return sdpa_kernel(OTHER_BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 def attention(q, k, v, mask=None, dropout=0.0):
-    """Returns attention in training: (B, H, T, D), (B, H, S, D) twice -> (B, H, T, D).
+    """Returns (B, H, T, D), from queries of this shape, and keys and values of (B, H, S, D).
 
     mask: (H, T, S), added to the scores, of q's dtype. Default: causal attention, for T = S.
     """

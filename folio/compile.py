@@ -33,15 +33,17 @@ def compile_or_fall_back(function, trial, **options):
 def compile_model(model, machine, batch):
     """Returns `model` compiled for training and evaluation, if possible.
 
-    With CUDA graphs, the parameters have gradients from the start. Keep them, because the results
-    of a graph, to which autograd would set them, are overwritten when it runs again.
+    With CUDA graphs, every parameter gets a gradient tensor, which must be kept. Otherwise autograd
+    would use a graph's result as the gradient, which the next run of the graph overwrites.
 
     batch: the arguments of a training step. An evaluation has the first two.
     """
     mode = machine.compile if uses_cuda_graphs(machine.compile) else None
 
     def trial(compiled):
-        for training in (False, True):  # after an evaluation, FSDP hides the gradients
+        # Training last: an evaluation leaves some parameters of FSDP gathered, and then zero_grad()
+        # does not find their gradients.
+        for training in (False, True):
             model.train(training)
             with machine.autocast(), torch.set_grad_enabled(training):
                 loss = compiled(*batch) if training else compiled(*batch[:2])
@@ -55,7 +57,8 @@ def compile_model(model, machine, batch):
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     model.train()
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if mode else None
+        keeps = mode and parameter.requires_grad  # a teacher's does not
+        parameter.grad = torch.zeros_like(parameter) if keeps else None
     return compiled
 
 

@@ -9,6 +9,7 @@ import torch
 
 from folio import checkpoint as checkpoints
 from folio import tokenizers
+from folio.attention import without_cudnn
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.dataset import load_tokenizer
 from folio.device import DTYPES, Machine, choose_machine, kind_of, useful_threads
@@ -48,6 +49,7 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model, machine.compile)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # see without_cudnn
     return TrainedModel(model, tokenizer, machine, checkpoint)
 
 
@@ -175,7 +177,8 @@ def sample_text(model, tokenizer, seed, count=200):
     controls = Controls(temperature=0.8, top_k=200)
     model.eval()
     tokens = generate(model, [prompt], [seed], controls, count, vocab_size=tokenizer.vocab_size)
-    text = tokenizer.decode([int(ids) for ids, _ in tokens])
+    with without_cudnn(model.transformer.wte.weight.device):
+        text = tokenizer.decode([int(ids) for ids, _ in tokens])
     model.train()
     return text.strip()
 

@@ -10,7 +10,6 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
-from folio.attention import without_cudnn
 from folio.sampling import occurrences, sample_next, uniforms
 from model import causal_attention
 
@@ -55,10 +54,9 @@ def prefill(model, cache, idx, rows):
     if not idx.shape[1]:
         return
     rows_per_pass = max(1, TOKENS_PER_PASS // idx.shape[1])
-    with without_cudnn(idx.device):
-        for start in range(0, len(rows), rows_per_pass):
-            some = rows[start : start + rows_per_pass]
-            model.trunk(idx[start : start + rows_per_pass], attend=attend)
+    for start in range(0, len(rows), rows_per_pass):
+        some = rows[start : start + rows_per_pass]
+        model.trunk(idx[start : start + rows_per_pass], attend=attend)
 
 
 def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot_product_attention):
@@ -81,16 +79,16 @@ def decode_one(model, cache, tail, position, length=None, attention=F.scaled_dot
     else:
         rows, positions = torch.arange(len(tail), device=device), position[:, None]
         start, count = 0, length or cache.length
-        distance = (positions - torch.arange(count, device=device))[:, None, None]
-        mask = (distance >= 0) & (distance < (cache.window or cache.length))  # (B, 1, 1, length)
+        distance = positions - torch.arange(count, device=device)
+        mask = (distance >= 0) & (distance < (cache.window or cache.length))
+        mask = mask[:, None, None]  # (B, 1, 1, length)
 
     def attend(layer, q, k, v):
         cache.write(layer, rows, position, k, v)
         keys, values = (each[layer].narrow(2, start, count) for each in (cache.keys, cache.values))
         return attention(q.to(cache.dtype), keys, values, attn_mask=mask).to(q.dtype)
 
-    with without_cudnn(device):
-        return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
+    return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
 
 
 # Generation
@@ -156,7 +154,8 @@ def generate(
     equals sampling without a cache. Log-probabilities are the model's, before `controls`.
 
     Args:
-        prompts, seeds: for each text a nonempty list of ids, and an int.
+        prompts: for each text a nonempty list of ids.
+        seeds: for each text an int.
         context_stride: see stride_of.
         vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
         accelerate: see folio.compile.step_accelerator.
@@ -171,8 +170,9 @@ def generate(
     is_compiled = decode is not decode_one
     length = config.block_size + 1 if is_compiled else context.ids.shape[1]
     cache = KVCache(config, len(prompts), weight.device, dtype, length)
-    penalizes = controls.repetition_penalty != 1
-    present = occurrences(prompts, vocab_size, weight.device) if penalizes else None
+    present = None
+    if controls.repetition_penalty != 1:
+        present = occurrences(prompts, vocab_size, weight.device)
 
     def step(tail, position, uniform, length=None):
         logits = decode(model, cache, tail, position, length)[:, :vocab_size].float()

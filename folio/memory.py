@@ -14,7 +14,7 @@ import torch
 
 from folio.device import DTYPES, kind_of, resolve_dtype, uses_cuda_graphs
 from folio.errors import RankError, UserError
-from folio.recompute import HEAD_PARTS
+from folio.recompute import head_parts
 from folio.size import matrix_params, num_params
 from model import mlp_widths
 
@@ -91,10 +91,10 @@ def estimate(config, settings, world_size=1):
         # FSDP sums whole gradients until the last micro-batch of a step.
         gradients = 4 * count // (1 if accumulates else shards)
         optimizer = moment_bytes(config, settings) // shards
-        if uses_cuda_graphs(settings.compile):
-            gradients *= 2  # the results of the graph are added to others
+        last = bytes_with_all_gradients(config, settings)
+        if uses_cuda_graphs(settings.compile):  # results of a graph are added to gradients
+            activations = max(activations, gradients + last)
         elif world_size == 1 and not accumulates:  # gradients replace activations
-            last = bytes_with_all_gradients(config, settings)
             activations = max(activations - gradients, last)
         copies = not is_sharded or can_gather(config, settings)
         if copies and kind_of(settings.device) == "cpu":
@@ -142,9 +142,7 @@ def activation_bytes(config, settings):
     block = saved_by_block(config, settings)
     # Compiled, the gradient of the logits overwrites them. Otherwise there are log-probabilities,
     # their gradient and that of the logits, in float32.
-    logits = (item if settings.compile else 12) * config.vocab_size
-    if settings.activation_checkpointing and not settings.compile:
-        logits //= HEAD_PARTS
+    logits = (item if settings.compile else 12) * config.vocab_size // head_parts(settings)
     logits += (4 + item) * C
     gradients = item * mlp_widths(config)[0] + 8 * C  # of the widest layer, the residual stream
     embedded = 4 * (config.smear + bool(config.dropout)) * C
@@ -205,7 +203,7 @@ def check_memory(config, settings, world_size=1):
     available = memory_bytes(settings.device)
     model = found.weights + found.gradients + found.optimizer
     tokens = settings.batch_size * settings.block_size
-    needed = model + 2 * tokens * config.vocab_size  # 16-bit logits
+    needed = model + 2 * tokens * config.vocab_size // head_parts(settings)  # 16-bit logits
     if available and needed > available:
         fits = model < available
         advice = memory_advice(settings) if fits else "decrease --n_layer or --n_embd"

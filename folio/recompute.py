@@ -19,9 +19,10 @@ class RecomputedBlock(Block):
 
 
 class RecomputedGPT(GPT):
-    """A GPT that computes the logits of a few tokens at a time, again in the backward pass.
+    """A GPT that computes the logits in parts, and again in the backward pass.
 
-    The compiler needs less memory for all of them than for parts.
+    A compiled model computes all logits at once, because the compiler fuses the loss and then needs
+    less memory than for parts.
     """
 
     def forward(self, idx, targets, temperature=1.0):
@@ -29,12 +30,19 @@ class RecomputedGPT(GPT):
             return super().forward(idx, targets, temperature)
         hidden = (self.trunk(idx) / temperature).flatten(0, 1)
         parts = zip(hidden.chunk(HEAD_PARTS), targets.flatten().chunk(HEAD_PARTS), strict=True)
-        total = sum(checkpoint(self.summed_loss, *part, use_reentrant=False) for part in parts)
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # it has no dropout
+        total = sum(checkpoint(self.summed_loss, *part, **options) for part in parts)
         return total / (targets != -1).sum()
 
     def summed_loss(self, hidden, targets):
         """hidden: (N, C); targets: (N,). Returns the sum of the losses, a scalar."""
         return F.cross_entropy(self.lm_head(hidden), targets, ignore_index=-1, reduction="sum")
+
+
+def head_parts(settings):
+    """Returns in how many parts a TrainConfig computes the logits. With compile="auto", at most."""
+    in_parts = settings.activation_checkpointing and settings.compile in (False, "auto")
+    return HEAD_PARTS if in_parts and not settings.teachers else 1
 
 
 def recompute_activations(model):

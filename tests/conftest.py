@@ -36,9 +36,10 @@ def _sigint():
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Undoes changes by earlier tests. Rounding depends on the number of threads."""
+def _exact_products():
+    """Undoes changes by earlier tests. Rounding depends on the number of threads and on TF32."""
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture

@@ -37,23 +37,23 @@ class Ranks:
             self.processes[-1].start()
             sender.close()
 
-    def wait(self):
+    def wait(self, limit_s=LIMIT_S):
         """Returns (exit statuses, errors), each in the order of the ranks."""
         for each in self.processes:
-            each.join(LIMIT_S)
+            each.join(limit_s)
             each.kill()  # without effect if it has ended
         for each in self.processes:
             each.join()
         errors = [error_path(rank).read_text() for rank in range(len(self.processes))]
         return [each.exitcode for each in self.processes], errors
 
-    def results(self):
+    def results(self, limit_s=LIMIT_S):
         """Returns what the functions return. All must succeed."""
         found = []
         for pipe in self.pipes:
             with suppress(EOFError):  # the process has failed
-                found += [pipe.recv()] if pipe.poll(LIMIT_S) else []
-        statuses, errors = self.wait()
+                found += [pipe.recv()] if pipe.poll(limit_s) else []
+        statuses, errors = self.wait(limit_s)
         assert not any(statuses), "\n".join(errors)
         return found
 

@@ -51,7 +51,7 @@ def test_cudnn_is_excluded_on_cuda_only():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("window", [0, 64, 96])
 def test_gpu_attention_with_very_low_scores_has_correct_gradients(window):
-    """cuDNN's gradients are NaN for a mask, 64 rows modulo 128, and scores below -89."""
+    """cuDNN has NaN with a mask, scores below -89, and 64 keys or queries modulo 128."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 192, 64)
     q, k = q / 10, k / 10

@@ -227,8 +227,10 @@ def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@both_parallel
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("parallel", "compile"),
+    [*itertools.product(["ddp", "fsdp"], [False, True]), ("ddp", "reduce-overhead")],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
 def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
     verse, parallel, compile, dtype, tolerance
@@ -237,9 +239,24 @@ def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
     settings |= {"compile": compile, "max_iters": 50}
     one = trained(1, out_dir="one", **settings)
     flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
-    Ranks(1, train.main, flags).results()
+    Ranks(1, train.main, flags).results(limit_s=300)  # the compiler is slow at first
     found = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
     assert differences(found, one).max() < tolerance
+
+
+@both_parallel
+def test_only_ddp_keeps_gradients_between_steps(verse, parallel):
+    flags = tiny.flags(gradient_accumulation_steps=2, parallel=parallel)
+    assert Ranks(2, in_setup, kept_gradients, flags).results() == [parallel == "ddp"] * 2
+
+
+def kept_gradients(run):
+    """Returns whether the parameters have gradients after a step."""
+    batches = Batches(run.dataset.train, run.settings, run.learner.world)
+    _, norm = run.learner.gradient(batches.at(0), 0)
+    run.learner.update(norm, 1e-3)
+    [found] = {p.grad is not None for p in run.learner.model.parameters()}
+    return found
 
 
 def first_norm(flags):

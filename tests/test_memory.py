@@ -185,8 +185,24 @@ def test_gradients_replace_activations_unless_they_accumulate():
     assert once.activations == accumulating.activations - 4 * count > 0
     _, few_tokens = estimate_of(batch_size=1)
     assert few_tokens.activations == 8 * 100 * 64  # the two gradients of the tied matrix
-    _, graphs = estimate_of(compile="reduce-overhead")
-    assert graphs.gradients == 8 * count
+    _, graphs = estimate_of(compile="reduce-overhead", batch_size=1)
+    assert graphs.gradients == 4 * count
+    assert graphs.activations == 4 * count + 8 * 100 * 64  # results of the graph
+
+
+def test_the_logits_are_counted_in_parts_if_they_are_computed_in_parts():
+    settings = tiny.settings(block_size=8, batch_size=10_000)
+    config = GPTConfig(vocab_size=50_304, n_layer=1, n_head=2, n_embd=8, block_size=8)
+    sizes = [
+        memory.activation_bytes(
+            config, replace(settings, activation_checkpointing=parts, **changes)
+        )
+        for parts, changes in [(True, {}), (False, {}), (True, {"teachers": "out"})]
+    ]
+    logits = 12 * 50_304 * 8 * 10_000
+    assert logits / 8 < sizes[0] < logits / 8 * 1.1
+    assert logits < sizes[1] < logits * 1.1
+    assert logits < sizes[2] < logits * 1.1
 
 
 def test_compiled_models_have_no_log_probabilities():

@@ -138,7 +138,13 @@ def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimiz
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches):
     # Above 3,072 tokens torch uses another kernel for the gradient of an embedding.
-    settings = tiny.settings(dtype=dtype, batch_size=512, optimizer=optimizer, **switches)
+    settings = tiny.settings(
+        dtype=dtype,
+        batch_size=512,
+        optimizer=optimizer,
+        activation_checkpointing=dtype == "float16",
+        **switches,
+    )
     config = model_config(settings, verse.tokenizer)
     learner = train.Learner(config, settings, choose_machine("cuda", dtype, False))
     learner.init_weights()

@@ -11,7 +11,7 @@
 The arguments after -- are passed to the script. Commands run alternately as whole
 processes, and the figures are medians over the runs. Instead, --profile prints the time of
 each operation of a step, --memory the estimated and the measured peak memory of training, and
---count a model's parameters and FLOPs. --gpu_suite makes the measurements of tools/gpu_suite.py.
+--count a model's parameters and FLOPs. --gpu_suite makes the measurements of tools/gpu_parts.py.
 """
 
 import os

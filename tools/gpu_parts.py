@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 from train import TrainConfig
 
 RANDOM = "random_tokens"  # a dataset: speed does not depend on the text
-UNPADDED = "random_unpadded"  # the same, with a vocabulary that is no multiple of 64
+UNPADDED = "random_unpadded"  # the same, with a vocabulary whose size is not a multiple of 64
 NEW_TOKENS = 500  # per text
 XL = ("--n_layer=48", "--n_head=25", "--n_embd=1600", "--activation_checkpointing=True")
 MICRO_BATCHES = (12, 32, 64)

@@ -97,7 +97,7 @@ class Suite:
 
 
 def prepare(data):
-    """Writes the datasets to nanoGPT's data folder, and the random one also to folio's."""
+    """Writes the datasets to nanoGPT's data folder, and the random ones to folio's."""
     random = np.random.default_rng(0).integers(GPT2_TOKENS, size=2**21, dtype=np.uint16)
     unpadded = Path("data", UNPADDED)
     for folder in (Path("data", RANDOM), data / RANDOM, unpadded):
