@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_model import transformers_gpt2
-from tiny import SHAPES, random_ids, random_model
+from tiny import SHAPES, SWITCHES, random_ids, random_model
 
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.device import Machine
@@ -187,8 +187,11 @@ def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("controls", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("changes", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("changes", "compile"),
+    [*((each, False) for each in SHAPES), ({}, True), (SWITCHES, True)],
+    ids=str,
+)
 def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
     prompts = [[1, 2, 3], [4], [5, 6], [*range(10)] * 2]  # longer than the context
     expected = generate_cached(random_model(**changes), prompts, 30, controls, context_stride=4)

@@ -159,8 +159,8 @@ class Parts:
         yield self.tool("memory-1.5B", *bench, "--batch_size=16", *XL, *self.arguments)
 
     def tests(self):
-        """The tests that need a GPU."""
-        flags = ("-q", "-n0", "-m", "gpu", str(ROOT / "tests"))
+        """The tests that need a GPU, several at once, because most of the time is compilation."""
+        flags = ("-q", "-n8", "--dist=worksteal", "-m", "gpu", str(ROOT / "tests"))
         yield self.tool("tests", "pytest", *flags, may_fail=True)
 
     def lecture(self):
