@@ -93,13 +93,13 @@ class TrainConfig:
         "auto", "data type of matrix products; weights stay float32"
     )
     compile: Literal["auto", "reduce-overhead", "max-autotune"] | bool = setting(
-        "auto", "use torch.compile; both modes also use CUDA graphs", scope="machine"
+        "auto", "torch.compile; reduce-overhead and max-autotune use CUDA graphs", scope="machine"
     )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", scope="machine"
     )
     activation_checkpointing: bool = setting(
-        False, "recompute activations: less memory, about a third slower", scope="machine"
+        False, "recompute activations: less memory, a third slower or more", scope="machine"
     )
     backend: str = setting("nccl", "ignored: nccl on GPUs, gloo on CPUs", scope="machine")
 

@@ -88,7 +88,8 @@ def _status_of(function, *args):
         if is_main() or isinstance(error, RankError):
             print_error(error)
         else:  # rank 0 raises it, too; torchrun ends all processes as soon as one has ended
-            time.sleep(SECONDS_TO_PRINT)
+            with suppress(KeyboardInterrupt):
+                time.sleep(SECONDS_TO_PRINT)
         return 2
     except MemoryError:
         print_error("out of memory: use less data, or a machine with more memory")

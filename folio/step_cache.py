@@ -28,7 +28,10 @@ KEPT = 4  # compiled files; each is as large as the model
 MODULES = ("generate", "aot", "attention", "checkpoint", "dropout")
 CODE = ("model.py", *(f"folio/{name}.py" for name in MODULES))
 HINT = "compiling the model for later runs with --compile; Ctrl-C skips this"
-BATCH_HINT = "on a CPU, --compile applies to one text at a time: use --stream or --num_samples=1"
+BATCH_HINT = (
+    "on a CPU, --compile applies to one text at a time: use --stream, or one prompt with "
+    "--num_samples=1"
+)
 
 
 @contextmanager

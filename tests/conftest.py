@@ -36,10 +36,11 @@ def _sigint():
 
 
 @pytest.fixture(autouse=True)
-def _exact_products():
-    """Undoes changes by earlier tests. Rounding depends on the number of threads and on TF32."""
+def _global_settings():
+    """Undoes changes by earlier tests. Rounding depends on these settings of torch."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.fixture

@@ -54,6 +54,19 @@ def test_a_user_error_is_one_line_on_stderr_and_status_2(capsys):
     assert capsys.readouterr() == ("", "train.py: no such thing: \\ud800\\x1b\n")
 
 
+def test_a_user_error_of_another_rank_prints_nothing_if_torchrun_ends_it(monkeypatch, capsys):
+    def end(seconds):
+        raise Interrupted(signal.SIGTERM)
+
+    def fail():
+        raise UserError("rank 0 prints this")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(process.time, "sleep", end)
+    assert process._status_of(fail) == 2
+    assert capsys.readouterr().err == ""
+
+
 def test_lack_of_memory_is_one_line_on_stderr_and_status_2(capsys):
     with pytest.raises(SystemExit, match="^2$"):
         process.run(raising(MemoryError()))

@@ -47,6 +47,8 @@ COLUMNS = {  # figure: (heading in the table, format)
 
 # Methods of gpu_parts.Parts.
 PARTS = ("speed", "curve", "fast", "sampling", "memory", "tests", "lecture", "candidates")
+DEFAULT_PARTS = ",".join(PARTS)
+MODES = ("profile", "memory", "count", "gpu_suite")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class BenchConfig:
     memory: bool = setting(False, "print train.py's estimated and measured peak memory instead")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
     gpu_suite: bool = setting(False, "measure folio and nanoGPT (--vs_dir) on a GPU instead")
-    parts: str = setting(",".join(PARTS), "parts of --gpu_suite, separated by commas")
+    parts: str = setting(DEFAULT_PARTS, "parts of --gpu_suite, separated by commas")
     results: str = setting("out-gpu-suite", "folder for the results of --gpu_suite")
 
 
@@ -90,6 +92,11 @@ def main(argv=None):
     own, rest = split_arguments(sys.argv[1:] if argv is None else argv)
     settings = load(BenchConfig, own)
     settings = replace(settings, arguments=(*settings.arguments, *rest))
+    modes = [name for name in MODES if getattr(settings, name)]
+    if len(modes) > 1:
+        raise UserError(f"use only one of --{' --'.join(modes)}")
+    if settings.parts != DEFAULT_PARTS and not settings.gpu_suite:
+        raise UserError("--parts needs --gpu_suite")
     if settings.gpu_suite:
         run_gpu_suite(settings)
     elif settings.count:
@@ -109,11 +116,14 @@ def main(argv=None):
 
 def run_gpu_suite(settings):
     """Runs the selected parts of tools.gpu_suite."""
-    parts = settings.parts.split(",")
+    parts = [name.strip() for name in settings.parts.split(",")]
     if unknown := set(parts) - set(PARTS):
         raise UserError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
     if not Path(settings.vs_dir, "configurator.py").is_file():  # folio has none
         raise UserError(f"--vs_dir={settings.vs_dir} is not a copy of nanoGPT")
+    has_device = any(each.startswith("--device=") for each in settings.arguments)
+    if not torch.cuda.is_available() and not has_device:
+        raise UserError("--gpu_suite needs a GPU; to try it on a CPU, add -- --device=cpu")
     gpu_suite.Suite(settings.results, settings.vs_dir, settings.arguments, where()).run(parts)
 
 

@@ -67,13 +67,14 @@ class Parts:
     """Each part is a generator of Measurements; send() tells it whether the last one succeeded."""
 
     def __init__(self, results, arguments):
-        """`arguments` are added to every command of train.py."""
+        """`arguments` are added to every command of train.py, and take precedence over its own."""
         self.results, self.arguments = results, arguments
 
-    def train(self, name, *flags, **options):
-        """Returns the Measurement of folio's train.py."""
+    def train(self, name, *flags, changes=(), **options):
+        """Returns the Measurement of folio's train.py. `changes` take precedence over arguments."""
         command = [sys.executable, str(ROOT / "train.py"), *flags, f"--out_dir={self.out(name)}"]
-        return Measurement(name, (*command, "--overwrite=True", *self.arguments), **options)
+        command += ["--overwrite=True", *self.arguments, *changes]
+        return Measurement(name, tuple(command), **options)
 
     def train_nanogpt(self, name, *flags, **options):
         """Returns the Measurement of nanoGPT's train.py."""
@@ -101,17 +102,19 @@ class Parts:
 
     def speed_of(self, size):
         """Returns the flags and the options of a Measurement with a micro-batch of this size."""
-        count, config = SEQUENCES // size, self.shape()
+        count = SEQUENCES // size
         flags = (*SPEED, f"--batch_size={size}", f"--gradient_accumulation_steps={count}")
-        tokens = size * count * config.block_size
-        return flags, {"tokens": tokens, "flops": flops_per_token(config)}
+        settings = self.settings_of(*flags)
+        options = {"tokens": settings.tokens_per_step, "flops": flops_per_token(shape_of(settings))}
+        return flags, options
 
     def candidates(self):
         """Tokens per second with one change each."""
         speed = self.speed_of(MICRO_BATCHES[1])
         for name, changes in CANDIDATES.items():
             flags, options = (SMALL, {}) if name.startswith("small") else speed
-            run = self.train(f"candidate-{name}", *flags, *changes, may_fail=True, **options)
+            options |= {"changes": changes, "may_fail": True}
+            run = self.train(f"candidate-{name}", *flags, **options)
             yield with_variable(run, ENVIRONMENTS[name]) if name in ENVIRONMENTS else run
 
     def curve(self):
@@ -141,7 +144,8 @@ class Parts:
         command = (sys.executable, "sample.py", f"--out_dir={self.out('curve-nanogpt')}", *flags)
         yield Measurement("sampling-nanogpt", command, is_nanogpt=True)
         weights = self.out("untrained-gpt2.pt")
-        options = {"prepare": lambda: save_untrained(weights, self.shape())}
+        config = shape_of(self.settings_of("config/train_gpt2.py"))
+        options = {"prepare": lambda: save_untrained(weights, config)}
         for count in (1, 64):
             flags = (f"--init_from={weights}", f"--num_samples={count}", length)
             yield self.sample(f"sampling-124M-{count}", *flags, **options)
@@ -167,11 +171,15 @@ class Parts:
         """All steps of the lecture's GPT."""
         yield self.train("lecture", "config/tutorials/lecture.py")
 
-    def shape(self):
-        """Returns the GPTConfig of GPT-2 124M, with the changes of self.arguments."""
-        argv = ["config/train_gpt2.py", *self.arguments]
-        settings = load(TrainConfig, argv, {"device": resolve_device}, quiet=True)
-        return GPTConfig(**{name: getattr(settings, name) for name in SHAPE}, bias=False)
+    def settings_of(self, *flags):
+        """Returns the TrainConfig of flags and self.arguments."""
+        argv = [*flags, *self.arguments]
+        return load(TrainConfig, argv, {"device": resolve_device}, quiet=True)
+
+
+def shape_of(settings):
+    """Returns the GPTConfig of a TrainConfig without switches and biases, with GPT-2's tokens."""
+    return GPTConfig(**{name: getattr(settings, name) for name in SHAPE}, bias=False)
 
 
 def flops_per_token(config):
