@@ -366,10 +366,9 @@ def test_run_continues_uncompiled_if_the_compiler_fails(verse, monkeypatch, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compile", [True, "reduce-overhead"])
-def test_compiled_run_equals_uncompiled_run(verse, capsys, compile):
+def test_compiled_run_equals_uncompiled_run(verse, capsys):
     train.main(tiny.flags(out_dir="plain", gradient_accumulation_steps=2))
-    train.main(tiny.flags(compile=compile, gradient_accumulation_steps=2))
+    train.main(tiny.flags(compile=True, gradient_accumulation_steps=2))
     assert "continuing without" not in capsys.readouterr().err
     plain = tiny.saved("last.pt", "plain")["model"]
     for name, tensor in tiny.saved("last.pt")["model"].items():

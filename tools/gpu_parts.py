@@ -113,8 +113,7 @@ class Parts:
         speed = self.speed_of(MICRO_BATCHES[1])
         for name, changes in CANDIDATES.items():
             flags, options = (SMALL, {}) if name.startswith("small") else speed
-            options |= {"changes": changes, "may_fail": True}
-            run = self.train(f"candidate-{name}", *flags, **options)
+            run = self.train(f"candidate-{name}", *flags, changes=changes, may_fail=True, **options)
             yield with_variable(run, ENVIRONMENTS[name]) if name in ENVIRONMENTS else run
 
     def curve(self):
