@@ -331,6 +331,7 @@ class GPT(nn.Module):
         if self.config.position == "rotary":
             rotation = self.cos[positions].unsqueeze(-3), self.sin[positions].unsqueeze(-3)
         for layer, block in enumerate(self.transformer.h):
+            # "attend and partial(…)" cannot be compiled by torch 2.11.
             x = block(x, rotation, partial(attend, layer) if attend is not None else None)
         return self.transformer.ln_f(x)
 
