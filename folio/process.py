@@ -38,12 +38,16 @@ def start(function, *args):
     gc.disable()  # until run(): collecting garbage takes a third of the time to import torch
 
 
-def run(main):
-    """Calls `main()` and ends the process with its exit status."""
+def run(main, has_threads=False):
+    """Calls `main()` and ends the process with its exit status.
+
+    `has_threads`: whether threads of a library may still run, such as those of a server. Then the
+    process ends immediately, because such threads can abort it while Python cleans up.
+    """
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
     status = _run(main)
-    if "RANK" in os.environ:  # gloo sometimes aborts in the destructor of a thread
+    if has_threads or "RANK" in os.environ:  # gloo has threads
         os._exit(status or 0)
     if status is not None:
         sys.exit(status)

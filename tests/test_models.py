@@ -24,9 +24,7 @@ SECONDS = 20  # that a test waits for another thread, on a busy machine
 @pytest.fixture
 def models():
     """Models in float32 on the CPU."""
-    models = Models("cpu", "float32")
-    yield models
-    models.close()
+    return Models("cpu", "float32")
 
 
 @pytest.fixture
@@ -254,20 +252,6 @@ def test_work_of_several_callers_runs_one_at_a_time_in_one_thread(models):
     assert len(most) == 24
     assert len(threads) == 1
     assert threading.get_ident() not in threads
-
-
-def test_close_ends_streams_and_the_thread():
-    models, events = Models("cpu", "float32"), []
-    thread = models.run(threading.current_thread)
-    running, waiting = (models.stream(work, events) for _ in range(2))
-    next(running)
-    next(waiting)
-    models.close()
-    list(running)
-    assert events == ["started", "stopped"]
-    assert list(waiting)[-1].cancelled()
-    thread.join(SECONDS)
-    assert not thread.is_alive()
 
 
 # Checkpoints in the working directory

@@ -95,6 +95,15 @@ def test_run_enables_garbage_collection_and_freezes_what_is_imported():
     assert seen == [(True, True)]
 
 
+def test_a_script_whose_library_has_threads_does_not_wait_for_them():
+    script = (
+        "import threading\nfrom folio.errors import UserError\nfrom folio.process import run\n"
+        "def main():\n threading.Timer(9, os._exit, [1]).start()\n raise UserError('wrong')\n"
+        "run(main, has_threads=True)"
+    )
+    assert shell("$PYTHON", script) == (2, "-c: wrong\n")
+
+
 # Streams
 
 

@@ -42,9 +42,7 @@ COUNT = 20  # tokens of a text; the model sees 8
 def models(folder):
     """The models of a folder with a model of the characters of VERSE. Nothing is in its thread."""
     tiny.write_checkpoint(PATH, LETTERS)
-    models = Models("cpu", "float32")
-    yield models
-    models.close()
+    return Models("cpu", "float32")
 
 
 def values(**changes):

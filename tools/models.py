@@ -38,7 +38,6 @@ class Models:
         self.device, self.dtype = device, dtype
         self._loaded = {}  # {Version: TrainedModel}, the most recently used last
         self._thread = ThreadPoolExecutor(1, "models")
-        self._streams = set()  # an event of each, which stops it
 
     # Called from any thread
 
@@ -57,7 +56,6 @@ class Models:
         Closing this generator sets the event `stopped`, after which `function` must soon return.
         """
         stopped = threading.Event()
-        self._streams.add(stopped)
         future, seconds = self.submit(function, stopped, *args), FIRST_WAIT
         try:
             is_done = False
@@ -69,18 +67,11 @@ class Models:
         finally:
             stopped.set()
             future.cancel()  # if it has not started
-            self._streams.discard(stopped)
 
     def loaded(self, path):
         """Returns the model of a checkpoint if it is in memory, else None."""
         trained = [model for version, model in list(self._loaded.items()) if version.path == path]
         return trained[-1] if trained else None
-
-    def close(self):
-        """Stops all streams and the thread."""
-        for stopped in list(self._streams):
-            stopped.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, function, *args):
         try:

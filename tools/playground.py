@@ -65,16 +65,13 @@ def main(argv=None):
         raise UserError(f"the playground needs {missing[0]}: pip install {' '.join(MODULES)}")
     path = first_checkpoint(settings.out_dir)
     models = Models(settings.device, settings.dtype)
-    try:
-        loading = models.submit(models.newest, path)  # while gradio is imported
-        url = serve(models, path, settings)
-        loading.result()
-        if not is_local(settings.host) and settings.password is None:
-            print(WARNING, file=sys.stderr)
-        print(f"open {url} in a browser; Ctrl-C stops the server", flush=True)
-        threading.Event().wait()
-    finally:
-        models.close()
+    loading = models.submit(models.newest, path)  # while gradio is imported
+    url = serve(models, path, settings)
+    loading.result()
+    if not is_local(settings.host) and settings.password is None:
+        print(WARNING, file=sys.stderr)
+    print(f"open {url} in a browser; Ctrl-C stops the server", flush=True)
+    threading.Event().wait()
 
 
 def first_checkpoint(out_dir):
@@ -144,4 +141,4 @@ def is_local(host):
 
 
 if __name__ == "__main__":
-    process.run(main)
+    process.run(main, has_threads=True)
