@@ -22,7 +22,12 @@ from folio.generate import KVCache, decode_one
 from folio.initial import load_initial
 from folio.settings import ROOT
 
-OPTIONS = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+OPTIONS = {
+    "freezing": True,
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "CPP",
+    "aot_inductor.precompile_headers": False,  # it takes 10 s, for headers that are used once
+}
 LEAST = 2  # positions that attention covers; torch.export takes a size of 1 for a constant
 
 
