@@ -9,6 +9,7 @@ import torch
 from folio import completion
 from folio.completion import Completion, complete, load_trained
 from folio.errors import UserError
+from folio.initial import load_initial
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.tokenizers import CharTokenizer
@@ -116,6 +117,13 @@ def test_output_that_is_not_finite_is_a_user_error(trained):
 
 
 # Loading
+
+
+def test_a_loaded_model_does_not_use_cudnns_attention(folder):  # see folio/attention.py
+    tiny.write_checkpoint("ckpt.pt", CharTokenizer("abc"))
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    load_trained(load_initial("ckpt.pt"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
