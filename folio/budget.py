@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import time
+from math import ceil
 from statistics import median
 
 from folio.batches import Batches
@@ -17,15 +18,19 @@ FORWARD_FRACTION = 1 / 3  # of a training step; a backward pass takes twice as l
 def fit_to_minutes(run):
     """Reduces all step counts of a train.Run in proportion, if it would take too long.
 
+    Increases eval_interval if evaluations would otherwise take more than half of the time.
+
     A resumed run keeps its step counts, so that its results do not depend on the speed of the
     machine, unless the budget or the requested number of steps has changed.
     """
     requested, progress = run.requested, run.progress
+    cost = steps_per_evaluation(requested, run.dataset)
     if not requested.minutes:
         progress.fitted_iters = None
     elif not is_same_request(requested, run.resumed):
-        progress.fitted_iters = steps_within(requested, run.learner, run.dataset)
-    run.settings = with_max_iters(progress.fitted_iters, requested)
+        step_s = seconds_per_step(requested, run.learner, run.dataset)
+        progress.fitted_iters = steps_within(requested, step_s, cost)
+    run.settings = with_max_iters(progress.fitted_iters, requested, cost)
     run.learner.divergence.settings = run.settings
 
 
@@ -37,31 +42,47 @@ def is_same_request(settings, checkpoint):
     )
 
 
-def steps_within(settings, learner, dataset):
-    """Returns how many of max_iters steps fit into the budget. Prints the time they take."""
-    step_s = seconds_per_step(settings, learner, dataset)
-    tokens = sum(evaluated_tokens(split, settings) for split in (dataset.train, dataset.val))
-    evaluation_s = step_s * FORWARD_FRACTION * tokens / settings.tokens_per_step
-    evaluations = -(-settings.max_iters // settings.eval_interval) + 1  # the first is at step 0
-    fitting = (60 * settings.minutes - evaluations * evaluation_s) / step_s
-    steps = int(min(fitting, settings.max_iters))
-    if fitting < evaluations:
+def steps_per_evaluation(settings, dataset):
+    """Returns how many training steps take as long as an evaluation."""
+    most = settings.eval_iters * settings.batch_size * settings.block_size
+    tokens = sum(min(len(split), most) for split in (dataset.train, dataset.val))
+    return FORWARD_FRACTION * tokens / settings.tokens_per_step
+
+
+def steps_within(settings, step_s, cost):
+    """Returns how many of max_iters steps fit into the budget. Prints the time they take.
+
+    `step_s`: seconds per step; `cost`: see steps_per_evaluation.
+    """
+    budget = 60 * settings.minutes / step_s  # in steps; evaluations take at most half of it
+    count = evaluations(with_max_iters(settings.max_iters, settings, cost))
+    steps = max(budget - count * cost, budget / 2 - cost)
+    if steps < 1:
         raise UserError(
-            f"--minutes={settings.minutes:g} is too short for {evaluations} evaluations of "
-            f"{evaluation_s:.2g} s and steps of {step_s:.2g} s: increase it, increase "
-            "--eval_interval or decrease --eval_iters"
+            f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
+            f"evaluations of {cost * step_s:.2g} s: increase it, or decrease --eval_iters"
         )
-    minutes = (steps * step_s + evaluations * evaluation_s) / 60
-    print(f"time: about {minutes:.2g} minutes for {steps:,} steps", flush=True)
+    steps = int(min(steps, settings.max_iters))
+    total = steps + evaluations(with_max_iters(steps, settings, cost)) * cost
+    print(f"time: about {total * step_s / 60:.2g} minutes for {steps:,} steps", flush=True)
     return steps
 
 
-def with_max_iters(max_iters, settings):
-    """Returns the settings with all step counts in proportion to `max_iters`, if it is given."""
+def evaluations(settings):
+    """Returns the number of evaluations of a run. The first is at step 0."""
+    return -(-settings.max_iters // settings.eval_interval) + 1
+
+
+def with_max_iters(max_iters, settings, cost=0):
+    """Returns the settings with all step counts in proportion to `max_iters`, if it is given.
+
+    Two evaluations are at least `cost` steps apart.
+    """
     if max_iters is None:
         return settings
     counts = {name: getattr(settings, name) for name in STEP_COUNTS}
     counts = {k: n and -(-n * max_iters // settings.max_iters) for k, n in counts.items()}
+    counts["eval_interval"] = max(counts["eval_interval"], ceil(cost))
     return dataclasses.replace(settings, **counts)
 
 
@@ -87,8 +108,3 @@ def seconds_per_step(settings, learner, dataset):
     learner.scaler.load_state_dict(scaler)
     learner.divergence.check()
     return world.from_main(median(seconds[WARMUP_STEPS:]))
-
-
-def evaluated_tokens(split, settings):
-    """Returns how many tokens of a split an evaluation reads."""
-    return min(len(split), settings.eval_iters * settings.batch_size * settings.block_size)

@@ -1,6 +1,8 @@
 """Time budgets: --minutes."""
 
 import copy
+import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,13 @@ import tiny
 import train
 from folio import budget
 from folio.batches import to_device
-from folio.budget import STEP_COUNTS, fit_to_minutes, seconds_per_step, with_max_iters
+from folio.budget import (
+    STEP_COUNTS,
+    fit_to_minutes,
+    seconds_per_step,
+    steps_per_evaluation,
+    with_max_iters,
+)
 from folio.checkpoint import Progress
 from folio.errors import UserError
 
@@ -21,7 +29,7 @@ SHORT = {"minutes": 0.01, "max_iters": 1000, "eval_interval": 500, "warmup_iters
 def one_second(monkeypatch):
     """Every step takes a second, and an evaluation none."""
     monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 1.0)
-    monkeypatch.setattr(budget, "evaluated_tokens", lambda *_: 0)
+    monkeypatch.setattr(budget, "steps_per_evaluation", lambda *_: 0)
 
 
 def fitted(verse, resumed=None, **changes):
@@ -61,18 +69,38 @@ def test_fewer_steps_have_no_more_evaluations(total, interval, part):
     assert numbers[1] <= numbers[0]
 
 
-def test_evaluations_count_as_forward_passes(verse, monkeypatch):
-    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 1.0)
-    tokens = tiny.settings().tokens_per_step  # the forward pass of a step takes a third of it
-    monkeypatch.setattr(budget, "evaluated_tokens", lambda *_: 15 * tokens)  # of each split
-    assert fitted(verse, minutes=5)[0].max_iters == 300 - 7 * 10
-    assert fitted(verse, minutes=5, eval_interval=130)[0].max_iters == 300 - 6 * 10
+def test_an_evaluation_is_a_forward_pass_of_both_splits(verse):
+    settings, tokens = tiny.settings(eval_iters=2), tiny.settings().tokens_per_step
+    splits = SimpleNamespace(train=range(10 * tokens), val=range(tokens))
+    assert steps_per_evaluation(settings, splits) == pytest.approx((2 + 1) / 3)
+    assert steps_per_evaluation(dataclasses.replace(settings, eval_iters=99), splits) == 11 / 3
+
+
+@pytest.mark.parametrize(
+    ("minutes", "steps", "interval", "changes"),
+    [
+        (12, 600, 100, {}),
+        (5, 300 - 7 * 10, 39, {}),
+        (2, 60 - 10, 10, {}),  # evaluations take half of the time
+        (0.5, 15 - 10, 10, {}),
+        (21, 600, 10, {"eval_interval": 3}),
+        (10, 300 - 10, 10, {"eval_interval": 3}),
+    ],
+)
+def test_evaluations_take_at_most_half_of_the_time(
+    verse, one_second, monkeypatch, capsys, minutes, steps, interval, changes
+):
+    monkeypatch.setattr(budget, "steps_per_evaluation", lambda *_: 10)
+    settings, _ = fitted(verse, minutes=minutes, **changes)
+    assert (settings.max_iters, settings.eval_interval) == (steps, interval)
+    [printed] = re.findall(r"time: about (\S+) minutes", capsys.readouterr().out)
+    assert float(printed) <= minutes
 
 
 def test_a_budget_that_is_too_small_is_an_error(verse, one_second):
-    message = r"--minutes=0.1 is too short for 7 evaluations of 0 s and steps of 1 s: increase it"
+    message = r"--minutes=0.01 is too short for steps of 1 s and two evaluations of 0 s: increase"
     with pytest.raises(UserError, match=message):
-        fitted(verse, minutes=0.1)
+        fitted(verse, minutes=0.01)
 
 
 def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_second):
@@ -127,7 +155,9 @@ def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):
     saved = tiny.saved("last.pt", "out-a")
     assert saved["config"]["max_iters"] == 1000
     assert 7 < saved["fitted_iters"] == saved["iter_num"] < 60
-    settings = with_max_iters(saved["fitted_iters"], tiny.settings(**SHORT))
+    settings = tiny.settings(**SHORT)
+    cost = steps_per_evaluation(settings, verse)
+    settings = with_max_iters(saved["fitted_iters"], settings, cost)
     fewer = {name: getattr(settings, name) for name in SHORT} | {"minutes": None}
     train.main(tiny.flags(out_dir="out-b", **fewer))
     assert tiny.same(saved["model"], tiny.saved("last.pt", "out-b")["model"])
