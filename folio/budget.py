@@ -3,34 +3,33 @@
 import copy
 import dataclasses
 import time
-from math import ceil
+from fractions import Fraction
+from math import ceil, sqrt
 from statistics import median
 
 from folio.batches import Batches
 from folio.errors import UserError
 
-STEP_COUNTS = ("max_iters", "eval_interval", "warmup_iters", "lr_decay_iters")
+STEP_COUNTS = ("max_iters", "warmup_iters", "lr_decay_iters")
 WARMUP_STEPS, MEASURED_STEPS = 2, 20
 MEASURED_FRACTION = 0.05  # of the budget, at most
 FORWARD_FRACTION = 1 / 3  # of a training step; a backward pass takes twice as long
 
 
 def fit_to_minutes(run):
-    """Reduces all step counts of a train.Run in proportion, if it would take too long.
-
-    Increases eval_interval if evaluations would otherwise take more than half of the time.
+    """Reduces the step counts of a train.Run if it would take too long.
 
     A resumed run keeps its step counts, so that its results do not depend on the speed of the
     machine, unless the budget or the requested number of steps has changed.
     """
     requested, progress = run.requested, run.progress
-    cost = steps_per_evaluation(requested, run.dataset)
     if not requested.minutes:
         progress.fitted_iters = None
     elif not is_same_request(requested, run.resumed):
         step_s = seconds_per_step(requested, run.learner, run.dataset)
+        cost = steps_per_evaluation(requested, run.dataset)
         progress.fitted_iters = steps_within(requested, step_s, cost)
-    run.settings = with_max_iters(progress.fitted_iters, requested, cost)
+    run.settings = with_max_iters(progress.fitted_iters, requested)
     run.learner.divergence.settings = run.settings
 
 
@@ -54,36 +53,34 @@ def steps_within(settings, step_s, cost):
 
     `step_s`: seconds per step; `cost`: see steps_per_evaluation.
     """
-    budget = 60 * settings.minutes / step_s  # in steps; evaluations take at most half of it
-    count = evaluations(with_max_iters(settings.max_iters, settings, cost))
-    steps = max(budget - count * cost, budget / 2 - cost)
-    if steps < 1:
+    budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, besides two evaluations
+    if budget < 1:
         raise UserError(
             f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
             f"evaluations of {cost * step_s:.2g} s: increase it, or decrease --eval_iters"
         )
-    steps = int(min(steps, settings.max_iters))
-    total = steps + evaluations(with_max_iters(steps, settings, cost)) * cost
-    print(f"time: about {total * step_s / 60:.2g} minutes for {steps:,} steps", flush=True)
+    # with_max_iters: n steps have sqrt(n * max_iters) / eval_interval evaluations besides
+    half = cost * sqrt(settings.max_iters) / settings.eval_interval / 2
+    steps = max(1, int(min((sqrt(half**2 + budget) - half) ** 2, settings.max_iters)))
+    fitted = with_max_iters(steps, settings)
+    evaluations = -(-steps // fitted.eval_interval) + 1  # the first is at step 0
+    minutes = (steps + evaluations * cost) * step_s / 60
+    print(f"time: about {minutes:.2g} minutes for {steps:,} steps", flush=True)
     return steps
 
 
-def evaluations(settings):
-    """Returns the number of evaluations of a run. The first is at step 0."""
-    return -(-settings.max_iters // settings.eval_interval) + 1
+def with_max_iters(max_iters, settings):
+    """Returns the settings with fewer steps, if `max_iters` is given, and fewer evaluations.
 
-
-def with_max_iters(max_iters, settings, cost=0):
-    """Returns the settings with all step counts in proportion to `max_iters`, if it is given.
-
-    Two evaluations are at least `cost` steps apart.
+    A quarter of the steps has a quarter of the warmup steps, and half as many evaluations.
     """
     if max_iters is None:
         return settings
+    part = Fraction(max_iters, settings.max_iters)
     counts = {name: getattr(settings, name) for name in STEP_COUNTS}
-    counts = {k: n and -(-n * max_iters // settings.max_iters) for k, n in counts.items()}
-    counts["eval_interval"] = max(counts["eval_interval"], ceil(cost))
-    return dataclasses.replace(settings, **counts)
+    counts = {name: n and ceil(n * part) for name, n in counts.items()}
+    interval = ceil(settings.eval_interval * sqrt(part))
+    return dataclasses.replace(settings, **counts, eval_interval=interval)
 
 
 def seconds_per_step(settings, learner, dataset):
