@@ -68,11 +68,10 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DatasetSize:
-    """The size of a prepared dataset. `train_bytes` is None for nanoGPT's folders."""
+    """The size of a prepared dataset."""
 
     train_tokens: int
     val_tokens: int
-    train_bytes: int | None
     vocab_size: int
 
 
@@ -148,8 +147,7 @@ def dataset_size(name):
                 if not count:
                     raise ValueError("it is empty")
                 counts[split] += count
-    num_bytes = meta["train"]["bytes"] if meta else None
-    return DatasetSize(*counts.values(), num_bytes, tokenizer.vocab_size)
+    return DatasetSize(*counts.values(), tokenizer.vocab_size)
 
 
 def fingerprint(name):

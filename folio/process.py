@@ -34,7 +34,6 @@ def start(function, *args):
     """Calls a function that handles `--help` or invalid flags before a script imports torch."""
     if (status := _run(function, *args)) is not None:
         sys.exit(status)
-    _set_handlers(lambda number, _: os._exit(128 + number))  # an exception would print a traceback
     gc.disable()  # until run(): collecting garbage takes a third of the time to import torch
 
 
@@ -60,10 +59,10 @@ def _run(function, *args):
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent; keep its descriptor in use
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    with suppress(AttributeError):  # a notebook's stdin cannot be reconfigured
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        errors = "surrogateescape" if stream is sys.stdin else "backslashreplace"
+        with suppress(AttributeError):  # a notebook's streams cannot be reconfigured
+            stream.reconfigure(encoding="utf-8", errors=errors)
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
     _set_handlers(_interrupt)
@@ -99,9 +98,12 @@ def _status_of(function, *args):
         print_error("out of memory: use less data, or a machine with more memory")
         return 2
     except KeyboardInterrupt as error:
+        _set_handlers(_exit)
         if is_main():
             print_error(str(error) or "interrupted")
         return 128 + getattr(error, "number", signal.SIGINT)
+    finally:
+        _set_handlers(_exit)
     return None
 
 
@@ -132,6 +134,10 @@ def _set_handlers(handler):
 
 def _interrupt(number, _):
     raise Interrupted(number)
+
+
+def _exit(number, _):
+    os._exit(128 + number)  # an exception would print a traceback, as nothing catches it
 
 
 class StopSignal:

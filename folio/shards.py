@@ -87,7 +87,6 @@ class Shards:
 
     def __init__(self, arrays):
         self.arrays = [np.asarray(array) for array in arrays]
-        self.dtype = self.arrays[0].dtype
         self._ends = np.cumsum([len(array) for array in self.arrays])
         self._firsts = self._ends - [len(array) for array in self.arrays]
 

@@ -27,6 +27,7 @@ from tools.crew import RUN_SETTINGS
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None)
 settings.load_profile("folio")
+SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,10 +38,14 @@ def _sigint():
 
 @pytest.fixture(autouse=True)
 def _global_settings():
-    """Undoes changes by earlier tests. Rounding depends on these settings of torch."""
+    """Undoes changes by other tests. Rounding depends on the settings of torch."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_cudnn_sdp(True)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -104,7 +109,7 @@ def text_size(monkeypatch):
     """A function that sets the size of every dataset. At first, it is that of tiny Shakespeare."""
 
     def set_size(tokens=1_003_854, vocab_size=65):
-        size = DatasetSize(tokens, tokens // 9, tokens, vocab_size)
+        size = DatasetSize(tokens, tokens // 9, vocab_size)
         monkeypatch.setattr(dataset, "dataset_size", lambda name: size)
 
     set_size()

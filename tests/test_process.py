@@ -20,12 +20,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 
 @pytest.fixture(autouse=True)
 def restored_state(monkeypatch):
-    """run() sets signal handlers and freezes the garbage collector."""
+    """run() freezes the garbage collector."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
-    before = [signal.getsignal(number) for number in SIGNALS]
     yield
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
     gc.unfreeze()
 
 
@@ -151,6 +148,21 @@ def test_a_signal_during_imports_ends_a_script_without_a_traceback():
         "process.start(PrepareConfig)\nos.kill(os.getpid(), signal.SIGTERM)"
     )
     assert shell("$PYTHON", script) == (128 + signal.SIGTERM, "")
+
+
+@posix
+def test_a_signal_after_the_script_ends_it_without_a_traceback():
+    script = "from folio import process\nprocess.run(print)\nos.kill(os.getpid(), signal.SIGTERM)"
+    assert shell("$PYTHON", script) == (128 + signal.SIGTERM, "")
+
+
+@posix
+def test_a_second_ctrl_c_while_the_first_is_reported_prints_no_traceback():
+    script = (
+        "from folio import process\ndef interrupt(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+        "process.print_error = interrupt\nprocess.run(interrupt)"
+    )
+    assert shell("$PYTHON", script) == (128 + signal.SIGINT, "")
 
 
 def test_stop_signal_records_the_first_signal_and_restores_the_handlers():
