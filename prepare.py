@@ -47,8 +47,9 @@ class PrepareConfig:
     )
     input: str | None = setting(
         None,
-        "your own UTF-8 text, JSON lines or Parquet: a file, folder or glob pattern; for "
-        "validation: the last 10% of text, or documents chosen by hash, 20 MB or at most 10%",
+        "your own UTF-8 text, JSON lines or Parquet: a file, folder or glob pattern; the "
+        "validation split is the last 10% of a text, or documents chosen by hash (about 20 MB, at "
+        "most 10%)",
     )
     text_key: str = setting("text", "field of JSON lines, or column of Parquet, with the text")
     max_tokens: int | None = setting(None, "stop after about as many tokens", "[1, inf)")
@@ -62,7 +63,7 @@ class PrepareConfig:
     )
     allow_special: bool = setting(False, "bpe and gpt2: <|endoftext|> in a text ends a document")
     url: str | None = setting(None, "alternative download URL for tiny Shakespeare")
-    verify: bool = setting(False, "only check all files of the dataset, which exists")
+    verify: bool = setting(False, "only check the files of an existing dataset")
 
     def __post_init__(self):
         if "" in (self.input, self.url):
@@ -177,12 +178,11 @@ def own_corpus(settings, folder):
     check_output([settings.input], folder)
     sources = find_sources(settings.input, settings.text_key)
     check_output([source.path for source in sources], folder)
-    is_one = [source.name for source in sources] in ([settings.input], ["standard input"])
-    many = f"{settings.input} ({len(sources)} files)"
-    return corpus_of(sources, settings, sources[0].name if is_one else many)
+    return corpus_of(sources, settings, settings.input)
 
 
-def corpus_of(sources, settings, description):
+def corpus_of(sources, settings, name):
+    description = sources[0].name if len(sources) == 1 else f"{name} ({len(sources)} files)"
     whole_words = settings.allow_special or settings.kind not in ("char", "byte")
     return Corpus(sources, description, settings.allow_special, whole_words)
 
@@ -207,9 +207,9 @@ def known_corpus(name, settings):
         from folio.hub_corpora import hub_sources  # imported here because it is optional
 
         sources = hub_sources(name, settings.max_tokens, settings.text_key)
-        return corpus_of(sources, settings, f"{name} ({len(sources)} files)")
+        return corpus_of(sources, settings, name)
     source = python_docs() if name == "pydocs" else shakespeare(settings.url)
-    return corpus_of([source], settings, source.name)
+    return corpus_of([source], settings, name)
 
 
 if __name__ == "__main__":

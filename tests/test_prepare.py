@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import socket
 import threading
@@ -69,6 +70,15 @@ def test_a_dataset_does_not_replace_its_text(source, message):
     assert message in error_of(f"--input={source}", "--dataset=mine")
     assert Path("data/mine/train.bin").read_bytes() == CORPUS
     assert sorted(os.listdir("data/mine")) == ["meta.json", "train.bin"]
+
+
+@pytest.mark.parametrize("source", ["./in/a.txt", "in", "in/*.txt"])
+def test_the_hash_of_one_file_is_that_of_its_content(source):
+    write("in/a.txt", CORPUS)
+    main([f"--input={source}", "--dataset=mine"])
+    meta = json.loads(Path("data/mine/meta.json").read_text())
+    expected = hashlib.sha256(Path("in/a.txt").read_bytes()).hexdigest()
+    assert (meta["source"], meta["source_sha256"]) == ("in/a.txt", expected)
 
 
 def test_links_to_folders_are_followed_once():
