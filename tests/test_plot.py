@@ -155,6 +155,7 @@ def test_folder_of_runs_stands_for_its_runs():
     write_run("out-sweep/b", [2.0])
     found = runs.read_all(["out-sweep"])
     assert [run.folder for run in found] == ["out-sweep/a", "out-sweep/b"]
+    assert [run.folder for run in runs.read_all(["out-sweep/a/"])] == ["out-sweep/a"]
 
 
 # Loss curves

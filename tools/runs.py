@@ -59,7 +59,7 @@ def read(folder):
         if not is_file(path):
             available = ", ".join(map(str, inside("."))) or "none"
             raise UserError(f"there is no log {path}; available runs: {available}")
-        run = Run(str(folder))
+        run = Run(str(Path(folder)))  # without a slash at the end
         with open(path, "rb") as lines:
             for line in lines:
                 with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -74,10 +74,10 @@ def inside(folder):
     return [path for path in RunDir.find(folder) if RunDir(path).log.exists()]
 
 
-def nested(folder="."):
-    """Returns the folders of runs in `folder` and in its sweeps, sorted; not hidden ones."""
-    children = [each for each in Path(folder).iterdir() if each.is_dir() and each.name[0] != "."]
-    found = {path for parent in (folder, *children) for path in RunDir.find(parent)}
+def nested():
+    """Returns the folders of runs in this folder and in its sweeps, sorted; not hidden ones."""
+    children = [each for each in Path(".").iterdir() if each.is_dir() and each.name[0] != "."]
+    found = {path for parent in (".", *children) for path in RunDir.find(parent)}
     return sorted(path for path in found if path.name[0] != ".")
 
 
