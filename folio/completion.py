@@ -171,12 +171,12 @@ def max_batch_size(model, count):
     return min(max(1, int(MEMORY_SHARE * available) // size), MAX_BATCH_SIZE)
 
 
-def sample_text(model, tokenizer, seed, count=200):
+def sample_text(model, tokenizer, seed):
     """Returns a short sample of a model in training."""
     prompt = tokenizer.encode(tokenizer.start).tolist()
     controls = Controls(temperature=0.8, top_k=200)
     model.eval()
-    tokens = generate(model, [prompt], [seed], controls, count, vocab_size=tokenizer.vocab_size)
+    tokens = generate(model, [prompt], [seed], controls, 200, vocab_size=tokenizer.vocab_size)
     with without_cudnn(model.transformer.wte.weight.device):
         text = tokenizer.decode([int(ids) for ids, _ in tokens])
     model.train()

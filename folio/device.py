@@ -168,13 +168,13 @@ def resolve_dtype(name, device):
 
 
 @cache
-def _measured_peak(device, dtype, repeats=10, pause_s=0.015):
+def _measured_peak(device, dtype):
     """Returns the FLOP/s of the fastest of a few square matrix products."""
     size = 512 if kind_of(device) == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
-    for _ in range(repeats):
-        time.sleep(pause_s)  # other processes may use the cores for a while
+    for _ in range(10):
+        time.sleep(0.015)  # other processes may use the cores for a while
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the product
         seconds.append(time.perf_counter() - start)

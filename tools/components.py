@@ -1,7 +1,6 @@
 """Components of the playground's page, its style, and how it reports errors."""
 
 import html
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 
@@ -62,8 +61,6 @@ def streamed(models, function, *args, text=lambda: None):
             yield future.result() if future.done() else text() or WAITING
     except UserError as error:
         yield message(error)
-    except CancelledError:  # the server ends
-        return
 
 
 def generated(models, values, function, *args):

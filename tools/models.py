@@ -34,7 +34,7 @@ class Models:
     of them than cores, and generation takes twice as long.
     """
 
-    def __init__(self, device="auto", dtype="auto"):
+    def __init__(self, device, dtype):
         self.device, self.dtype = device, dtype
         self._loaded = {}  # {Version: TrainedModel}, the most recently used last
         self._thread = ThreadPoolExecutor(1, "models")
@@ -60,9 +60,8 @@ class Models:
         try:
             is_done = False
             while not is_done:
-                wait([future], seconds)
+                is_done = bool(wait([future], seconds).done)
                 seconds = min(seconds + FIRST_WAIT, LONGEST_WAIT)
-                is_done = future.done()  # wait() does not notice that close() cancels it
                 yield future
         finally:
             stopped.set()

@@ -5,7 +5,6 @@
 Memory is folio.memory's estimate. Times are computed from data sheets, not measured.
 """
 
-import sys
 from dataclasses import dataclass, replace
 
 from folio import process
@@ -18,7 +17,7 @@ class ScaleConfig:
 
 
 if __name__ == "__main__":  # --help must not wait for torch
-    process.start(parse_arguments, ScaleConfig, sys.argv[1:])
+    process.start(parse_arguments, ScaleConfig)
 
 from folio.device import DTYPES
 from folio.memory import estimate
@@ -29,7 +28,7 @@ from train import TrainConfig
 
 MODELS = {  # GPT-2's four sizes (Radford et al. 2019)
     "124M": GPTConfig(bias=False),
-    "350M": GPTConfig(bias=False, n_layer=24, n_head=16, n_embd=1024),
+    "355M": GPTConfig(bias=False, n_layer=24, n_head=16, n_embd=1024),
     "774M": GPTConfig(bias=False, n_layer=36, n_head=20, n_embd=1280),
     "1.5B": GPTConfig(bias=False, n_layer=48, n_head=25, n_embd=1600),
 }
