@@ -287,10 +287,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, assign=torch.Tensor.copy_):
-        """Initializes like GPT-2, on the CPU: norms to identity, biases to 0, others to N(0, 0.02).
+        """Initializes like GPT-2, on the CPU.
 
-        Each block adds two projections to the residual stream; their standard deviation is divided
-        by sqrt(2 n_layer) so that the variance does not grow with depth (Radford et al. 2019, 2.3).
+        Weights of norms are 1, biases 0, and matrices normal with standard deviation 0.02. Each
+        block adds two projections to the residual stream; their standard deviation is divided by
+        sqrt(2 n_layer) so that the variance does not grow with depth (Radford et al. 2019, 2.3).
         """
         for name, parameter in self.named_parameters():
             values = torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0)

@@ -25,7 +25,9 @@ def advice(evaluations, epochs):
             f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
             "use more text, a higher --dropout or fewer steps"
         )
-    gap = f"the gap between validation and training loss went from {gaps[1]:.2f} to {gaps[-1]:.2f}"
+    gap = (
+        f"the gap between validation and training loss went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
+    )
     if gaps[-1] > gaps[1] + MEMORIZED:
         return f"{gap} (memorization): more text would help most"
     help_by = "longer training" if epochs < 1 else "a larger model or longer training"

@@ -26,7 +26,7 @@ OPTIONS = {
     "freezing": True,
     "max_autotune": True,
     "max_autotune_gemm_backends": "CPP",
-    "aot_inductor.precompile_headers": False,  # it takes 10 s, for headers that are used once
+    "aot_inductor.precompile_headers": False,  # would take 6 s, for headers that are used once
 }
 LEAST = 2  # positions that attention covers; torch.export takes a size of 1 for a constant
 

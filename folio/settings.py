@@ -8,6 +8,7 @@ Standard library only, so that `--help` does not wait for torch.
 """
 
 import dataclasses
+import inspect
 import io
 import os
 import runpy
@@ -211,7 +212,7 @@ def _run_config_file(fields, values, path, choose):
 
 def _help_text(settings_class):
     arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
-    lines = [f"usage: {Path(sys.argv[0]).name} {arguments}", "", settings_class.__doc__]
+    lines = [f"usage: {Path(sys.argv[0]).name} {arguments}", "", inspect.getdoc(settings_class)]
     for name, field in _fields(settings_class).items():
         if name == getattr(settings_class, "OPERANDS", None):
             continue

@@ -38,7 +38,7 @@ class PlotConfig:
     y: Literal["loss", "bits_per_byte"] = setting(
         "loss", "y axis and table; bits per byte compare runs with different tokenizers"
     )
-    all: bool = setting(False, "print also the columns that do not fit into the terminal")
+    all: bool = setting(False, "also print the columns that do not fit into the terminal")
     out: str | None = setting(None, "PNG file; None: runs.png or attention.png")
 
     attention: bool = setting(
