@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folio.attention import attention
-from folio.dropout import Dropout
-
 
 def relu2(x):
     """Squared ReLU (So et al. 2021, "Primer")."""
@@ -95,29 +92,6 @@ class GPTConfig:
         return self.smear + max(self.ngrams - 1, 0)
 
 
-def causal_attention(q, k, v, window=0, dropout=0.0):
-    """Causal attention over the last `window` tokens (0: all). (B, H, T, D) each -> the same.
-
-    With a window it takes O(T * window) time: the sequence is cut into chunks of `window` tokens;
-    each chunk attends to itself and to the chunk before (Child et al. 2019, "Generating Long
-    Sequences with Sparse Transformers").
-    """
-    B, H, T, D = q.shape
-    if not 0 < window < T:
-        return attention(q, k, v, dropout=dropout)
-    chunks = -(-T // window)
-    padded = (F.pad(each, (0, 0, 0, chunks * window - T)) for each in (q, k, v))
-    q, k, v = (each.reshape(B * H, chunks, window, D) for each in padded)
-    k, v = (torch.cat((F.pad(each, (0, 0, 0, 0, 1, -1)), each), dim=2) for each in (k, v))
-    columns = torch.arange(2 * window, device=q.device)  # of the previous chunk and this one
-    distance = columns[window:, None] - columns
-    masked = ((distance < 0) | (distance >= window)).repeat(chunks, 1, 1)
-    masked[0, :, :window] = True  # the first chunk has no predecessor
-    mask = torch.zeros(masked.shape, dtype=q.dtype, device=q.device).masked_fill(masked, -math.inf)
-    y = attention(q, k, v, mask, dropout)
-    return y.reshape(B, H, chunks * window, D)[:, :, :T]
-
-
 def rotary_tables(config, device):
     """Returns cosines and signed sines for `rotate`, (block_size, D) float32 each.
 
@@ -137,16 +111,20 @@ def rotate(x, cos, sin):
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal self-attention."""
+    """Multi-head causal self-attention (Vaswani et al. 2017, "Attention Is All You Need").
+
+    `kernel` can be replaced by a faster function with the same arguments.
+    """
 
     def __init__(self, config):
         super().__init__()
         self.n_head, self.window = config.n_head, config.window
         self.dropout = config.dropout
+        self.kernel = F.scaled_dot_product_attention
         self.qk_norm = NORMS[config.norm] if config.qk_norm else None
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.resid_dropout = Dropout(config.dropout)
+        self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rotation=None, attend=None):
         """x: (B, T, C) -> (B, T, C). See GPT.trunk for `attend`."""
@@ -158,11 +136,31 @@ class CausalSelfAttention(nn.Module):
             if self.qk_norm:  # Henry et al. 2020, "Query-Key Normalization"
                 qk = self.qk_norm(qk, qk.shape[-1:])
             q, k = rotate(qk, *rotation) if rotation else qk
-        if attend is None:
-            y = causal_attention(q, k, v, self.window, self.dropout if self.training else 0.0)
-        else:
-            y = attend(q, k, v)
+        y = self.attend(q, k, v) if attend is None else attend(q, k, v)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)))
+
+    def attend(self, q, k, v):
+        """Causal attention over the last `window` tokens (0: all). (B, H, T, D) each -> the same.
+
+        With a window it takes O(T * window) time: the sequence is cut into chunks of `window`
+        tokens; each chunk attends to itself and to the chunk before (Child et al. 2019,
+        "Generating Long Sequences with Sparse Transformers").
+        """
+        B, H, T, D = q.shape
+        window, dropout = self.window, self.dropout if self.training else 0.0
+        if not 0 < window < T:
+            return self.kernel(q, k, v, dropout_p=dropout, is_causal=True)
+        chunks = math.ceil(T / window)
+        padded = (F.pad(x, (0, 0, 0, chunks * window - T)) for x in (q, k, v))
+        q, k, v = (x.reshape(B * H, chunks, window, D) for x in padded)
+        k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, -1)), x), dim=2) for x in (k, v))
+        columns = torch.arange(2 * window, device=q.device)  # of the previous chunk and this one
+        distance = columns[window:, None] - columns
+        masked = ((distance < 0) | (distance >= window)).repeat(chunks, 1, 1)
+        masked[0, :, :window] = True  # the first chunk has no predecessor
+        zeros = torch.zeros(masked.shape, dtype=q.dtype, device=q.device)
+        y = self.kernel(q, k, v, zeros.masked_fill(masked, -math.inf), dropout)
+        return y.reshape(B, H, chunks * window, D)[:, :, :T]
 
 
 def embedding(rows, size):  # uninitialized; nn.Embedding(…) on meta would import torch._dynamo
@@ -189,7 +187,7 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, outer, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
         self.c_proj = nn.Linear(inner, config.n_embd, bias=config.bias)
-        self.dropout = Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
         return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
@@ -259,7 +257,7 @@ class GPT(nn.Module):
         if config.receptive_field:
             parts["context"] = LocalContext(config)
         blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        parts |= {"drop": Dropout(config.dropout), "h": blocks, "ln_f": make_norm(config)}
+        parts |= {"drop": nn.Dropout(config.dropout), "h": blocks, "ln_f": make_norm(config)}
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if not self.lm_head.weight.is_meta:  # see uninitialized()
@@ -299,6 +297,22 @@ class GPT(nn.Module):
             if parameter.dim() > 1:
                 values.normal_(std=0.02 / math.sqrt(additions))
             assign(parameter, values)
+
+    def num_params(self):
+        """Returns the number of parameters; tied weights count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self):
+        """Returns the FLOPs of training on one token: a forward pass, and twice that for backward.
+
+        2 FLOPs per multiplication with a weight of a linear layer, in attention scores and in sums
+        of values (Chowdhery et al. 2022, "PaLM", appendix B), masked or not.
+        """
+        T, window = self.config.block_size, self.config.window
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        pairs = math.ceil(T / window) * 2 * window**2 if 0 < window < T else T * T  # query and key
+        attention = self.config.n_layer * 2 * self.config.n_embd * pairs / T
+        return 3 * 2 * (weights + attention)
 
     def forward(self, idx, targets, temperature=1.0):
         """Returns the mean cross-entropy in nats per token, a scalar.

@@ -132,6 +132,7 @@ from folio.dist import ALONE, joined
 from folio.distill import Distillation, load_teachers
 from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
+from folio.kernels import use_fast_kernels
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import check_parallel, plan_model
@@ -185,8 +186,8 @@ def setup(settings, world=ALONE):
     keep_freed_memory()
     machine = choose_machine(world.device or settings.device, settings.dtype, settings.compile)
     settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
-    print_start(settings, dataset, machine, config, world)
     learner = Learner(config, settings, machine, world)
+    print_start(settings, dataset, learner)
     if resumed:
         learner.load_state_dict(resumed)
     elif initial:
@@ -270,6 +271,7 @@ class Learner:
         self.settings, self.machine, self.world = settings, machine, world
         self.is_sharded = settings.parallel == "fsdp" and world.is_launched
         self.model = GPT.uninitialized(config, "meta" if self.is_sharded else machine.device)
+        use_fast_kernels(self.model)
         if settings.activation_checkpointing:
             recompute_activations(self.model)
         if self.is_sharded:

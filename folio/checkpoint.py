@@ -19,6 +19,7 @@ import torch
 
 from folio.errors import UserError, cause_of
 from folio.files import Sink, replacing
+from folio.kernels import use_fast_kernels
 from folio.sharding import assign, local
 from folio.storage import check_folder, read_file, read_folder
 from model import GPT, GPTConfig
@@ -201,6 +202,7 @@ def _renamed(weights):
 def build_model(checkpoint):
     """Returns the checkpoint's GPT on the CPU, which shares its weights. See load_weights."""
     model = GPT.uninitialized(checkpoint.config)
+    use_fast_kernels(model)
     load_weights(model, checkpoint)
     return model
 

@@ -125,7 +125,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear, activation="none", variant="none"):
         super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight, PACKED_BATCH_SIZE)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, PACKED_BATCH_SIZE)
+        self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias, self.activation, self.variant = linear.bias, activation, variant
         self.product = torch.ops.mkldnn._linear_pointwise.default
 

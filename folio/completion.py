@@ -9,17 +9,16 @@ import torch
 
 from folio import checkpoint as checkpoints
 from folio import tokenizers
-from folio.attention import without_cudnn
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.dataset import load_tokenizer
 from folio.device import DTYPES, Machine, choose_machine, kind_of, useful_threads
 from folio.errors import UserError
 from folio.files import read_text
 from folio.generate import decode_one, generate
+from folio.kernels import without_cudnn
 from folio.memory import keep_freed_memory, memory_bytes
 from folio.sampling import Controls
 from folio.scoring import check_finite
-from folio.size import num_params
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
 MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end
@@ -146,7 +145,7 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
         decode=trained.decode if len(completions) == 1 else decode_one,
     )
     size = 1  # to yield the first token immediately
-    with useful_threads(len(completions) * num_params(trained.model.config)):
+    with useful_threads(len(completions) * trained.model.num_params()):
         while batch := list(islice(tokens, size)):
             ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
             check_finite(logprobs)

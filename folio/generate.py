@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from folio.sampling import occurrences, sample_next, uniforms
-from model import causal_attention
 
 TOKENS_PER_PASS = 2**14  # tokens in one forward pass, which limits its activations
 
@@ -49,7 +48,7 @@ def prefill(model, cache, idx, rows):
 
     def attend(layer, q, k, v):
         cache.write(layer, some, slice(q.shape[2]), k, v)
-        return causal_attention(q, k, v, cache.window)
+        return model.transformer.h[layer].attn.attend(q, k, v)
 
     if not idx.shape[1]:
         return

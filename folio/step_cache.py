@@ -22,10 +22,9 @@ from folio.device import kind_of, useful_threads
 from folio.errors import UserError
 from folio.files import replacing
 from folio.settings import ROOT
-from folio.size import num_params
 
 KEPT = 4  # compiled files; each is as large as the model
-MODULES = ("generate", "aot", "attention", "checkpoint", "dropout")
+MODULES = ("generate", "aot", "kernels", "checkpoint")
 CODE = ("model.py", *(f"folio/{name}.py" for name in MODULES))
 HINT = "compiling the model for later runs with --compile; Ctrl-C skips this"
 BATCH_HINT = (
@@ -73,7 +72,7 @@ def source_of(trained):
     path = Path(trained.checkpoint.path).resolve()
     if not path.exists():
         raise UserError(f"on a CPU, --compile needs a checkpoint file, not {path.name}")
-    with useful_threads(num_params(trained.model.config)):
+    with useful_threads(trained.model.num_params()):
         return path, torch.get_num_threads()
 
 

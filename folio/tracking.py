@@ -16,7 +16,6 @@ from folio.device import kind_of
 from folio.memory import estimate, memory_bytes
 from folio.process import SIGPIPE, STARTED, is_main, print_error
 from folio.settings import changed, names_in
-from folio.size import flops_per_token, num_params
 from folio.trackers import Trackers
 
 
@@ -67,7 +66,7 @@ class Tracking:
             folder = self.settings.out_dir
             self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
         if not self.run_dir.log.exists():  # a new run, or nanoGPT's
-            parameters = num_params(self.run.learner.model.config)
+            parameters = self.run.learner.model.num_params()
             self._log("start", 0, parameters=parameters, settings=settings)
         if resumed:
             old, step = resumed.settings, resumed.progress.step
@@ -95,7 +94,7 @@ class Tracking:
         seconds = self.seconds / self.steps  # per step
         self.seconds, self.steps = 0.0, 0
         tokens = self.settings.tokens_per_step
-        flops = flops_per_token(self.run.learner.model.config) * tokens
+        flops = self.run.learner.model.flops_per_token() * tokens
         mfu = flops / seconds / self.machine.peak[0] / self.run.learner.world.size
         self.peak_is_credible &= mfu <= 1
         loss, norm = float(loss), float(grad_norm)
@@ -195,9 +194,9 @@ def evaluation_line(step, losses):
     return line
 
 
-def print_start(settings, dataset, machine, config, world):
+def print_start(settings, dataset, learner):
     """Prints the changed settings, the dataset, the model's size, the machine and the memory."""
-    resolved = ("device", "dtype", "compile")
+    machine, world, resolved = learner.machine, learner.world, ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
     available = memory_bytes(machine.device)
@@ -208,10 +207,10 @@ def print_start(settings, dataset, machine, config, world):
         f"settings: {' '.join(pairs) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
-        f"model: {num_params(config):,} parameters; {settings.max_iters:,} steps of "
+        f"model: {learner.model.num_params():,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        estimate(config, settings, world.size).summary(available),
+        estimate(learner.model.config, settings, world.size).summary(available),
         sep="\n",
         flush=True,
     )

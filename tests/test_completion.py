@@ -119,7 +119,7 @@ def test_output_that_is_not_finite_is_a_user_error(trained):
 # Loading
 
 
-def test_a_loaded_model_does_not_use_cudnns_attention(folder):  # see folio/attention.py
+def test_a_loaded_model_does_not_use_cudnns_attention(folder):  # see folio/kernels.py
     tiny.write_checkpoint("ckpt.pt", CharTokenizer("abc"))
     assert torch.backends.cuda.cudnn_sdp_enabled()
     load_trained(load_initial("ckpt.pt"))

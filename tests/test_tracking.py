@@ -20,8 +20,7 @@ from folio.device import Machine, choose_machine
 from folio.dist import ALONE
 from folio.process import SIGPIPE, StopSignal
 from folio.run_dir import RunDir
-from folio.size import flops_per_token
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 TRAIN = str(Path(train.__file__))
 
@@ -88,7 +87,7 @@ def run(folder):
         learner=SimpleNamespace(
             world=ALONE,
             machine=choose_machine("cpu", "float32", False),
-            model=SimpleNamespace(config=GPTConfig(**tiny.SMALL)),
+            model=GPT.uninitialized(GPTConfig(**tiny.SMALL), "meta"),
         ),
         progress=Progress(),
         resumed=None,
@@ -110,7 +109,7 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     first, second = tiny.log_events()
     assert (first["step"], second["step"]) == (0, 2)
     assert first["tokens_per_s"] == second["tokens_per_s"] == 8  # 32 per step of 4 s
-    flops = flops_per_token(run.learner.model.config)
+    flops = run.learner.model.flops_per_token()
     assert second["mfu"] == pytest.approx(flops * 8 / peak)
     assert (second["tokens"], second["grad_norm"]) == (96, None)
     # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far

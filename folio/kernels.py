@@ -1,0 +1,99 @@
+"""Attention and dropout that are faster than torch's on a CPU, for model.py, which has torch's own.
+
+Shapes: B batch, H heads, T queries, S keys, D head size.
+"""
+
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model import CausalSelfAttention
+
+OTHER_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+DROPOUT_LEVELS = 2**16
+
+
+def use_fast_kernels(model):
+    """Makes a GPT use the functions of this module, in place."""
+    for module in list(model.modules()):
+        if isinstance(module, CausalSelfAttention):
+            module.kernel = attention
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Dropout:
+                setattr(module, name, Dropout(child.p).train(child.training))
+
+
+# Attention
+
+
+def without_cudnn(device):
+    """Returns a context without cuDNN's attention, which torch 2.11 prefers on recent GPUs.
+
+    With a mask, its results can be wrong there (https://github.com/pytorch/pytorch/issues/196678
+    and 193893). It also prepares a kernel for each shape, which is slow if every call has another
+    length.
+    """
+    return sdpa_kernel(OTHER_BACKENDS) if device.type == "cuda" else nullcontext()
+
+
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+    """Replaces F.scaled_dot_product_attention, for the arguments that model.py passes.
+
+    q: (B, H, T, D). k, v: (B, H, S, D). attn_mask: (H, T, S) of q's dtype, added to the scores.
+    """
+    if not prefers_explicit_attention(q, k.shape[2]):
+        with nullcontext() if is_causal else without_cudnn(q.device):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
+    if is_causal:
+        T = q.shape[2]
+        mask = torch.full((1, T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    else:
+        mask = attn_mask.repeat(len(q), 1, 1)
+    return explicit_attention(q, k, v, mask, dropout_p)
+
+
+def prefers_explicit_attention(q, keys):
+    """Whether matrix products are faster than torch's fused kernel, forward and backward.
+
+    In bfloat16 on two AMD cores they took 1/4 of its time for 128 keys and 1/2 for 512.
+    """
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and keys <= 512
+
+
+def explicit_attention(q, k, v, mask, dropout):
+    """Attention as matrix products. mask: (B * H or 1, T, S)."""
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    weights = apply_dropout(scores.softmax(dim=-1), dropout)
+    return (weights @ flat_v).unflatten(0, q.shape[:2])
+
+
+# Dropout (Srivastava et al. 2014)
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout with `apply_dropout`."""
+
+    def forward(self, x):
+        return apply_dropout(x, self.p if self.training else 0.0)
+
+
+def apply_dropout(x, rate):
+    """Returns x with a fraction `rate` of its elements set to zero and the others scaled up.
+
+    torch draws 64 random bits for each element on a CPU; 16 are enough. The rate is rounded to a
+    multiple of 1 / DROPOUT_LEVELS, and the scale is that of the rounded rate.
+    """
+    if not rate:
+        return x
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, rate)
+    dropped = min(round(rate * DROPOUT_LEVELS), DROPOUT_LEVELS - 1)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    numbers = bits.view(torch.int16)[: x.numel()].view(x.shape)  # uniform in -2^15 … 2^15 - 1
+    kept = (numbers >= dropped - DROPOUT_LEVELS // 2).to(x.dtype)
+    return x * kept.mul_(DROPOUT_LEVELS / (DROPOUT_LEVELS - dropped))
