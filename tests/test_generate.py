@@ -1,7 +1,5 @@
 """Cached generation, with the model without a cache as reference."""
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,8 +87,9 @@ def test_a_bfloat16_model_with_a_float32_cache_agrees_for_int_and_tensor_positio
 # Whole texts
 
 
-@pytest.mark.parametrize("accelerate", [None, fixed_shapes], ids=["dynamic", "fixed"])
-@pytest.mark.parametrize("stride", [1, 3, "all"])
+@pytest.mark.parametrize(
+    ("stride", "accelerate"), [(1, None), (3, fixed_shapes), ("all", None)], ids=str
+)
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 def test_a_batch_of_prompts_equals_an_uncached_sliding_window(changes, stride, accelerate):
     """A stride of 1 is nanoGPT's sampling."""
@@ -119,6 +118,8 @@ def test_many_prompts_are_read_in_several_passes():
     prompts = [random_ids(model)[0].tolist()[:n] for n in (8, 1, 7)]
     expected = generate_cached(model, prompts, 5)
     assert generate_cached(model, prompts * 1000, 5) == expected * 1000  # > 2^14 tokens
+    found = generate_cached(model, prompts, 5, accelerate=lambda *_: None)
+    assert found == expected  # without a faster step
 
 
 @pytest.mark.parametrize("accelerate", [None, fixed_shapes], ids=["dynamic", "fixed"])
@@ -151,19 +152,6 @@ def test_texts_with_different_seeds_differ():
 def test_only_ids_below_vocab_size_are_drawn():
     rows = generate_cached(random_model(), [[1]] * 9, 30, Controls(temperature=5.0), vocab_size=5)
     assert max(map(max, rows)) < 5
-
-
-def test_generation_continues_without_a_faster_step():
-    expected = generate_cached(random_model(), [[1, 2], [3]], 20)
-    found = generate_cached(random_model(), [[1, 2], [3]], 20, accelerate=lambda *_: None)
-    assert found == expected
-
-
-def test_a_model_that_is_not_finite_has_log_probabilities_that_are_not_finite():
-    model = random_model()
-    model.transformer.ln_f.weight.fill_(torch.inf)
-    ((_, logprob),) = generate(model, [[1]], [1], Controls(), 1)
-    assert not logprob.isfinite()
 
 
 @pytest.mark.slow
@@ -201,11 +189,10 @@ def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
     assert generate_cached(model, prompts, 30, controls, **arguments) == expected
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_context_start_is_that_of_the_context(seed):
-    choose = random.Random(seed).randint
-    size = choose(1, 9)
-    stride, filled = choose(1, size), choose(1, 2 * size)
+@pytest.mark.parametrize(
+    ("size", "stride", "filled"), [(1, 1, 1), (4, 1, 2), (5, 3, 5), (6, 6, 9), (9, 4, 18)]
+)
+def test_context_start_is_that_of_the_context(size, stride, filled):
     context = Context([list(range(filled))], size, 40, "cpu")
     for index in range(filled, filled + 40):
         assert context.ids[0, 0] == context_start(index, size, stride, filled)
@@ -220,8 +207,8 @@ def test_context_start_of_a_prompts_token_is_that_of_its_last_block():
 # Scores
 
 
-@pytest.mark.parametrize("length", [2, 5, 9, 10, 17, 40])
-@pytest.mark.parametrize("stride", [1, 3, 8, 50])
+@pytest.mark.parametrize("length", [2, 9, 10, 40])
+@pytest.mark.parametrize("stride", [1, 3, 50])
 def test_each_token_is_scored_in_the_first_window_that_contains_it(length, stride):
     model = random_model()
     size = model.config.block_size
