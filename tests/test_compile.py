@@ -5,7 +5,6 @@ import pytest
 import tiny
 import torch
 from tiny import SHAPES, random_ids, random_model
-from torch._dynamo.testing import CompileCounter
 
 import train
 from folio.batches import Batches
@@ -69,6 +68,8 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
 )
 def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monkeypatch, switches):
     train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
+    from torch._dynamo.testing import CompileCounter  # slow to import
+
     counter, compile = CompileCounter(), torch.compile
     counted = lambda model, **options: compile(model, backend=counter, **options)  # noqa: E731
     monkeypatch.setattr(torch, "compile", counted)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from tiny import SHAPES, SMALL, SWITCHES, random_ids, random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from model import (
     ACTIVATIONS,
@@ -47,6 +46,8 @@ def in_their_layout(name, tensor):
 
 def transformers_gpt2(model):
     """Returns the same GPT in transformers, with zeros for biases that `model` does not have."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # slow to import
+
     config = model.config
     activation = {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation)
     theirs = GPT2LMHeadModel(
@@ -113,6 +114,8 @@ def test_dropout_is_applied_where_transformers_applies_it():
 
 def transformers_neox(model):
     """Returns the same GPT as a GPT-NeoX, which interleaves q, k and v by head."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # slow to import
+
     config = model.config
     heads = (config.n_head, config.n_embd // config.n_head)
     theirs = GPTNeoXForCausalLM(
