@@ -12,7 +12,7 @@ import torch
 import train
 from folio.errors import UserError
 from model import GPTConfig
-from tools import bench, count, export, transformers_sample
+from tools import bench, count, export
 
 TRAINING = """
 import sys, time
@@ -21,7 +21,7 @@ print("step 0: train loss 4.2000, val loss 4.1000")
 for i in range(0, 60, 5):
     print(f"iter {i}: loss 3.1000, time {100 + i if i >= 10 else 9000}.50ms, mfu -100.00%")
 print("step 30: train loss 2.0000, val loss 1.9000")
-time.sleep(0.3)
+time.sleep(0.1)
 print("step 60: train loss 1.0000, val loss 2.5000")
 sys.stdout.flush()
 if sys.argv[1] == "3":
@@ -46,7 +46,7 @@ def test_lines_of_a_nanogpt_training_are_read(scripts):
     assert figures["step_ms"] == 133.0  # median of 110.5, 115.5, ..., 155.5
     assert figures["tokens_per_s"] == pytest.approx(10_000)
     assert figures["val_loss"] == 1.9
-    assert 0 < figures["to_target_s"] < figures["seconds"] - 0.2  # the first of the two
+    assert 0 < figures["to_target_s"] < figures["seconds"] - 0.05  # the first of the two
     assert 0.004 < figures["memory_gib"] < 4
     assert "to_target_s" not in bench.figures(values, target=1.8)
 
@@ -172,6 +172,8 @@ def test_counts_are_printed_with_and_without_a_dataset(folder, capsys):
 
 @pytest.mark.slow
 def test_transformers_samples_an_exported_model(verse, capsys):
+    from tools import transformers_sample  # slow to import
+
     train.main(tiny.flags(max_iters=3))
     export.main(["--out_dir=out", "--to=hf"])
     flags = ["--device=cpu", "--num_samples=2", "--max_new_tokens=20"]
