@@ -2,8 +2,8 @@
 
 A script declares a dataclass of `setting(...)` fields and calls `load` with its arguments: Python
 config files and `--name=value` flags, applied left to right. If the dataclass has an attribute
-OPERANDS, arguments without dashes are values of that field instead of config files. An attribute
-ARGUMENTS replaces the arguments in the usage line.
+OPERANDS, arguments without dashes are values of that field instead of config files, and so are all
+that follow `--`. An attribute ARGUMENTS replaces the arguments in the usage line.
 Standard library only, so that `--help` does not wait for torch.
 """
 
@@ -123,6 +123,9 @@ def parse_arguments(settings_class, argv=None, choose=None):
         sys.exit(0)
     while rest:
         argument = rest.pop(0)
+        if operands and argument == "--":
+            steps.append((operands, (*dict(steps).get(operands, ()), *rest)))
+            break
         if not argument.startswith("--"):
             if operands:
                 steps.append((operands, (*dict(steps).get(operands, ()), argument)))

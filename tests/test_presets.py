@@ -5,12 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from folio.optim import learning_rate_at
 from folio.plan import model_config
 from folio.settings import load
-from folio.size import num_params
 from folio.tokenizers import CharTokenizer, GPT2Tokenizer
 from model import GPT
 from train import TrainConfig
@@ -34,6 +32,22 @@ def load_preset(name, device="cuda", *flags):
     return load(TrainConfig, [str(CONFIG / name), *flags], {"device": lambda _: device})
 
 
+def parameters_of(settings, tokenizer):
+    """Returns the number of parameters of the model that these settings train."""
+    model = GPT.uninitialized(model_config(settings, tokenizer), "meta")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
+def test_every_preset_loads_and_its_model_can_be_built(preset):
+    for device in ("cuda", "cpu"):
+        settings = load_preset(preset, device)
+        assert settings.out_dir != "out" or settings.eval_only
+        assert parameters_of(settings, CHARACTERS)
+        if "shakespeare_char" in preset.stem or preset.stem == "own_text":
+            assert 8 <= -(-settings.max_iters // settings.eval_interval) <= 30
+
+
 @pytest.mark.parametrize(
     ("device", "recipe"), [("cuda", NANOGPT_ON_A_GPU), ("cpu", NANOGPT_ON_A_CPU)]
 )
@@ -46,12 +60,27 @@ def test_the_shakespeare_preset_is_nanogpts(device, recipe):
 
 @pytest.mark.parametrize(("device", "place"), [("cuda", 0), ("cpu", 1)])
 def test_the_fast_preset_has_the_stated_number_of_parameters(device, place):
-    config = model_config(load_preset("shakespeare_char_fast.py", device), CHARACTERS)
+    settings = load_preset("shakespeare_char_fast.py", device)
     source = (CONFIG / "shakespeare_char_fast.py").read_text(encoding="utf-8")
     stated = re.findall(r"([\d.]+) (?:M|million) parameters", source)[place]
-    assert f"{num_params(config) / 1e6:.1f}" == stated
-    x = torch.zeros((1, config.block_size), dtype=torch.int64)
-    assert torch.isfinite(GPT(config)(x, x))
+    assert f"{parameters_of(settings, CHARACTERS) / 1e6:.1f}" == stated
+
+
+@pytest.mark.parametrize(
+    ("preset", "tokenizer", "published", "tolerance"),
+    [
+        ("tutorials/gpt_small.py", CHARACTERS, 309_185, 0.02),
+        ("tutorials/lecture.py", CHARACTERS, 10.79e6, 0.001),
+        ("tutorials/gpt2_124m.py", GPT2Tokenizer(), 163e6, 0.001),
+        ("train_gpt2.py", GPT2Tokenizer(), 124e6, 0.005),
+    ],
+)
+def test_models_have_the_published_sizes(preset, tokenizer, published, tolerance):
+    size = parameters_of(load_preset(preset, "cpu"), tokenizer)
+    assert size == pytest.approx(published, rel=tolerance)
+
+
+# Any text
 
 
 @pytest.mark.parametrize(("device", "max_iters"), [("cuda", 1800), ("cpu", 1900)])
@@ -66,42 +95,31 @@ def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device, max_it
     assert different <= expected
 
 
-def test_less_text_is_read_more_often_with_more_dropout(text_size):
-    sizes, found = [20_000, 100_000, 1_000_000, 10_000_000], []
+def test_the_plan_follows_the_size_of_the_text(text_size):
+    found, passes = [], []
+    sizes = [20_000, 100_000, 600_000, 1_003_854, 10_000_000, 100_000_000]
     for tokens in sizes:
         text_size(tokens)
         found.append(load_preset("own_text.py", "cpu"))
-    steps = [each.max_iters * each.tokens_per_step for each in found]
-    passes = [tokens / size for tokens, size in zip(steps, sizes, strict=True)]
-    assert passes == sorted(passes, reverse=True)
-    dropouts = [each.dropout for each in found]
+        passes.append(found[-1].max_iters * found[-1].tokens_per_step / tokens)
+    assert passes == sorted(passes, reverse=True)  # less text is read more often,
+    dropouts = [each.dropout for each in found]  # with more dropout
     assert dropouts == sorted(dropouts, reverse=True)
-    assert dropouts[0] > dropouts[2] >= dropouts[3] == 0
-
-
-def test_tokens_that_occur_seldom_are_read_less_often(text_size):
-    steps = []
-    for vocab_size in (65, 512, 2048):
-        text_size(38_000, vocab_size)
-        steps.append(load_preset("own_text.py", "cpu").max_iters)
-    assert steps[0] == steps[1] > 2 * steps[2]
-
-
-def test_more_text_has_longer_n_grams_and_a_temperature_closer_to_one(text_size):
-    found = []
-    for tokens in (20_000, 600_000, 1_003_854, 100_000_000):
-        text_size(tokens)
-        found.append(load_preset("own_text.py", "cpu"))
-    assert [each.ngrams for each in found] == [2, 2, 4, 4]
+    assert dropouts[0] > dropouts[3] == 0
+    assert [each.ngrams for each in found] == [2, 2, 2, 4, 4, 4]
     temperatures = [each.train_temperature for each in found]
     assert temperatures == sorted(temperatures)
     assert 0.8 <= temperatures[0] < temperatures[-1] == 1
 
 
-def test_a_large_vocabulary_has_no_table_of_pairs(text_size):
-    assert load_preset("own_text.py", "cpu").ngrams
-    text_size(vocab_size=3000)
-    assert not load_preset("own_text.py", "cpu").ngrams
+def test_the_plan_follows_the_size_of_the_vocabulary(text_size):
+    found = []
+    for vocab_size in (65, 512, 2048):
+        text_size(38_000, vocab_size)
+        found.append(load_preset("own_text.py", "cpu"))
+    steps = [each.max_iters for each in found]
+    assert steps[0] == steps[1] > 2 * steps[2]  # rare tokens are read less often
+    assert [bool(each.ngrams) for each in found] == [True, False, False]
 
 
 @pytest.mark.parametrize("tokens", [100, 1_000, 20_000])
@@ -119,87 +137,36 @@ def test_the_time_budget_has_a_default_and_can_be_removed():
     assert [load_preset("own_text.py", "cpu", *each).minutes for each in flags] == [2, 5, None]
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize(
-    "preset", ["shakespeare_char.py", "shakespeare_char_fast.py", "own_text.py"]
-)
-def test_the_shakespeare_presets_evaluate_at_least_eight_times(preset, device):
-    settings = load_preset(preset, device)
-    assert 8 <= -(-settings.max_iters // settings.eval_interval) <= 30
-
-
-@pytest.mark.parametrize("preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
-def test_every_preset_loads(preset):
-    settings = load_preset(preset)
-    assert settings.out_dir != "out" or settings.eval_only
-
-
-@pytest.mark.parametrize(
-    ("tutorial", "tokenizer", "published", "tolerance"),
-    [
-        ("gpt_small", CHARACTERS, 309_185, 0.02),
-        ("lecture", CHARACTERS, 10.79e6, 0.001),
-        ("gpt2_124m", GPT2Tokenizer(), 163e6, 0.001),
-    ],
-)
-def test_the_tutorials_have_the_published_sizes(tutorial, tokenizer, published, tolerance):
-    settings = load_preset(f"tutorials/{tutorial}.py", "cpu")
-    config = model_config(settings, tokenizer)
-    assert num_params(config) == pytest.approx(published, rel=tolerance)
-
-
 # GPT-2
 
-NANOGPT_EVAL = "batch_size = 8\neval_iters = 500\neval_only = True\nwandb_log = False\n"
-NANOGPT_FILES = {  # nanoGPT's presets of the same names, without comments
-    "eval_gpt2.py": NANOGPT_EVAL + "init_from = 'gpt2'",
-    "eval_gpt2_medium.py": NANOGPT_EVAL + "init_from = 'gpt2-medium'",
-    "eval_gpt2_large.py": NANOGPT_EVAL + "init_from = 'gpt2-large'",
-    "eval_gpt2_xl.py": NANOGPT_EVAL + "init_from = 'gpt2-xl'",
-    "finetune_shakespeare.py": """
-import time
-out_dir = 'out-shakespeare'
-eval_interval = 5
-eval_iters = 40
-wandb_log = False
-wandb_project = 'shakespeare'
-wandb_run_name = 'ft-' + str(time.time())
-dataset = 'shakespeare'
-init_from = 'gpt2-xl'
-always_save_checkpoint = False
-batch_size = 1
-gradient_accumulation_steps = 32
-max_iters = 20
-learning_rate = 3e-5
-decay_lr = False
-""",
-    "train_gpt2.py": """
-wandb_log = True
-wandb_project = 'owt'
-wandb_run_name='gpt2-124M'
-batch_size = 12
-block_size = 1024
-gradient_accumulation_steps = 5 * 8
-max_iters = 600000
-lr_decay_iters = 600000
-eval_interval = 1000
-eval_iters = 200
-log_interval = 10
-weight_decay = 1e-1
-""",
-}
+
+@pytest.mark.parametrize("size", ["", "_medium", "_large", "_xl"])
+def test_the_presets_for_evaluating_gpt2_are_nanogpts(size):
+    settings = load_preset(f"eval_gpt2{size}.py")
+    assert (settings.batch_size, settings.eval_iters, settings.eval_only) == (8, 500, True)
+    assert settings.init_from == f"gpt2{size.replace('_', '-')}"
+
+
+NANOGPT_FILES = {  # nanoGPT's presets of the same names
+    "finetune_shakespeare.py": {
+        "eval_interval": 5, "eval_iters": 40, "dataset": "shakespeare", "init_from": "gpt2-xl",
+        "batch_size": 1, "gradient_accumulation_steps": 32, "max_iters": 20, "learning_rate": 3e-5,
+        "decay_lr": False, "wandb_log": False, "wandb_project": "shakespeare",
+        "always_save_checkpoint": False,
+    },
+    "train_gpt2.py": {
+        "batch_size": 12, "block_size": 1024, "gradient_accumulation_steps": 40,
+        "max_iters": 600_000, "lr_decay_iters": 600_000, "eval_interval": 1000, "eval_iters": 200,
+        "log_interval": 10, "weight_decay": 0.1, "wandb_log": True, "wandb_project": "owt",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NANOGPT_FILES)
-def test_the_presets_for_gpt2_are_nanogpts(name, tmp_path):
-    theirs = tmp_path / name
-    theirs.write_text(NANOGPT_FILES[name])
-    theirs, ours = (dataclasses.asdict(load_preset(path)) for path in (theirs, name))
-    different = {key for key in ours if ours[key] != theirs[key]}
-    assert different <= {"wandb_run_name", "out_dir"}
-
-
-def test_the_gpt2_preset_has_half_a_million_tokens_per_step():
-    settings = load_preset("train_gpt2.py")
-    assert settings.tokens_per_step == 491_520
-    assert round(num_params(model_config(settings, GPT2Tokenizer())) / 1e6) == 124
+def test_the_presets_for_training_gpt2_are_nanogpts(name):
+    settings = dataclasses.asdict(load_preset(name))
+    defaults = dataclasses.asdict(TrainConfig())
+    resolved = {"out_dir", "device", "wandb_run_name"}
+    different = {key for key in settings if settings[key] != defaults[key]} - resolved
+    assert {key: settings[key] for key in NANOGPT_FILES[name]} == NANOGPT_FILES[name]
+    assert different <= NANOGPT_FILES[name].keys()

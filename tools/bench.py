@@ -4,14 +4,11 @@
     python -m tools.bench --target=1.9 --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
-    python -m tools.bench --memory -- config/shakespeare_char.py
     python -m tools.bench --count -- config/shakespeare_char.py
-    python -m tools.bench --gpu_suite --vs_dir=../nanoGPT
 
 The arguments after -- are passed to the script. Commands run alternately as whole
 processes, and the figures are medians over the runs. Instead, --profile prints the time of
-each operation of a step, --memory the estimated and the measured peak memory of training, and
---count a model's parameters and FLOPs. --gpu_suite makes the measurements of tools/gpu_parts.py.
+each operation of a step, and --count a model's parameters and FLOPs.
 """
 
 import os
@@ -22,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import ClassVar, Literal
@@ -43,12 +41,19 @@ COLUMNS = {  # figure: (heading in the table, format)
     "seconds": ("whole process, s", ".2f"),
     "memory_gib": ("memory, GiB", ".2f"),
 }
-
-
-# Methods of gpu_parts.Parts.
-PARTS = ("speed", "curve", "fast", "sampling", "memory", "tests", "lecture", "candidates")
-DEFAULT_PARTS = ",".join(PARTS)
-MODES = ("profile", "memory", "count", "gpu_suite")
+PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are a warmup
+    r"iter \d{2,}: loss \d+\.?\d*, time (?P<step_ms>\d+\.?\d*)ms",
+    r"iter \d{2,}: .* mfu (?P<mfu>\d+\.?\d*)%",
+    r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
+    r"tokens per iteration will be: (?P<tokens_per_step>[\d,]+)",  # nanoGPT
+    r"step \d+: train loss \d+\.?\d*, val loss (?P<val_loss>\d+\.?\d*)",
+    r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
+    r"; first token after (?P<first_s>\d+\.?\d*) s",
+    r"^compiled in (?P<compile_s>\d+) s",
+    r"\b(?P<passed>\d+) passed",
+    r"\b(?P<skipped>\d+) skipped",
+)
+SEPARATOR = "---------------"  # printed after each text
 
 
 @dataclass(frozen=True)
@@ -63,116 +68,78 @@ class BenchConfig:
     runs: int = setting(3, "runs of each command", "[1, inf)")
     target: float | None = setting(None, "measure the time to reach this validation loss")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
-    vs_dir: str = setting(".", "folder of the --vs command, or of nanoGPT for --gpu_suite")
+    vs_dir: str = setting(".", "folder of the --vs command")
     profile: bool = setting(False, "print the time of each operation in a step instead")
-    memory: bool = setting(False, "print train.py's estimated and measured peak memory instead")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
-    gpu_suite: bool = setting(False, "measure folio and nanoGPT (--vs_dir) on a GPU instead")
-    parts: str = setting(DEFAULT_PARTS, "parts of --gpu_suite, separated by commas")
-    results: str = setting("out-gpu-suite", "folder for the results of --gpu_suite")
+
+    def __post_init__(self):
+        if self.count and self.profile:
+            raise UserError("use only one of --count and --profile")
+        if self.profile and self.script == "prepare":
+            raise UserError("--profile needs --script=train or sample, not prepare")
+        try:
+            shlex.split(self.vs or "")
+        except ValueError as error:  # an open quote
+            raise UserError(f"--vs={self.vs} is not a command: {error}") from error
 
 
-def split_arguments(argv):
-    """Returns the arguments before and after --."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    return argv[:cut], argv[cut + 1 :]
-
-
-if __name__ == "__main__":  # --help must not wait for torch
-    process.start(parse_arguments, BenchConfig, split_arguments(sys.argv[1:])[0])
+if __name__ == "__main__":
+    process.start(parse_arguments, BenchConfig)  # --help must not wait for torch
 
 import torch
 
-from tools import count, gpu_suite, peak, roofline
-from tools.measure import figures, measure
+from tools import count, roofline
 from tools.table import aligned
 
 
 def main(argv=None):
-    own, rest = split_arguments(sys.argv[1:] if argv is None else argv)
-    settings = load(BenchConfig, own)
-    settings = replace(settings, arguments=(*settings.arguments, *rest))
-    modes = [name for name in MODES if getattr(settings, name)]
-    if len(modes) > 1:
-        raise UserError(f"use only one of --{' --'.join(modes)}")
-    if settings.parts != DEFAULT_PARTS and not settings.gpu_suite:
-        raise UserError("--parts needs --gpu_suite")
-    if settings.gpu_suite:
-        run_gpu_suite(settings)
-    elif settings.count:
+    settings = load(BenchConfig, argv)
+    if settings.count:
         count.print_counts(settings.arguments)
-    elif settings.memory:
-        print(where())
-        peak.print_peak(settings.arguments)
     elif settings.profile:
         print(where())
         profiles = {"train": roofline.profile_training, "sample": roofline.profile_sampling}
-        if settings.script not in profiles:
-            raise UserError("--profile needs --script=train or sample")
         profiles[settings.script](settings.arguments)
     else:
         compare(settings)
 
 
-def run_gpu_suite(settings):
-    """Runs the selected parts of tools.gpu_suite."""
-    parts = [name.strip() for name in settings.parts.split(",")]
-    if unknown := set(parts) - set(PARTS):
-        raise UserError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
-    if not Path(settings.vs_dir, "configurator.py").is_file():  # folio has none
-        raise UserError(f"--vs_dir={settings.vs_dir} is not a copy of nanoGPT")
-    has_device = any(each.startswith("--device=") for each in settings.arguments)
-    if not torch.cuda.is_available() and not has_device:
-        raise UserError("--gpu_suite needs a GPU; to try it on a CPU, add -- --device=cpu")
-    gpu_suite.Suite(settings.results, settings.vs_dir, settings.arguments, where()).run(parts)
+# Comparing
 
 
 def compare(settings):
     """Measures the commands and prints a table of medians."""
     medians = {}
     for name, runs in measure_alternately(settings).items():
-        found = [figures(values, settings.target) for values in runs]
-        known = [key for key in COLUMNS if all(key in each for each in found)]
-        medians[name] = {key: median(each[key] for each in found) for key in known}
+        known = [key for key in COLUMNS if all(key in run for run in runs)]
+        medians[name] = {key: median(run[key] for run in runs) for key in known}
     print(f"\nmedians of {settings.runs} alternating runs; {where()}\n")
     print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
-    if settings.vs is not None:
+    if settings.vs:
         print(f"    other: {settings.vs}")
     print_table(medians)
 
 
 def measure_alternately(settings):
-    """Returns {"folio": [values of each run]}, and likewise "other" if there is --vs.
+    """Returns {"folio": [figures of each run]}, and likewise "other" if there is --vs.
 
-    See tools.measure for the values. train.py writes to a temporary folder.
+    train.py writes to a temporary folder.
     """
     with tempfile.TemporaryDirectory() as out_dir:
         ours = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
         if settings.script == "train":
             ours += [f"--out_dir={out_dir}", "--overwrite=True"]
         commands = {"folio": (ours, ".")}
-        if settings.vs is not None:  # runs first, because it is the command that may be mistyped
-            commands = {"other": (split_command(settings.vs), settings.vs_dir)} | commands
-        measured = {name: [] for name in commands}
+        if settings.vs:  # runs first, because it is the command that may be mistyped
+            commands = {"other": (shlex.split(settings.vs), settings.vs_dir)} | commands
+        found = {name: [] for name in commands}
         for turn in range(settings.runs):
             for name, command in commands.items():
-                values = measure(*command)
-                measured[name].append(values)
-                found = figures(values, settings.target)
-                known = [f"{COLUMNS[key][0]} {cell(key, found)}" for key in COLUMNS if key in found]
+                run = figures(measure(*command), settings.target)
+                found[name].append(run)
+                known = [f"{COLUMNS[key][0]} {cell(key, run)}" for key in COLUMNS if key in run]
                 print(f"run {turn + 1} of {name}: {'; '.join(known)}", flush=True)
-    return measured
-
-
-def split_command(text):
-    """Returns the arguments of a command as typed into a shell."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:  # an open quote
-        raise UserError(f"--vs is not a command: {error}: {text}") from error
-    if not words:
-        raise UserError("--vs must not be empty")
-    return words
+    return found
 
 
 def print_table(medians):
@@ -204,6 +171,82 @@ def where():
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"commit {found.strip() or 'unknown'}"
     )
+
+
+# Measuring one command
+
+
+def measure(command, folder="."):
+    """Runs a command in a folder, and returns {name: [(seconds, value), ...]}.
+
+    Seconds count from the start of the process to the line with the value. Raises UserError if
+    the command cannot be started or fails. An exception, such as Interrupted, ends the command too.
+    """
+    start, lines = time.perf_counter(), []
+    try:
+        child = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},  # times are those of printing
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        raise UserError(f"cannot run {shlex.join(command)} in {folder}: {error}") from error
+    try:
+        for line in child.stdout:
+            lines.append((time.perf_counter() - start, line.strip()))
+        _, status, usage = os.wait4(child.pid, 0)
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
+    seconds = time.perf_counter() - start
+    if code := os.waitstatus_to_exitcode(status):
+        tail = " / ".join(line for _, line in lines[-5:])
+        raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+    values = read_values(lines, command)
+    values["seconds"] = [(seconds, seconds)]
+    # On Linux, at least the peak of this process, which the command inherits.
+    values["memory_gib"] = [(seconds, usage.ru_maxrss * unit / 2**30)]
+    return values
+
+
+def read_values(lines, command):
+    """Returns the values in lines of output, [(seconds, line), ...], like `measure`."""
+    values = defaultdict(list)
+    for seconds, line in lines:
+        for pattern in PATTERNS:
+            if found := re.search(pattern, line):
+                for name, text in found.groupdict().items():
+                    values[name].append((seconds, float(text.replace(",", ""))))
+        values["last_s"] = [(seconds, seconds)]
+    ends = [seconds for seconds, line in lines if line == SEPARATOR]
+    if len(ends) > 1 and "tokens_per_s" not in values:  # nanoGPT's sample.py
+        length = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
+        tokens = (len(ends) - 1) * (int(length[1]) if length else 500)  # the default
+        values["tokens_per_s"] = [(ends[-1], tokens / (ends[-1] - ends[0]))]
+    return values
+
+
+def figures(values, target=None):
+    """Returns {name: value} of one run: the lowest validation loss, medians of other values.
+
+    `target` is the validation loss of "to_target_s".
+    """
+    found = {name: median(value for _, value in pairs) for name, pairs in values.items()}
+    tokens = found.pop("tokens_per_step", None)
+    if tokens and "step_ms" in found:  # nanoGPT's train.py prints no speed
+        found.setdefault("tokens_per_s", tokens / found["step_ms"] * 1e3)
+    if losses := values.get("val_loss", []):
+        found["val_loss"] = min(loss for _, loss in losses)
+    reached = [seconds for seconds, loss in losses if target is not None and loss <= target]
+    if reached:
+        found["to_target_s"] = reached[0]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,125 +1,227 @@
 """Figures of folio and nanoGPT on one GPU.
 
-    python -m tools.bench --gpu_suite --vs_dir=../nanoGPT --parts=speed,curve
+    python -m tools.gpu_suite --vs_dir=../nanoGPT
+    python -m tools.gpu_suite --vs_dir=../nanoGPT --parts=speed,curve
 
 Each measurement is one command. When it ends, its figures are written to out-gpu-suite/NAME.json.
-If that file exists, with the same command, machine and commit, the command is not repeated.
-Arguments after -- are added to every command of train.py.
+If that file exists, with the same command, machine and commit, the command is not repeated. An
+error is printed, and the next command runs. Arguments after -- are added to every command of
+train.py.
 
 Replaces nanoGPT's data/shakespeare_char by folio's, and adds random tokens to both data folders.
 """
 
 import json
 import pickle
+import shutil
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from folio import process
+from folio.errors import UserError
+from folio.fields import setting
+from folio.settings import ROOT, load, parse_arguments
+
+TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
+VOCABULARIES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
+HIDDEN = ("last_s", "memory_gib")  # only in the JSON files
+
+# {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
+# and {out}, folders. train.py gets --out_dir={out}/NAME.
+TRAIN, SAMPLE = "{python} {folio}/train.py", "{python} {folio}/sample.py"
+NANOGPT = "env -C {nanogpt} {python}"
+GPT2 = (
+    "config/train_gpt2.py --dataset=random_tokens --wandb_log=False --max_iters=30 "
+    "--eval_interval=1000 --eval_iters=1 --log_interval=1"
+)
+SPEED = f"{GPT2} --batch_size=32 --gradient_accumulation_steps=6"
+SMALL = "config/shakespeare_char.py --max_iters=300 --eval_iters=1"
+FAST = "config/shakespeare_char_fast.py"
+ONE_STEP = f"{GPT2} --max_iters=2 --gradient_accumulation_steps=1"
+TEN_TEXTS = "--num_samples=10 --max_new_tokens=500"
+PARTS = {
+    "tests": {"tests": "{python} -m pytest -q -n8 --dist=worksteal -m gpu {folio}/tests"},
+    "speed": {
+        f"speed-{name}-{size}": f"{train} {GPT2} --batch_size={size} "
+        f"--gradient_accumulation_steps={192 // size}"
+        for size in (12, 32, 64)
+        for name, train in (("folio", TRAIN), ("nanogpt", f"{NANOGPT} train.py"))
+    },
+    "curve": {
+        "curve-folio": f"{TRAIN} config/shakespeare_char.py",
+        "curve-nanogpt": f"{NANOGPT} train.py config/train_shakespeare_char.py",
+    },
+    "fast": {
+        # with an empty cache of compiled code, with a filled one, and not compiled
+        "fast": f"env TORCHINDUCTOR_CACHE_DIR={{out}}/fast/cache {TRAIN} {FAST}",
+        "fast-cached": f"env TORCHINDUCTOR_CACHE_DIR={{out}}/fast/cache {TRAIN} {FAST}",
+        "fast-eager": f"{TRAIN} {FAST} --compile=False",
+    },
+    "sampling": {
+        "sampling-folio": f"{SAMPLE} --out_dir={{out}}/curve-folio {TEN_TEXTS}",
+        "sampling-folio-compiled": f"{SAMPLE} --out_dir={{out}}/curve-folio {TEN_TEXTS} --compile",
+        "sampling-nanogpt": f"{NANOGPT} sample.py --out_dir={{out}}/curve-nanogpt {TEN_TEXTS}",
+        "untrained": f"{TRAIN} {ONE_STEP} --batch_size=1 --compile=False",
+    }
+    | {
+        f"sampling-124M-{count}{flag.replace('--', '-')}": f"{SAMPLE} --out_dir={{out}}/untrained "
+        f"--num_samples={count} --max_new_tokens=500 {flag}"
+        for count in (1, 64)
+        for flag in ("", "--compile")
+    },
+    "memory": {
+        f"memory-124M-{size}": f"{TRAIN} {ONE_STEP} --batch_size={size}"
+        for size in (64, 128, 192, 256)
+    }
+    | {
+        "memory-1.5B": f"{TRAIN} {ONE_STEP} --batch_size=16 --n_layer=48 --n_head=25 --n_embd=1600 "
+        "--activation_checkpointing=True"
+    },
+    "lecture": {"lecture": f"{TRAIN} config/tutorials/lecture.py"},
+    "candidates": {  # one change each to GPT-2 or to the Shakespeare recipe; slow to compile last
+        "small-eager": f"{TRAIN} {SMALL} --compile=False",
+        "small-default": f"{TRAIN} {SMALL}",
+        "small-cuda-graphs": f"{TRAIN} {SMALL} --compile=reduce-overhead",
+        "124M-default": f"{TRAIN} {SPEED}",
+        # torch 2.11 prefers cuDNN
+        "124M-flash": f"env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 {TRAIN} {SPEED}",
+        "124M-6-heads": f"{TRAIN} {SPEED} --n_head=6",
+        "124M-unpadded": f"{TRAIN} {SPEED} --dataset=random_unpadded",
+        "124M-muon": f"{TRAIN} {SPEED} --optimizer=muon",
+        "124M-cuda-graphs": f"{TRAIN} {SPEED} --compile=reduce-overhead",
+        "small-autotune": f"{TRAIN} {SMALL} --compile=max-autotune",
+        "124M-autotune": f"{TRAIN} {SPEED} --compile=max-autotune",
+    },
+}
+
+
+@dataclass(frozen=True)
+class SuiteConfig:
+    """Measure folio and nanoGPT on a GPU."""
+
+    ARGUMENTS: ClassVar[str] = "[--name=value ...] -- ARGUMENTS OF train.py"
+    OPERANDS: ClassVar[str] = "arguments"
+
+    arguments: tuple = setting((), "arguments of every train.py")
+    vs_dir: str = setting("../nanoGPT", "folder of nanoGPT")
+    parts: str = setting(",".join(PARTS), "parts to measure, separated by commas")
+    results: str = setting("out-gpu-suite", "folder for the results")
+
+    def __post_init__(self):
+        if unknown := set(self.parts.split(",")) - PARTS.keys():
+            raise UserError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
+        if not Path(self.vs_dir, "configurator.py").is_file():  # folio has none
+            raise UserError(f"--vs_dir={self.vs_dir} is not a copy of nanoGPT")
+
+
+if __name__ == "__main__":
+    process.start(parse_arguments, SuiteConfig)  # --help must not wait for torch
 
 import numpy as np
 
 from folio.dataset import load_dataset
-from folio.device import choose_machine, resolve_device
-from folio.errors import UserError
 from folio.files import replacing
-from tools.gpu_parts import RANDOM, UNPADDED, Parts
-from tools.measure import figures, measure
+from tools.bench import figures, measure, where
 from tools.table import aligned
 
-TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
-GPT2_TOKENS = 50_257
-HIDDEN = ("last_s", "memory_gib")  # only in the JSON files
 
-
-class Suite:
-    """Runs the measurements of Parts and stores their figures."""
-
-    def __init__(self, results, nanogpt, arguments, machine):
-        """`machine` is tools.bench.where(): a date, which may differ, the machine, the commit."""
-        self.results, self.nanogpt, self.machine = Path(results).resolve(), Path(nanogpt), machine
-        self.parts = Parts(self.results, arguments)
-        self.results.mkdir(parents=True, exist_ok=True)
-
-    def run(self, parts):
-        """Runs the measurements of parts, in order, and prints their figures."""
-        prepare(self.nanogpt / "data")
-        rows = [("measurement", "figures")]
-        for part in parts:
-            generator, success = getattr(self.parts, part)(), None
+def main(argv=None):
+    settings, machine = load(SuiteConfig, argv), where()
+    prepare(Path(settings.vs_dir, "data"))
+    rows = [("measurement", "figures")]
+    for part in settings.parts.split(","):
+        for name, template in PARTS[part].items():
+            command = command_of(name, template, settings)
             try:
-                while True:
-                    measurement = generator.send(success)
-                    success, text = self.result(measurement)
-                    print(f"{measurement.name}: {text}", flush=True)
-                    rows.append((measurement.name, text))
-            except StopIteration:
-                pass
-        print("", self.machine, "", *aligned(rows), sep="\n")
-
-    def result(self, measurement):
-        """Returns whether a measurement succeeded, and its figures or the error, as text."""
-        found = self.stored(measurement)
-        if not found:
-            try:
-                found = self.measure(measurement)
+                rows.append((name, shown(result(name, command, settings, machine))))
+                print(": ".join(rows[-1]), flush=True)
             except UserError as error:
-                if not measurement.may_fail:
-                    raise
-                return False, str(error)
-            with replacing(self.results / f"{measurement.name}.json") as [file]:
-                file.write(json.dumps(self.key(measurement) | found, indent=1).encode())
-        shown = {name: value for name, value in found["figures"].items() if name not in HIDDEN}
-        texts = (f"{value:,.0f}" if value >= 1000 else f"{value:.5g}" for value in shown.values())
-        return True, ", ".join(map(" ".join, zip(shown, texts, strict=True)))
+                rows.append((name, "failed"))
+                print(f"{name}: {error}", flush=True)
+    print("", machine, "", *aligned(rows), sep="\n")
 
-    def stored(self, measurement):
-        """Returns what the JSON file of a Measurement contains; None if it must be repeated."""
-        path, key = self.results / f"{measurement.name}.json", self.key(measurement)
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found if found.items() >= key.items() else None
 
-    def key(self, measurement):
-        return {"command": list(measurement.command), "machine": self.machine.partition(", ")[2]}
+def command_of(name, template, settings):
+    """Returns the command of a measurement as a list."""
+    folders = {"folio": ROOT, "nanogpt": settings.vs_dir, "out": Path(settings.results).resolve()}
+    command = [word.format(python=sys.executable, **folders) for word in template.split()]
+    if "train.py" in template:
+        command += [f"--out_dir={folders['out']}/{name}", *settings.arguments]
+    return command
 
-    def measure(self, measurement):
-        """Runs a Measurement. Returns its figures, and the validation losses with their times."""
-        measurement.prepare()
-        values = measure(measurement.command, self.nanogpt if measurement.is_nanogpt else ".")
-        found = figures(values, TARGET)
-        step_ms = found.pop("step_ms", None)  # without --log_interval=1, nanoGPT's is not exact
-        found.pop("mfu", None)  # nanoGPT's is relative to an A100
-        if measurement.tokens:
-            if step_ms is None:
-                raise UserError(f"{measurement.name} prints no time of step 10 or later")
-            speed = measurement.tokens / step_ms * 1e3
-            machine = choose_machine(resolve_device("auto"), "bfloat16", False)
-            mfu = 100 * speed * measurement.flops / machine.peak[0]
-            found |= {"step_ms": step_ms, "tokens_per_s": speed, "mfu": mfu}
-        date, losses = self.machine.partition(", ")[0], values.get("val_loss", [])
-        return {"date": date, "figures": found, "curve": losses}
+
+def result(name, command, settings, machine):
+    """Returns the figures of a command and its validation losses with their times.
+
+    They are read from the file of an earlier run or measured and written to it.
+    """
+    date, _, machine = machine.partition(", ")
+    key, folder = {"command": command, "machine": machine}, Path(settings.results)
+    path = folder / f"{name}.json"
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.items() >= key.items():
+            return found
+    shutil.rmtree(folder / name, ignore_errors=True)  # of a command that was interrupted
+    values = measure(command)
+    found = figures(values, TARGET)
+    if "nanogpt" in name:
+        found.pop("mfu", None)  # relative to an A100
+    if peak := peak_memory_gib(folder / name / "log.jsonl"):
+        found["peak_memory_gib"] = peak
+    found = key | {"date": date, "figures": found, "curve": values.get("val_loss", [])}
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as [file]:
+        file.write(json.dumps(found, indent=1).encode())
+    return found
+
+
+def peak_memory_gib(log):
+    """Returns the largest memory of a GPU that a run of train.py has logged; None without a GPU."""
+    events = map(json.loads, log.read_text(encoding="utf-8").splitlines()) if log.exists() else ()
+    return max((event.get("peak_memory_gib") or 0 for event in events), default=0) or None
+
+
+def shown(found):
+    """Returns the figures of a result as text."""
+    texts = (
+        f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.5g}"
+        for name, value in found["figures"].items()
+        if name not in HIDDEN
+    )
+    return ", ".join(texts)
+
+
+# Datasets
 
 
 def prepare(data):
     """Writes the datasets to nanoGPT's data folder, and the random ones to folio's."""
-    random = np.random.default_rng(0).integers(GPT2_TOKENS, size=2**21, dtype=np.uint16)
-    unpadded = Path("data", UNPADDED)
-    for folder in (Path("data", RANDOM), data / RANDOM, unpadded):
-        write_splits(folder, random, random[: 2**17])
-    write_characters(unpadded, map(chr, range(GPT2_TOKENS)))
-    shakespeare = load_dataset("shakespeare_char")
-    if shakespeare.tokenizer.kind != "char":
+    random = np.random.default_rng(0).integers(
+        min(VOCABULARIES.values()), size=2**21, dtype=np.uint16
+    )
+    for name, vocab_size in VOCABULARIES.items():
+        for folder in (Path("data", name), data / name):
+            write_dataset(folder, random, random[: 2**17], map(chr, range(vocab_size)))
+    dataset = load_dataset("shakespeare_char")
+    if dataset.tokenizer.kind != "char":
         raise UserError("data/shakespeare_char does not have characters: run python prepare.py")
-    folder = data / "shakespeare_char"
-    write_splits(folder, shakespeare.train, shakespeare.val)
-    write_characters(folder, shakespeare.tokenizer.characters)
+    characters = dataset.tokenizer.characters
+    write_dataset(data / "shakespeare_char", dataset.train, dataset.val, characters)
 
 
-def write_splits(folder, train, val):
+def write_dataset(folder, train, val, characters):
+    """Writes token ids and their characters in nanoGPT's format."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, ids in (("train.bin", train), ("val.bin", val)):
         (folder / name).unlink(missing_ok=True)  # it may be a link to the file that is read
         ids.tofile(folder / name)
-
-
-def write_characters(folder, characters):
-    """Writes nanoGPT's table of the characters of a dataset."""
     itos = dict(enumerate(characters))
     meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+if __name__ == "__main__":
+    process.run(main)

@@ -18,9 +18,9 @@ from folio.errors import UserError
 from folio.initial import load_best
 from folio.run_dir import RunDir
 from folio.settings import load
-from folio.size import flops_per_token, matrix_params
 from folio.step_cache import compiled_step
 from sample import SampleConfig, completions_of, continued, read_inputs
+from tools.count import SCORES, parts
 from train import TrainConfig, setup
 
 STEPS = 10  # of training
@@ -39,13 +39,7 @@ def profile_training(arguments):
             _, norm = learner.gradient(batches.at(step), step)
             learner.update(norm, run.settings.learning_rate)
 
-    profile(learner.machine, train_steps, STEPS)
-    flops = flops_per_token(learner.model.config) * run.settings.tokens_per_step
-    peak, source = learner.machine.peak
-    print(
-        f"lower bound: {flops / 1e9:.3g} GFLOP in matrix products at {peak / 1e9:.4g} GFLOP/s "
-        f"({source}): {flops / peak * 1e3:.2f} ms"
-    )
+    print_profile(learner.machine, train_steps, STEPS)
 
 
 def profile_sampling(arguments):
@@ -55,7 +49,7 @@ def profile_sampling(arguments):
         raise UserError("--profile measures sampling: remove --score and --interactive")
     checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
     trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
-    machine, config, prompts = trained.machine, trained.model.config, read_inputs(settings)
+    machine, prompts = trained.machine, read_inputs(settings)
 
     def generate():
         batch = list(completions_of(prompts, settings, trained.tokenizer))
@@ -64,19 +58,18 @@ def profile_sampling(arguments):
 
     single = len(prompts) * settings.num_samples == 1
     with compiled_step(trained, single) if settings.compile else nullcontext():
-        seconds = profile(machine, generate, settings.max_new_tokens)
-    weights = matrix_params(config) + config.vocab_size * config.n_embd
-    size = weights * DTYPES[machine.dtype].itemsize
-    bandwidth = bandwidth_of(machine)
-    bound = size / bandwidth
+        print_profile(machine, generate, settings.max_new_tokens)
+    products = {part: flops for part, (_, flops) in parts(trained.model.config).items()}
+    weights = (sum(products.values()) - products[SCORES]) // 2  # of linear layers
+    size, bandwidth = weights * DTYPES[machine.dtype].itemsize, bandwidth_of(machine)
     print(
         f"lower bound: {size / 1e6:.4g} MB of weights, read at {bandwidth / 1e9:.3g} GB/s: "
-        f"{bound * 1e3:.2f} ms; a step reaches {100 * bound / seconds:.0f}% of this speed"
+        f"{size / bandwidth * 1e3:.2f} ms"
     )
 
 
-def profile(machine, work, steps):
-    """Profiles work(), which runs `steps` steps, and returns the seconds per step."""
+def print_profile(machine, work, steps):
+    """Prints the time of work(), which runs `steps` steps, by operation and per step."""
     work()  # the first call may compile
     seconds = timed(machine, work) / steps
     with torch.profiler.profile() as profiler:
@@ -85,7 +78,6 @@ def profile(machine, work, steps):
     kind = "device" if kind_of(machine.device) == "cuda" else "cpu"
     print(profiler.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=ROWS))
     print(f"a step takes {seconds * 1e3:.2f} ms; the table has the sums over {steps} steps")
-    return seconds
 
 
 def timed(machine, work):
