@@ -122,7 +122,7 @@ def test_dropout_differs_between_steps_and_is_reproducible(verse):
 
 @pytest.mark.parametrize(("n_tokens", "windows"), [(9, 1), (40, 4), (41, 5), (201, 25)])
 def test_evaluation_is_the_mean_loss_of_windows_that_cover_the_split(n_tokens, windows):
-    ids, learner = random_ids(n_tokens), new_learner(dropout=0.5)
+    ids, learner = random_ids(n_tokens), new_learner(tiny.settings(eval_iters=100), dropout=0.5)
     starts = np.linspace(0, n_tokens - 9, windows).astype(int)
     assert (np.diff(starts) >= 8).all()
     expected = learner.model.eval()(*rows_at(ids, starts)).item()

@@ -30,7 +30,7 @@ SETTINGS = {
     "gradient_accumulation_steps": 1,
     "max_iters": 6,
     "eval_interval": 3,
-    "eval_iters": 100,
+    "eval_iters": 4,
     "warmup_iters": 2,
     "learning_rate": 1e-2,
     "device": "cpu",
