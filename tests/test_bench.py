@@ -14,7 +14,7 @@ from folio.checkpoint import Checkpoint, Progress
 from folio.errors import UserError
 from folio.size import flops_per_token, num_params
 from model import GPTConfig
-from tools import bench, count, measure, peak, roofline, transformers_sample
+from tools import bench, count, measure, roofline, transformers_sample
 
 TRAINING = """
 import sys, time
@@ -156,29 +156,6 @@ def test_profile_of_sampling_prints_operations_and_bound(verse, capsys, monkeypa
     assert "a step takes " in out
     assert "aten::" in out
     assert f"lower bound: {4 * weights / 1e6:.4g} MB of weights, read at 1 GB/s: " in out
-
-
-def test_the_estimate_of_memory_is_close_to_the_peak(verse, capsys):
-    bench.main(["--memory", "--", *tiny.flags(n_embd=64, batch_size=64, block_size=16)])
-    out = capsys.readouterr().out
-    estimated, measured = map(
-        int, re.findall(r"(\d+) MiB, peak of the tensors .* (\d+) MiB", out)[0]
-    )
-    assert measured > 2
-    assert estimated == pytest.approx(measured, rel=0.15, abs=1)
-    assert not Path("out").exists()
-
-
-def test_a_peak_counts_what_exists_at_the_same_time():
-    def work():
-        for _ in range(3):
-            torch.ones(1000)
-        first = torch.ones(2000)
-        second = torch.ones(3000)
-        del first, second
-        torch.ones(4000)
-
-    assert 4 * 5000 <= peak.peak_allocated_bytes(work) < 4 * 5000 + 1000
 
 
 @pytest.mark.parametrize("changes", tiny.SHAPES, ids=str)

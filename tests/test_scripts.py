@@ -68,11 +68,10 @@ def test_constraints_pin_every_required_package():
 # Imports
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
-    {"advice", "dropout", "errors", "split_writer"},
+    {"dropout", "errors", "split_writer"},
     {"attention", "bpe", "fields"},
     {"model"},
-    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"}
-    | {"recompute"},
+    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"},
     {"process", "memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
     {"optim", "scoring"},

@@ -94,7 +94,7 @@ def test_signal_during_imports_ends_a_tool_without_a_traceback(tool, number):
 @pytest.mark.parametrize(
     ("tool", "names"),
     [
-        ("bench", "script runs target vs vs_dir profile memory count gpu_suite parts results"),
+        ("bench", "script runs target vs vs_dir profile count gpu_suite parts results"),
         ("plot", "x y all out attention out_dir start layer"),
         ("sweep", "sweep_dir jobs trials search halving"),
     ],

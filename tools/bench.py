@@ -4,14 +4,13 @@
     python -m tools.bench --target=1.9 --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
-    python -m tools.bench --memory -- config/shakespeare_char.py
     python -m tools.bench --count -- config/shakespeare_char.py
     python -m tools.bench --gpu_suite --vs_dir=../nanoGPT
 
 The arguments after -- are passed to the script. Commands run alternately as whole
 processes, and the figures are medians over the runs. Instead, --profile prints the time of
-each operation of a step, --memory the estimated and the measured peak memory of training, and
---count a model's parameters and FLOPs. --gpu_suite makes the measurements of tools/gpu_parts.py.
+each operation of a step, and --count a model's parameters and FLOPs. --gpu_suite makes the
+measurements of tools/gpu_parts.py.
 """
 
 import os
@@ -48,7 +47,7 @@ COLUMNS = {  # figure: (heading in the table, format)
 # Methods of gpu_parts.Parts.
 PARTS = ("speed", "curve", "fast", "sampling", "memory", "tests", "lecture", "candidates")
 DEFAULT_PARTS = ",".join(PARTS)
-MODES = ("profile", "memory", "count", "gpu_suite")
+MODES = ("profile", "count", "gpu_suite")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class BenchConfig:
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
     vs_dir: str = setting(".", "folder of the --vs command, or of nanoGPT for --gpu_suite")
     profile: bool = setting(False, "print the time of each operation in a step instead")
-    memory: bool = setting(False, "print train.py's estimated and measured peak memory instead")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model instead")
     gpu_suite: bool = setting(False, "measure folio and nanoGPT (--vs_dir) on a GPU instead")
     parts: str = setting(DEFAULT_PARTS, "parts of --gpu_suite, separated by commas")
@@ -83,7 +81,7 @@ if __name__ == "__main__":  # --help must not wait for torch
 
 import torch
 
-from tools import count, gpu_suite, peak, roofline
+from tools import count, gpu_suite, roofline
 from tools.measure import figures, measure
 from tools.table import aligned
 
@@ -101,9 +99,6 @@ def main(argv=None):
         run_gpu_suite(settings)
     elif settings.count:
         count.print_counts(settings.arguments)
-    elif settings.memory:
-        print(where())
-        peak.print_peak(settings.arguments)
     elif settings.profile:
         print(where())
         profiles = {"train": roofline.profile_training, "sample": roofline.profile_sampling}
