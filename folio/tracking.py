@@ -39,11 +39,13 @@ class Tracking:
         self.machine = run.learner.machine
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         self.on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        columns, lines = shutil.get_terminal_size()  # 80 and 24 if the terminal does not know it
         self.bar = tqdm(
             total=self.settings.max_iters,
             initial=self.first_step,
             bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
-            ncols=shutil.get_terminal_size().columns,  # 80 if the terminal does not know its size
+            ncols=columns,
+            nrows=lines,
             leave=False,
             disable=not self.on_terminal,
         )
