@@ -133,10 +133,15 @@ from folio.distill import Distillation, load_teachers
 from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
 from folio.kernels import use_fast_kernels
-from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
+from folio.memory import (
+    check_memory,
+    explained_out_of_memory,
+    keep_freed_memory,
+    memory_advice,
+    recompute_activations,
+)
 from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import check_parallel, plan_model
-from folio.recompute import recompute_activations
 from folio.run_dir import ReadOnlyRunDir, RunDir
 from folio.saving import Saver
 from folio.sharding import assign, average_gradients, gathered, replicate, shard, unsharded

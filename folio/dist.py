@@ -6,7 +6,6 @@ same order.
 """
 
 import os
-from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -85,14 +84,11 @@ class World:
             if self.size == 1:
                 raise
             message = str(error)
-        ranks = defaultdict(list)
-        for rank, text in enumerate(self.gather(message)):
-            ranks[text].append(rank)
-        ranks.pop(None, None)
-        if not ranks:
+        messages = self.gather(message)
+        rank = next((rank for rank, text in enumerate(messages) if text), None)
+        if rank is None:
             return result
-        text, found = next(iter(ranks.items()))
-        raise UserError(text if 0 in found else f"rank {found[0]}: {text}")
+        raise UserError(f"rank {rank}: {messages[rank]}" if rank else messages[0])
 
     @contextmanager
     def entered(self, context):

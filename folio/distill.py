@@ -75,17 +75,15 @@ def load_teachers(settings, config, tokenizer):
 
 
 def _load_teacher(folder, config, tokenizer):
-    if not os.path.isdir(folder):
-        raise UserError(f"teachers: {folder} is not the folder of a run; train it first")
     checkpoint = RunDir(folder).load_best()
-    size, least = checkpoint.config.block_size, config.block_size
-    if size < least:
-        raise UserError(f"teachers: {checkpoint.path} has block_size={size}, less than {least}")
-    if checkpoint.config.vocab_size != config.vocab_size:
-        sizes = f"vocab_size={checkpoint.config.vocab_size}, not {config.vocab_size}"
-        raise UserError(f"teachers: {checkpoint.path} has {sizes}")
-    if checkpoint.tokenizer not in (None, tokenizer.to_dict()):
+    found, reason = checkpoint.config, None
+    if found.block_size < config.block_size:
+        reason = f"has block_size={found.block_size}, less than {config.block_size}"
+    elif found.vocab_size != config.vocab_size:
+        reason = f"has vocab_size={found.vocab_size}, not {config.vocab_size}"
+    elif checkpoint.tokenizer not in (None, tokenizer.to_dict()):
         reason = "was trained with another tokenizer than that of the dataset"
+    if reason:
         raise UserError(f"teachers: {checkpoint.path} {reason}")
-    checkpoint.config = replace(checkpoint.config, dropout=0.0)
+    checkpoint.config = replace(found, dropout=0.0)
     return build_model(checkpoint)

@@ -1,35 +1,74 @@
-"""Device memory: how much there is and how much a run needs.
-
-The estimate counts the tensors that torch allocates for `model.py`; docs/scale.md has its formulas.
-Measured peaks on a CPU are within 15% of it (python -m tools.bench --memory).
-"""
+"""Device memory: how much there is, whether a model fits, and what reduces its use."""
 
 import ctypes
 import os
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from folio.device import DTYPES, kind_of, resolve_dtype, uses_cuda_graphs
+from folio.device import kind_of
 from folio.errors import RankError, UserError
-from folio.recompute import head_parts
-from folio.size import matrix_params, num_params
-from model import mlp_widths
+from model import GPT, Block
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 GATHERED_SHARE = 1 / 2  # of the host memory, for a copy of all weights and moments
-PARTS = ("weights", "gradients", "optimizer", "activations", "saving")
+LOGIT_PARTS = 8  # of a micro-batch, with activation checkpointing
+
+
+# Available memory
 
 
 def memory_bytes(device):
-    """Returns the total memory of a device, or None if the system does not report it."""
+    """Returns the memory that a process may use on a device, or None if that is unknown."""
     if kind_of(device) == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):  # Windows
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([installed, *address_space_limits(), *cgroup_limits()])
+
+
+def address_space_limits():
+    """Returns a list of the limit that `ulimit -v` sets, in bytes; empty without one."""
+    import resource  # not on Windows
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return [] if limit == resource.RLIM_INFINITY else [limit]
+
+
+def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
+    """Returns the memory limits of this process's control groups and their parents, in bytes.
+
+    A line of `groups` is ID:CONTROLLERS:PATH; without controllers, it is about version 2. In a
+    container, the path may be that of the host, and the limit in the root.
+    """
+    limits = []
+    with suppress(OSError):  # not Linux
+        for line in Path(groups).read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                top, name = Path(root), "memory.max"
+            elif "memory" in controllers.split(","):
+                top, name = Path(root, "memory"), "memory.limit_in_bytes"
+            else:
+                continue
+            group = top / path.lstrip("/")
+            for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+                with suppress(OSError, ValueError):  # no such file, or "max" for no limit
+                    limits.append(int((folder / name).read_text()))
+    return limits
+
+
+def peak_memory_gib(device):
+    """Returns the most memory that tensors have taken on a GPU, in GiB; None on other devices."""
+    if kind_of(device) != "cuda":
+        return None
+    return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
 
 
 def keep_freed_memory():
@@ -45,171 +84,52 @@ def keep_freed_memory():
             libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # also the largest value
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Memory of one process at the peak of a training step, in bytes."""
-
-    weights: int  # with those gathered from other processes
-    gradients: int
-    optimizer: int
-    activations: int  # with 16-bit copies of weights
-    saving: int = 0  # the copy of weights and moments that a background save writes
-
-    @property
-    def total(self):
-        return sum(getattr(self, name) for name in PARTS)
-
-    def summary(self, available=None):
-        """Returns the estimate as one line. `available` is the memory of the device in bytes."""
-        unit, name = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
-        digits = 1 if name == "GiB" else 0
-        sizes = {key: getattr(self, key) / unit for key in PARTS if getattr(self, key)}
-        parts = ", ".join(f"{key} {size:.{digits}f}" for key, size in sizes.items())
-        known = f" of {available / 2**30:.0f} GiB" if available else ""
-        return f"memory per process: about {self.total / unit:.{digits}f} {name}{known} ({parts})"
+# Models that do not fit
 
 
-def estimate(config, settings, world_size=1):
-    """Returns the MemoryEstimate of each of `world_size` processes.
+def state_bytes(config, settings, world_size=1):
+    """Returns the size of weights, gradients and moments in each of `world_size` processes.
+
+    Activations are not counted, nor is what FSDP gathers. Raises UserError if a tensor is too large
+    for torch.
 
     Args:
         config: the model's GPTConfig.
-        settings: a TrainConfig with device, dtype and compile resolved.
+        settings: a TrainConfig.
     """
-    count = num_params(config)
-    is_sharded = settings.parallel == "fsdp" and world_size > 1
-    shards = world_size if is_sharded else 1
-    weights, saving = 4 * count // shards, 0
-    optimizer = gradients = 0
-    activations = activation_bytes(config, settings)
-    if is_sharded:
-        weights += gathered_bytes(config, settings)
-    else:
-        activations += cast_bytes(config, settings)
-    if not settings.eval_only:
-        accumulates = settings.gradient_accumulation_steps > world_size
-        # FSDP sums whole gradients until the last micro-batch of a step.
-        gradients = 4 * count // (1 if accumulates else shards)
-        optimizer = moment_bytes(config, settings) // shards
-        last = bytes_with_all_gradients(config, settings)
-        if uses_cuda_graphs(settings.compile):  # results of a graph are added to gradients
-            activations = max(activations, gradients + last)
-        elif world_size == 1 and not accumulates:  # gradients replace activations
-            activations = max(activations - gradients, last)
-        copies = not is_sharded or can_gather(config, settings)
-        if copies and kind_of(settings.device) == "cpu":
-            saving = 4 * count + moment_bytes(config, settings)
-    return MemoryEstimate(weights, gradients, optimizer, activations, saving)
+    try:
+        outside, one = (state_values(replace(config, n_layer=n), settings) for n in (0, 1))
+    except RuntimeError as error:
+        raise UserError("the model is too large: decrease --n_embd or --block_size") from error
+    values = outside + config.n_layer * (one - outside)
+    return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
 
 
-def can_gather(config, settings):
-    """Whether this process's host memory has room for a copy of all weights and moments."""
-    available = memory_bytes("cpu")
-    size = 4 * num_params(config) + moment_bytes(config, settings)
-    return available is None or size <= GATHERED_SHARE * available
+def state_values(config, settings):
+    """Returns how many float32 the weights, gradients and moments of a model have.
 
-
-def moment_bytes(config, settings):
-    """Returns the size of the optimizer's state: two float32 per parameter, or one for Muon."""
-    matrices = matrix_params(config) if settings.optimizer == "muon" else 0
-    return 8 * num_params(config) - 4 * matrices
-
-
-def cast_bytes(config, settings):
-    """Returns the size of the 16-bit copies of the matrices that autocast makes in a step."""
-    if settings.dtype == "float32":
-        return 0
-    return 2 * (matrix_params(config) + config.vocab_size * config.n_embd)
-
-
-def gathered_bytes(config, settings):
-    """Returns the size of the parameters that FSDP gathers at a time.
-
-    These are the parameters outside of the blocks, and two blocks: one is used while the next is
-    received.
+    AdamW has two moments per parameter, Muon one. An evaluation has weights only.
     """
-    root = num_params(replace(config, n_layer=0))
-    block = num_params(replace(config, n_layer=1)) - root
-    return DTYPES[settings.dtype].itemsize * (root + min(config.n_layer, 2) * block)
-
-
-def activation_bytes(config, settings):
-    """Returns the memory of activations and their gradients at the peak of a forward and backward.
-
-    The peak is either at the gradient of the logits or in the backward pass of the last block.
-    """
-    C, item = config.n_embd, DTYPES[settings.dtype].itemsize
-    block = saved_by_block(config, settings)
-    # Compiled, the gradient of the logits overwrites them. Otherwise there are log-probabilities,
-    # their gradient and that of the logits, in float32.
-    logits = (item if settings.compile else 12) * config.vocab_size // head_parts(settings)
-    logits += (4 + item) * C
-    gradients = item * mlp_widths(config)[0] + 8 * C  # of the widest layer, the residual stream
-    embedded = 4 * (config.smear + bool(config.dropout)) * C
+    with torch.device("meta"):  # takes no memory
+        model = GPT(config)
+    weights = sum(p.numel() for p in model.parameters())
+    if config.tie_weights:  # not yet
+        weights -= model.lm_head.weight.numel()
     if settings.eval_only:
-        peak = max(block, logits)
-    elif settings.activation_checkpointing:
-        peak = embedded + config.n_layer * 4 * C + max(block + gradients, logits)
-    else:
-        peak = embedded + config.n_layer * block + max(gradients, logits)
-    return settings.batch_size * settings.block_size * peak
-
-
-def bytes_with_all_gradients(config, settings):
-    """Returns the memory of activations in the backward pass of the first block or the embedding.
-
-    If weights are tied, the head's gradient, the embedding's and their sum exist together.
-    """
-    embedding = 8 * config.vocab_size * config.n_embd if config.tie_weights else 0
-    tokens = settings.batch_size * settings.block_size
-    return max(embedding, tokens * saved_by_block(config, settings))
-
-
-def saved_by_block(config, settings):
-    """Returns the bytes per token that a block saves for the backward pass.
-
-    The residual stream is float32; `item` is the size of what matrix products take and return.
-    """
-    C, item = config.n_embd, DTYPES[settings.dtype].itemsize
-    on_cpu = kind_of(settings.device) == "cpu"
-    is_windowed = 0 < config.window < settings.block_size
-    keys = 2 * config.window if is_windowed else settings.block_size
-    # Fused attention does not save its scores. On a CPU it has no dropout and no mask; see also
-    # attention.prefers_explicit_attention.
-    explicit = settings.dtype == "bfloat16" and keys <= 512
-    has_scores = on_cpu and (is_windowed or bool(config.dropout) or explicit)
-    scores = config.n_head * keys * (3 if config.dropout else 1) if has_scores else 0
-
-    norms = 2 * (2 if config.norm == "rmsnorm" and on_cpu and not settings.compile else 1)
-    norms += 2 * config.qk_norm
-    outer, inner = mlp_widths(config)
-    mlp = {"relu": inner, "swiglu": outer + 2 * inner}.get(config.activation, outer + inner)
-    qkv = 3 + 2 * is_windowed
-    if (config.qk_norm or config.position == "rotary") and not (has_scores or is_windowed):
-        qkv += 2  # queries and keys before and after
-    masks = (item if on_cpu and not settings.compile else 1) * 2 * C if config.dropout else 0
-    return 4 * norms * C + item * ((3 + qkv) * C + mlp + scores) + masks
+        return weights
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+    has_one_moment = matrices if settings.optimizer == "muon" else []
+    return 4 * weights - sum(p.numel() for p in has_one_moment)
 
 
 def check_memory(config, settings, world_size=1):
-    """Raises UserError if weights, gradients, moments and logits exceed the memory.
-
-    An evaluation has weights and logits only. What else a step needs depends on the version of
-    torch, so that it can only be estimated. Arguments are those of `estimate`, but dtype and
-    compile may be "auto".
-    """
-    dtype = resolve_dtype(settings.dtype, settings.device)
-    found = estimate(config, replace(settings, dtype=dtype), world_size)
+    """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
     available = memory_bytes(settings.device)
-    model = found.weights + found.gradients + found.optimizer
-    tokens = settings.batch_size * settings.block_size
-    needed = model + 2 * tokens * config.vocab_size // head_parts(settings)  # 16-bit logits
+    needed = state_bytes(config, settings, world_size)
     if available and needed > available:
-        fits = model < available
-        advice = memory_advice(settings) if fits else "decrease --n_layer or --n_embd"
         raise UserError(
-            f"the model needs more than {needed >> 30:,} GiB of memory, but {settings.device} has "
-            f"{available >> 30:,} GiB: {advice}"
+            f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
+            f"has {available / 2**30:,.1f} GiB: decrease --n_layer or --n_embd"
         )
 
 
@@ -229,6 +149,12 @@ def memory_advice(settings):
     )
 
 
+def can_gather(config, settings):
+    """Whether this process's host memory has room for a copy of all weights and moments."""
+    available = memory_bytes("cpu")
+    return available is None or state_bytes(config, settings) <= GATHERED_SHARE * available
+
+
 @contextmanager
 def explained_out_of_memory(device, advice):
     """Turns an out-of-memory error into a UserError with advice."""
@@ -246,3 +172,48 @@ def is_out_of_memory(error):
         return True
     words = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+# Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")
+
+
+def recompute_activations(model):
+    """Makes a GPT save memory in training, in place.
+
+    Losses and gradients change by rounding only: the second run restores the generators' states, so
+    that it drops the same elements. FSDP must be applied afterwards, because it also replaces the
+    classes of modules.
+    """
+    model.__class__ = RecomputedGPT
+    for block in model.transformer.h:
+        block.__class__ = RecomputedBlock  # a wrapper would change the names of the parameters
+
+
+class RecomputedBlock(Block):
+    """A Block that keeps only its input for the backward pass, which runs the block again."""
+
+    def forward(self, x, rotation=None, attend=None):
+        if not torch.is_grad_enabled():
+            return super().forward(x, rotation, attend)
+        return checkpoint(super().forward, x, rotation, attend, use_reentrant=False)
+
+
+class RecomputedGPT(GPT):
+    """A GPT that computes the logits in parts, and again in the backward pass.
+
+    The logits of one part exist at a time. A compiled model computes all logits at once, because
+    the compiler fuses the loss and then needs less memory than for parts.
+    """
+
+    def forward(self, idx, targets, temperature=1.0):
+        if torch.compiler.is_compiling():
+            return super().forward(idx, targets, temperature)
+        hidden = (self.trunk(idx) / temperature).flatten(0, 1)
+        parts = zip(hidden.chunk(LOGIT_PARTS), targets.flatten().chunk(LOGIT_PARTS), strict=True)
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # it has no dropout
+        total = sum(checkpoint(self.summed_loss, *part, **options) for part in parts)
+        return total / (targets != -1).sum()
+
+    def summed_loss(self, hidden, targets):
+        """hidden: (N, C); targets: (N,). Returns the sum of the losses, a scalar."""
+        return F.cross_entropy(self.lm_head(hidden), targets, ignore_index=-1, reduction="sum")

@@ -3,27 +3,29 @@
 import dataclasses
 import errno
 import math
-import os
 import shlex
+import shutil
 import sys
 import time
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from folio.advice import advice
-from folio.device import kind_of
-from folio.memory import estimate, memory_bytes
+from folio.memory import memory_bytes, peak_memory_gib, state_bytes
 from folio.process import SIGPIPE, STARTED, is_main, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
+
+RISE = 0.02  # of the validation loss from its best, nats: above, the run overfits
+MEMORIZED = 0.1  # growth of the gap between validation and training loss, nats
 
 
 class Tracking:
     """Reports steps and evaluations. Speeds are means since the previous report.
 
-    Events in log.jsonl have `step`, `split` and `elapsed_s`. The split is "start" (settings and
-    model size), "train" (a step), "val" (an evaluation) or "resume" (changed settings).
+    Events in log.jsonl have `step`, `split` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
+    split is "start" (settings and model size), "train" (a step), "val" (an evaluation) or "resume"
+    (changed settings).
     """
 
     def __init__(self, run, stop):
@@ -32,15 +34,17 @@ class Tracking:
         self.elapsed_before = run.progress.elapsed_s
         self.first_step, self.log_failed = run.progress.step, False
         self.seconds, self.steps = 0.0, 0  # of training since the last report
-        self.peak_is_credible = True  # until a step exceeds it
         self.settings, self.run_dir = run.settings, run.run_dir
         self.machine = run.learner.machine
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
-        self.on_terminal = is_terminal(sys.stdout) and is_terminal(sys.stderr)
+        self.on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        columns, lines = shutil.get_terminal_size()  # 80 and 24 if the terminal does not know it
         self.bar = tqdm(
             total=self.settings.max_iters,
             initial=self.first_step,
             bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
+            ncols=columns,
+            nrows=lines,
             leave=False,
             disable=not self.on_terminal,
         )
@@ -96,11 +100,10 @@ class Tracking:
         tokens = self.settings.tokens_per_step
         flops = self.run.learner.model.flops_per_token() * tokens
         mfu = flops / seconds / self.machine.peak[0] / self.run.learner.world.size
-        self.peak_is_credible &= mfu <= 1
         loss, norm = float(loss), float(grad_norm)
         # JSON has no infinity, which is the norm of a step that the loss scaler skips.
         norm = norm if math.isfinite(norm) else None
-        mfu = mfu if self.peak_is_credible else None
+        mfu = mfu if mfu <= 1 else None  # the peak was measured on a busy machine
         speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}
         tokens *= step + 1
         self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, **speeds)
@@ -113,6 +116,8 @@ class Tracking:
             self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
 
     def _log(self, split, step, **values):
+        if (peak := peak_memory_gib(self.machine.device)) is not None:
+            values["peak_memory_gib"] = peak
         event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
         error = self.run_dir.append(event)
         if error and not self.log_failed:
@@ -178,14 +183,6 @@ def run_settings(settings):
     return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
 
 
-def is_terminal(stream):
-    """Whether a stream is a terminal of known size, which tqdm needs for a bar."""
-    try:
-        return stream.isatty() and min(os.get_terminal_size(stream.fileno())) > 0
-    except OSError:
-        return False
-
-
 def evaluation_line(step, losses):
     line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
     line += f", val perplexity {losses['perplexity']:.5g}"
@@ -199,9 +196,9 @@ def print_start(settings, dataset, learner):
     machine, world, resolved = learner.machine, learner.world, ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
+    size = state_bytes(learner.model.config, settings, world.size)
     available = memory_bytes(machine.device)
-    if available and kind_of(machine.device) == "cpu":  # the processes of a machine share it
-        available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    known = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
     print(
         f"settings: {' '.join(pairs) or 'defaults'}",
@@ -210,7 +207,7 @@ def print_start(settings, dataset, learner):
         f"model: {learner.model.num_params():,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        estimate(learner.model.config, settings, world.size).summary(available),
+        f"memory: {size / 2**30:.3g} GiB{known} for weights, gradients and moments",
         sep="\n",
         flush=True,
     )
@@ -234,7 +231,39 @@ def print_end(run):
     kept = "newest" if settings.always_save_checkpoint else "best"
     best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
     print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+    if (peak := peak_memory_gib(run.learner.machine.device)) is not None:
+        print(f"peak memory: {peak:.2f} GiB")
     epochs = progress.step * settings.tokens_per_step / len(run.dataset.train)
-    if found := advice(run.run_dir.evaluations(), epochs):
+    if found := advice_on(run.run_dir.evaluations(), epochs):
         print(found)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
+
+
+def advice_on(evaluations, epochs):
+    """Returns a line on what would improve the model, or None with fewer than three evaluations.
+
+    The gap between validation and training loss has two causes: the validation text may differ in
+    kind, which shows from the first evaluations on, and the model may memorize the training text,
+    which makes the gap grow.
+
+    Args:
+        evaluations: see RunDir.evaluations; the first is before any training.
+        epochs: how often the run has read the training text.
+    """
+    if len(evaluations) < 3:
+        return None
+    gaps = [val_loss - train_loss for _, train_loss, val_loss in evaluations]
+    lowest, best_step = min((val_loss, step) for step, _, val_loss in evaluations)
+    rise = evaluations[-1][2] - lowest
+    if rise > RISE:
+        return (
+            f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
+            "use more text, a higher --dropout or fewer steps"
+        )
+    gap = (
+        f"the gap between validation and training loss went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
+    )
+    if gaps[-1] > gaps[1] + MEMORIZED:
+        return f"{gap} (memorization): more text would help most"
+    help_by = "longer training" if epochs < 1 else "a larger model or longer training"
+    return f"{gap} in {epochs:.2g} passes over the text: {help_by} would help most"

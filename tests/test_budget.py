@@ -40,7 +40,6 @@ def fitted(verse, resumed=None, **changes):
     learner = SimpleNamespace(divergence=SimpleNamespace())
     run = train.Run(requested, requested, None, verse, learner, progress, resumed)
     fit_to_minutes(run)
-    assert learner.divergence.settings is run.settings
     return run.settings, progress
 
 
@@ -49,25 +48,19 @@ def counts(settings):
 
 
 @pytest.mark.parametrize(
-    ("minutes", "expected"),
-    [(20, (600, 100, 50, 500)), (10, (600, 100, 50, 500)), (2.5, (150, 50, 13, 125))],
+    ("changes", "expected"),
+    [
+        ({"minutes": 20}, (600, 100, 50, 500)),
+        ({"minutes": 20, "eval_interval": 3}, (600, 3, 50, 500)),
+        ({"minutes": 10}, (600, 100, 50, 500)),
+        ({"minutes": 1e308}, (600, 100, 50, 500)),
+        ({"minutes": 2.5}, (150, 50, 13, 125)),  # a quarter, with half as many evaluations
+        ({"minutes": 2.5, "warmup_iters": 0, "lr_decay_iters": None}, (150, 50, 0, None)),
+    ],
+    ids=str,
 )
-def test_a_quarter_of_the_steps_has_half_as_many_evaluations(verse, one_second, minutes, expected):
-    assert counts(fitted(verse, minutes=minutes)[0]) == expected
-
-
-def test_counts_that_are_none_or_zero_stay(verse, one_second):
-    settings, _ = fitted(verse, minutes=2.5, warmup_iters=0, lr_decay_iters=None)
-    assert counts(settings) == (150, 50, 0, None)
-
-
-@pytest.mark.parametrize(("total", "interval"), [(1900, 237), (600, 100), (1902, 190), (7, 3)])
-@pytest.mark.parametrize("part", [1.0, 0.29, 0.1, 0.02])
-def test_fewer_steps_have_no_more_evaluations(total, interval, part):
-    before = tiny.settings(max_iters=total, eval_interval=interval)
-    after = with_max_iters(max(1, int(part * total)), before)
-    numbers = [-(-each.max_iters // each.eval_interval) + 1 for each in (before, after)]
-    assert numbers[1] <= numbers[0]
+def test_a_short_budget_has_fewer_steps(verse, one_second, changes, expected):
+    assert counts(fitted(verse, **changes)[0]) == expected
 
 
 def test_an_evaluation_is_a_forward_pass_of_both_splits(verse):
@@ -100,13 +93,8 @@ def test_steps_and_evaluations_fit_into_the_budget(minutes, max_iters, eval_inte
         assert (steps + 1) * (1 + cost / interval) + 2 * cost >= 60 * minutes * (1 - 1e-9)
 
 
-def test_a_request_that_fits_keeps_its_evaluations(verse, one_second):
-    assert counts(fitted(verse, minutes=20, eval_interval=3)[0]) == (600, 3, 50, 500)
-
-
 def test_a_budget_that_is_too_small_is_an_error(verse, one_second):
-    message = r"--minutes=0.01 is too short for steps of 1 s and two evaluations of 0 s: increase"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"--minutes=0\.01"):
         fitted(verse, minutes=0.01)
 
 
@@ -124,10 +112,6 @@ def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_sec
     assert resumed(minutes=4).max_iters == 240
     assert resumed(minutes=2, max_iters=60).max_iters == 60
     assert resumed(minutes=None).max_iters == 600
-
-
-def test_a_huge_budget_has_no_effect(verse, one_second):
-    assert fitted(verse, minutes=1e308)[0].max_iters == 600
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -187,8 +171,3 @@ def test_a_finished_run_continues_after_a_greater_request(verse, monkeypatch, ca
     assert run("--init_from=resume", **whole).endswith("to continue, increase --max_iters")
     run("--init_from=resume", out_dir="out-b", minutes=5, max_iters=12, eval_interval=3)
     assert tiny.saved("last.pt", "out-b")["iter_num"] == 12
-
-
-def test_an_evaluation_alone_measures_no_steps(verse, monkeypatch):
-    monkeypatch.delattr(budget, "seconds_per_step")
-    train.main(tiny.flags(minutes=1, eval_only=True))

@@ -72,39 +72,33 @@ def test_auto_selects_a_gpu_and_available_devices_are_accepted(
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "message"),
+    ("name", "hardware"),
     [
-        ("cuda", {}, "device=cuda, but .* finds no CUDA GPU; use --device=auto"),
-        ("cuda:2", {"cards": 2}, "device=cuda:2, but the GPUs are numbered 0 to 1"),
-        ("mps", {"cards": 1}, "device=mps, but .* finds no MPS GPU; use --device=auto"),
-        ("gpu", {"cards": 1}, "must be auto, cpu, cuda, cuda:N or mps, not 'gpu'"),
-        ("cuda:-1", {"cards": 1}, "not 'cuda:-1'"),
+        ("cuda", {}),
+        ("cuda:2", {"cards": 2}),
+        ("mps", {"cards": 1}),
+        ("gpu", {"cards": 1}),
+        ("cuda:-1", {"cards": 1}),
     ],
 )
-def test_missing_or_invalid_devices_raise_user_error(name, hardware, message, machine_with):
+def test_missing_or_invalid_devices_raise_user_error(name, hardware, machine_with):
     machine_with(**hardware)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=name):
         resolve_device(name)
 
 
 # Data type and compilation
 
 
-def test_a_gpu_uses_bfloat16_unless_it_emulates_it(machine_with):
+def test_bfloat16_is_used_where_the_hardware_has_it(machine_with, monkeypatch):
     for bf16, dtype in ((True, "bfloat16"), (False, "float16")):
         machine_with(cards=2, bf16=bf16)
         assert resolve_dtype("auto", "cuda:1") == dtype
-
-
-@pytest.mark.parametrize("unit", ["avx512_bf16", "amx_bf16", "bf16"])
-def test_a_cpu_uses_bfloat16_if_its_hardware_has_it(unit, monkeypatch):
-    for supported, dtype in ((True, "bfloat16"), (False, "float32")):
-        capabilities = {"avx512_f": True, unit: supported}
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
-        assert resolve_dtype("auto", "cpu") == dtype
-
-
-def test_an_apple_gpu_uses_float32():
+    for unit in ("avx512_bf16", "amx_bf16", "bf16"):
+        for supported, dtype in ((True, "bfloat16"), (False, "float32")):
+            capabilities = {"avx512_f": True, unit: supported}
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+            assert resolve_dtype("auto", "cpu") == dtype
     assert resolve_dtype("auto", "mps") == "float32"
 
 
@@ -115,9 +109,8 @@ def test_models_are_compiled_on_cuda_only(name, compile, machine_with):
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "mps"])
-@pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_explicit_settings_are_kept(name, compile, dtype, machine_with):
+@pytest.mark.parametrize(("dtype", "compile"), [("float32", True), ("float16", False)])
+def test_explicit_settings_are_kept(name, dtype, compile, machine_with):
     machine_with(cards=1)
     machine = choose_machine(name, dtype, compile)
     assert (machine.dtype, machine.compile) == (dtype, compile)
@@ -152,11 +145,10 @@ def test_the_peak_of_a_card_with_a_similar_name_is_measured(card, machine_with, 
     assert peak_of("cuda", "bfloat16") == (1e12, "measured with a matrix product")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_peak_of_a_cpu_is_measured_once(dtype):
-    peak, source = peak_of("cpu", dtype)
+def test_the_peak_of_a_cpu_is_measured_once():
+    peak, source = peak_of("cpu", "float32")
     assert 0 < peak < float("inf")
-    assert peak_of("cpu", dtype) == (peak, source)
+    assert peak_of("cpu", "float32") == (peak, source)
 
 
 # Machine
@@ -166,13 +158,9 @@ def test_the_summary_of_a_machine_names_its_parts(machine_with):
     machine_with(cards=1, card="Tesla T4", bf16=False)
     machine = choose_machine("cuda", "auto", False)
     assert (machine.device, machine.dtype, machine.compile) == ("cuda", "float16", False)
-    assert machine.summary == (
-        "cuda (Tesla T4), float16 (with loss scaling; no bfloat16), not compiled (as set)"
-    )
-    assert choose_machine("cpu", "float32", "auto").summary == (
-        "cpu (threads: 3), float32 (as set), not compiled (default on cpu)"
-    )
-    assert machine.peak == (65e12, "data sheet, Tesla T4")
+    for part in ("cuda (Tesla T4)", "float16", "not compiled"):
+        assert part in machine.summary
+    assert "threads: 3" in choose_machine("cpu", "float32", "auto").summary
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -42,9 +42,6 @@ TORCHRUN = {  # variables that torchrun sets
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"
 }  # fmt: skip
 both_parallel = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-both_optimizers = pytest.mark.parametrize(
-    "optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)]
-)
 
 
 def differences(losses, others):
@@ -60,8 +57,7 @@ def test_the_losses_of_one_process_follow_the_stored_curve(verse):
 
 
 @pytest.mark.slow
-@both_parallel
-@pytest.mark.parametrize(("size", "split"), [(2, (2, 4)), (4, (8, 1))])
+@pytest.mark.parametrize(("size", "split", "parallel"), [(2, (2, 4), "ddp"), (4, (8, 1), "fsdp")])
 def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, split, parallel):
     count, batch_size = split
     changes = {"gradient_accumulation_steps": count, "batch_size": batch_size}
@@ -72,21 +68,9 @@ def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, sp
 
 
 @pytest.mark.slow
-def test_200_steps_of_several_processes_equal_those_of_one(verse):
-    settings = CURVE_SETTINGS | {"max_iters": 200, "n_embd": 32, "eval_interval": 200}
-    one = trained(1, **settings)
-    for parallel in ("ddp", "fsdp"):
-        found = differences(trained(2, out_dir=parallel, parallel=parallel, **settings), one)
-        assert found[0] < 1e-6
-        assert found.max() < 1e-4
-
-
 @both_parallel
-@both_optimizers
-def test_evaluations_and_weights_of_several_processes_equal_those_of_one(
-    verse, parallel, optimizer
-):
-    settings = {"optimizer": optimizer, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
+def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, parallel):
+    settings = {"optimizer": "muon", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
     settings |= tiny.SWITCHES | {"batch_size": 3, "n_layer": 2}
     trained(1, out_dir="one", **settings)
     trained(2, out_dir="two", parallel=parallel, **settings)
@@ -99,41 +83,55 @@ def test_evaluations_and_weights_of_several_processes_equal_those_of_one(
     for name, weight in one["model"].items():
         torch.testing.assert_close(two["model"][name], weight, atol=1e-5, rtol=0)
     for key in ("optimizer", "muon"):
-        if one[key]:
-            assert one[key]["param_groups"] == two[key]["param_groups"]
-            for index, moments in one[key]["state"].items():
-                for name, moment in moments.items():
-                    found = two[key]["state"][index][name]
-                    torch.testing.assert_close(found, moment, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_fewer_evaluated_windows_than_processes(verse):
-    settings = {"gradient_accumulation_steps": 2, "batch_size": 1, "eval_iters": 1, "max_iters": 1}
-    for size, out_dir in [(1, "one"), (2, "two")]:
-        trained(size, out_dir=out_dir, **settings)
-    one, two = (tiny.log_events(out_dir)[-1] for out_dir in ("one", "two"))
-    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+        assert one[key]["param_groups"] == two[key]["param_groups"]
+        for index, moments in one[key]["state"].items():
+            for name, moment in moments.items():
+                found = two[key]["state"][index][name]
+                torch.testing.assert_close(found, moment, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
 def test_runs_with_dropout_and_as_many_processes_are_equal(verse):
-    settings = {"dropout": 0.3, "gradient_accumulation_steps": 2}
+    # With eval_iters=1 and batch_size=1, there are fewer evaluated windows than processes.
+    settings = {"dropout": 0.3, "gradient_accumulation_steps": 2, "batch_size": 1, "eval_iters": 1}
     first = trained(2, out_dir="first", **settings)
     assert trained(2, out_dir="second", **settings) == first
     assert not tiny.differences("first", "second")
+    trained(1, out_dir="one", max_iters=1, **settings)
+    one, two = (tiny.log_events(out_dir)[1] for out_dir in ("one", "first"))
+    assert (one["split"], one["step"]) == ("val", 0)
+    assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
 
 
-def test_the_processes_draw_different_dropout_masks(verse):
-    first, second = Ranks(
-        2, in_setup, mask_of_a_step, tiny.flags(gradient_accumulation_steps=2)
-    ).results()
-    assert first != second
+@pytest.mark.slow
+@both_parallel
+def test_a_step_of_several_processes(verse, parallel):
+    def of_a_step(**settings):
+        flags = tiny.flags(gradient_accumulation_steps=2, **settings)
+        return zip(*Ranks(2, first_step, flags).results(), strict=True)
+
+    norms, masks, kept = of_a_step(parallel=parallel)
+    compiled_norms, *_ = of_a_step(parallel=parallel, compile=True)
+    assert compiled_norms == pytest.approx(norms, rel=1e-5)
+    assert masks[0] != masks[1]  # of dropout
+    assert kept == (parallel == "ddp",) * 2
 
 
-def mask_of_a_step(run):
-    run.learner.gradient([run.dataset.train.windows(np.zeros(4, np.int64), 8)], 0)
-    return torch.rand(3).tolist()  # from the generator that dropout uses
+def first_step(flags):
+    """See norm_mask_and_gradients. A fast backend compiles if compile=True."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        return in_setup(norm_mask_and_gradients, flags)
+
+
+def norm_mask_and_gradients(run):
+    """Returns a step's norm, numbers of dropout's generator, and whether gradients are kept."""
+    learner, batches = run.learner, Batches(run.dataset.train, run.settings, run.learner.world)
+    _, norm = learner.gradient(batches.at(0), 0)
+    numbers = torch.rand(3).tolist()
+    learner.update(norm, 1e-3)
+    [kept] = {p.grad is not None for p in learner.model.parameters()}
+    return float(norm), numbers, kept
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -154,9 +152,8 @@ def test_every_division_has_the_same_global_batches(size, split):
 
 
 @pytest.mark.slow
-@both_optimizers
-def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(verse, optimizer):
-    settings = {"optimizer": optimizer, "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
+def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(verse):
+    settings = {"optimizer": "muon", "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
     settings |= {"batch_size": 1, "n_embd": 18, "max_iters": 12, "eval_interval": 4}
     whole = trained(1, out_dir="whole", **settings)
     parts = [(4, "fsdp", 4), (1, "ddp", 6), (2, "ddp", 9), (2, "fsdp", 12)]
@@ -167,28 +164,25 @@ def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(ve
 
 @pytest.mark.slow
 @both_parallel
-def test_resuming_in_several_processes_is_exact(verse, parallel):
-    settings = {"parallel": parallel, "gradient_accumulation_steps": 2, "dropout": 0.2}
-    trained(2, out_dir="whole", **settings)
-    trained(2, stop_at=3, **settings)
-    trained(2, init_from="resume", **settings)
+def test_resuming_is_exact_and_samples_are_those_of_one_process(verse, parallel):
+    settings = {"gradient_accumulation_steps": 2, "dropout": 0.2, "sample_interval": 3}
+    trained(2, out_dir="whole", parallel=parallel, **settings)
+    texts = samples_printed()
+    assert texts.keys() == {"0", "3", "6"}
+    trained(2, stop_at=3, parallel=parallel, **settings)
+    trained(2, init_from="resume", parallel=parallel, **settings)
     assert not tiny.differences("out", "whole", names=["last.pt"])
+    assert samples_printed() == {step: texts[step] for step in ("3", "6")}
+    run = train.setup(tiny.settings(**settings))
+    expected = sample_text(run.learner.model, run.dataset.tokenizer, run.settings.seed)
+    assert texts["0"] == expected
 
 
-@pytest.mark.slow
-@both_parallel
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_samples_are_those_of_one_process_and_printed_once(verse, parallel, dtype):
-    settings = {"gradient_accumulation_steps": 2, "sample_interval": 6, "learning_rate": 1e-3}
-    flags = tiny.flags(parallel=parallel, dtype=dtype, **settings)
-    Ranks(2, train.main, flags).results()
-    texts = re.findall(r"(?s)sample at step (\d+):\n(.*?)\n\n", Path("rank0.txt").read_text())
-    assert [step for step, _ in texts] == ["0", "6"]
+def samples_printed():
+    """Returns {step: text} of the samples that rank 0 has printed. The others print nothing."""
     assert Path("rank1.txt").read_text() == ""
-    if dtype == "float32":
-        run = train.setup(tiny.settings(**settings))
-        expected = sample_text(run.learner.model, run.dataset.tokenizer, run.settings.seed)
-        assert texts[0][1] == expected
+    out = Path("rank0.txt").read_text()
+    return dict(re.findall(r"(?s)sample at step (\d+):\n(.*?)\n\n", out))
 
 
 @pytest.mark.slow
@@ -208,17 +202,9 @@ def budgeted_steps(run):
 
 
 @pytest.mark.slow
-@both_parallel
-def test_a_resumed_run_can_begin_with_a_sample(verse, parallel):
-    settings = {"gradient_accumulation_steps": 2, "sample_interval": 3, "parallel": parallel}
-    trained(2, stop_at=3, **settings)
-    trained(2, init_from="resume", **settings)
-    assert "sample at step 3" in Path("rank0.txt").read_text()
-
-
-@pytest.mark.slow
 def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
-    settings = CURVE_SETTINGS | {"dtype": "bfloat16", "n_embd": 32}
+    settings = CURVE_SETTINGS | {"dtype": "bfloat16", "n_embd": 32, "max_iters": 40}
+    settings |= {"sample_interval": 40}
     one = trained(1, out_dir="one", **settings)
     for parallel in ("ddp", "fsdp"):
         found = trained(2, out_dir=parallel, parallel=parallel, **settings)
@@ -244,49 +230,11 @@ def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
     assert differences(found, one).max() < tolerance
 
 
-@both_parallel
-def test_only_ddp_keeps_gradients_between_steps(verse, parallel):
-    flags = tiny.flags(gradient_accumulation_steps=2, parallel=parallel)
-    assert Ranks(2, in_setup, kept_gradients, flags).results() == [parallel == "ddp"] * 2
-
-
-def kept_gradients(run):
-    """Returns whether the parameters have gradients after a step."""
-    batches = Batches(run.dataset.train, run.settings, run.learner.world)
-    _, norm = run.learner.gradient(batches.at(0), 0)
-    run.learner.update(norm, 1e-3)
-    [found] = {p.grad is not None for p in run.learner.model.parameters()}
-    return found
-
-
-def first_norm(flags):
-    """Returns the gradient norm of the first step, compiled by a fast backend if compile=True."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        return in_setup(norm_of_a_step, flags)
-
-
-def norm_of_a_step(run):
-    batches = Batches(run.dataset.train, run.settings, run.learner.world)
-    return float(run.learner.gradient(batches.at(0), 0)[1])
-
-
-@pytest.mark.slow
-@both_parallel
-def test_compiling_does_not_change_the_first_step(verse, parallel):
-    norms = [
-        Ranks(2, first_norm, tiny.flags(gradient_accumulation_steps=2, **each)).results()
-        for each in ({"parallel": "ddp"}, {"parallel": parallel, "compile": True})
-    ]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-
-
 # Stops and errors
 
 
 @pytest.mark.slow
-@both_parallel
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("parallel", "number"), [("ddp", signal.SIGINT), ("fsdp", signal.SIGTERM)])
 def test_a_signal_to_one_process_stops_all_at_the_same_step(verse, parallel, number):
     flags = tiny.flags(gradient_accumulation_steps=2, max_iters=10**6, parallel=parallel)
     ranks = Ranks(2, train.main, flags)
@@ -299,8 +247,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(verse, parallel, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@both_parallel
+@pytest.mark.parametrize(("rank", "parallel"), [(0, "fsdp"), (1, "ddp")])
 def test_if_a_process_is_killed_the_others_end_with_a_message(verse, rank, parallel):
     flags = tiny.flags(gradient_accumulation_steps=2, max_iters=10**6, parallel=parallel)
     ranks = Ranks(2, train.main, flags)
@@ -324,23 +271,28 @@ def wait_for(path):
         time.sleep(0.05)
 
 
-def fail_on(world, ranks):
-    def check():
+@pytest.mark.slow
+def test_an_error_of_one_process_is_raised_by_all(folder):
+    both, one, different = "the disk is missing", "rank 1: the disk is missing", "the color differs"
+    for found in Ranks(2, in_world, errors_of).results():
+        assert found[:2] == [both, one]
+        assert different in found[2]
+
+
+def errors_of(world):
+    """Returns the messages of errors on both processes, on rank 1, and of different values."""
+
+    def fail_on(*ranks):
         if world.rank in ranks:
             raise UserError("the disk is missing")
 
-    world.together(check)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [([0, 1], "the disk is missing"), ([1], "rank 1: the disk is missing")],
-)
-def test_all_processes_end_if_one_cannot_start(folder, ranks, message):
-    statuses, errors = Ranks(2, in_world, fail_on, ranks).wait()
-    assert statuses == [2, 2]
-    assert errors == [f"train.py: {message}\n", ""]
+    with pytest.raises(UserError) as both:
+        world.together(fail_on, 0, 1)
+    with pytest.raises(UserError) as one:
+        world.together(fail_on, 1)
+    with pytest.raises(UserError) as different:
+        world.check_same({"color": ("red", "blue")[world.rank]})
+    return [str(each.value) for each in (both, one, different)]
 
 
 @pytest.mark.slow
@@ -381,32 +333,21 @@ def test_a_folder_in_use_is_reported_once(verse):
 
 
 @pytest.mark.parametrize(
-    ("count", "batch_size", "size", "advice"),
+    ("settings", "size", "advice"),
     [
-        (5, 3, 2, "use --gradient_accumulation_steps=4 or --gradient_accumulation_steps=6"),
-        (1, 12, 2, "use --gradient_accumulation_steps=2 (with --batch_size=6 for the same"),
-        (1, 3, 2, "use --gradient_accumulation_steps=2"),
-        (40, 12, 64, "use --gradient_accumulation_steps=64"),
-    ],
-)
-def test_a_batch_that_cannot_be_divided_is_refused(count, batch_size, size, advice):
-    settings = tiny.settings(gradient_accumulation_steps=count, batch_size=batch_size)
-    with pytest.raises(UserError) as caught:
-        check_parallel(settings, size)
-    assert f"{advice}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dtype": "float16"}, "fsdp has no float16"),
-        ({"compile": "max-autotune"}, "no CUDA"),
+        ({"gradient_accumulation_steps": 5}, 2, "steps=4 or --gradient_accumulation_steps=6"),
+        ({"batch_size": 12}, 2, "--gradient_accumulation_steps=2 (with --batch_size=6"),
+        ({"batch_size": 3}, 2, "--gradient_accumulation_steps=2"),
+        ({"gradient_accumulation_steps": 40}, 64, "--gradient_accumulation_steps=64"),
+        ({"parallel": "fsdp", "dtype": "float16", "gradient_accumulation_steps": 2}, 2, "float16"),
+        ({"parallel": "fsdp", "compile": "max-autotune"}, 1, "no CUDA graphs"),
     ],
     ids=str,
 )
-def test_fsdp_refuses_what_it_does_not_have(settings, message):
-    with pytest.raises(UserError, match=message):
-        check_parallel(tiny.settings(parallel="fsdp", gradient_accumulation_steps=2, **settings), 2)
+def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advice):
+    with pytest.raises(UserError) as caught:
+        check_parallel(tiny.settings(**settings), size)
+    assert advice in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -430,13 +371,13 @@ def test_an_incomplete_environment_is_refused(monkeypatch, variables, message):
 SHAPES = [(6, 6), (5, 9), (9, 5), (6, 6), (3, 7), (9, 5), (6, 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_divided_orthogonalization_equals_the_whole(folder, size):
     expected = [orthogonalized(matrix) for matrix in random_matrices()]
-    for function in (copies, shards):
-        for results in Ranks(size, in_world, function).results():
-            for found, matrix in zip(results, expected, strict=True):
-                np.testing.assert_allclose(found, matrix, atol=1e-5)
+    for results in Ranks(size, in_world, copies_and_shards).results():
+        for found, matrix in zip(results, 2 * expected, strict=True):
+            np.testing.assert_allclose(found, matrix, atol=1e-5)
 
 
 def random_matrices():
@@ -451,16 +392,15 @@ def orthogonalized(matrix):
     return orthogonalize(matrix[None])[0]
 
 
-def copies(world):
-    return [each.numpy() for each in orthogonalize_copies(random_matrices(), world)]
-
-
-def shards(world):
-    matrices, mine = random_matrices(), []
+def copies_and_shards(world):
+    """Returns the results for matrices that all processes have, and for divided ones."""
+    matrices = random_matrices()
+    copies = [each.numpy() for each in orthogonalize_copies(matrices, world)]
+    mine = []
     for matrix in matrices:
         most = -(-len(matrix) // world.size)
         mine.append(matrix[world.rank * most :][:most])
     results = orthogonalize_shards(mine, [len(each) for each in matrices], world)
     assert [each.shape for each in results] == [each.shape for each in mine]
     everywhere = world.gather([each.numpy() for each in results])
-    return [np.concatenate(parts) for parts in zip(*everywhere, strict=True)]
+    return copies + [np.concatenate(parts) for parts in zip(*everywhere, strict=True)]

@@ -68,11 +68,11 @@ def test_constraints_pin_every_required_package():
 # Imports
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
-    {"advice", "errors", "split_writer"},
+    {"errors", "split_writer"},
     {"bpe", "fields"},
     {"model"},
     {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"}
-    | {"recompute", "kernels"},
+    | {"kernels"},
     {"process", "memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
     {"optim", "scoring"},

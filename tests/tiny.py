@@ -215,7 +215,7 @@ STATE = (
     "model", "optimizer", "muon", "scaler",
     "iter_num", "best_val_loss", "best_step", "evaluated", "data",
 )  # fmt: skip
-TIMES = ("elapsed_s", "tokens_per_s", "mfu")
+TIMES = ("elapsed_s", "tokens_per_s", "mfu", "peak_memory_gib")
 
 
 def same(a, b):
