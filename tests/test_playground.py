@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 import requests
 import tiny
-import torch
 
 import sample
 from folio.errors import UserError
 from folio.scoring import likely_next
 from folio.settings import ROOT, load
-from model import GPT, GPTConfig
 from tools import playground, texts
 from tools.playground import PlaygroundConfig, first_checkpoint
 from tools.texts import MOST_TOKENS, Models, alternatives, branch, generate, score
@@ -63,8 +61,7 @@ def test_the_first_model_is_the_best_of_a_run_or_its_newest(folder, monkeypatch)
     tiny.write_checkpoint(PATH, LETTERS)
     tiny.write_checkpoint(OTHER, LETTERS)
     os.utime(OTHER, (1, 1))
-    found = [("out-b", OTHER), ("out", PATH), ("out, newest state", "out/last.pt")]
-    assert first_checkpoint(None, found) == PATH
+    assert first_checkpoint(None, [OTHER, PATH, "out/last.pt"]) == PATH
     assert first_checkpoint(Path("out").absolute(), []) == PATH
     Path("other").mkdir()
     monkeypatch.chdir("other")
@@ -130,7 +127,7 @@ def settings(**changes):
 
 def generated(models, prompt="Shall I", path=PATH, **changes):
     """Returns a text as the page generates it."""
-    *_, last = models.stream(generate(models, path, prompt, settings(**changes)))
+    *_, last = generate(models, path, prompt, settings(**changes))
     return last
 
 
@@ -171,31 +168,14 @@ def test_a_text_of_another_tokenizer_is_that_of_sample_py(models, capsys, kind, 
         assert string(text) == sampled(capsys, "naïve 🦶", **changes)
 
 
-@pytest.mark.parametrize("stop", [None, "ove"])
-def test_a_text_grows_without_showing_the_beginning_of_a_stop_text(models, monkeypatch, stop):
+def test_a_text_grows_without_showing_the_beginning_of_a_stop_text(models, monkeypatch):
     monkeypatch.setattr(texts, "SECONDS", 0)  # show every token
-    tiny.write_model(PATH, chain("love", "l"), tiny.new_tokenizer("byte", ""))
-    shown = [string(t) for t in generate(models, PATH, "l", settings(temperature=0, stop=stop))]
-    if stop:
-        assert shown == ["l", "l", "l", "l"]
-    else:
-        assert shown == [("love" * 6)[: 2 + i] for i in range(COUNT)] + [("love" * 6)[: 1 + COUNT]]
-
-
-def chain(*words, size=256):
-    """Returns a GPT without layers, of bytes: each byte of the words is followed by the next."""
-    config = GPTConfig(8, size, n_layer=0, n_head=1, n_embd=size, tie_weights=False)
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.transformer.wte.weight.fill_diagonal_(1.0)
-        model.transformer.ln_f.weight.fill_(1.0)
-        for rank, word in enumerate(words):
-            ids = list(word.encode())
-            for token, successor in zip(ids, [*ids[1:], ids[0]], strict=True):
-                model.lm_head.weight[successor, token] += 2.0 - rank
-    return model
+    whole = string(generated(models))
+    stop = whole[15:18]
+    *growing, last = map(string, generate(models, PATH, "Shall I", settings(stop=stop)))
+    assert last == whole[: whole.index(stop)]
+    assert all(last.startswith(each) for each in growing)
+    assert len(growing[0]) == len("Shall I") + 1
 
 
 @pytest.mark.parametrize("stride", [None, 1, 3])
@@ -220,15 +200,6 @@ def test_alternatives_are_the_likely_tokens_given_what_the_model_saw(models, cap
     assert alternatives(text, 0)[1] == []
     with pytest.raises(UserError, match="select"):
         alternatives(text, 99)
-
-
-def test_a_branch_within_a_character_completes_it(models):
-    tiny.write_model(PATH, chain("aé", "è"), tiny.new_tokenizer("byte", ""))
-    text = generated(models, "a", temperature=0.0, max_new_tokens=6)
-    assert [token.piece for token in text.tokens] == ["a", "", "é", "a", "", "é", "a"]
-    assert 0xA8 in [choice for _, choice in alternatives(text, 5)[1]]
-    *_, branched = branch(text, 5, 0xA8, settings(temperature=0.0, max_new_tokens=1))
-    assert string(branched).startswith("aéaè")
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
@@ -275,20 +246,6 @@ def test_two_models_are_in_memory_and_one_is_loaded_again_if_its_file_changes(mo
         models.newest(PATH)
 
 
-def test_texts_of_several_tabs_alternate_and_end_when_their_stream_is_closed(models):
-    endless = [generate(models, PATH, "S", settings(max_new_tokens=10**9)) for _ in range(2)]
-    first, second = map(models.stream, endless)
-    for _ in range(3):
-        assert next(first).tokens
-        assert next(second).tokens
-    first.close()
-    assert len(next(second).tokens) > 1
-    second.close()
-    models.newest(PATH)
-    assert string(generated(models, seed=3)) == string(generated(models, seed=3))
-    assert [each.gi_frame for each in endless] == [None, None]
-
-
 # The page
 
 
@@ -306,9 +263,24 @@ def page(models):
 
 
 def called(page, name, *arguments):
-    """Returns what a function of the page yields."""
+    """Returns the iterator of a function of the page."""
     [found] = {each.fn for each in page.fns.values() if each.name == name}
-    return list(found(*arguments))
+    return found(*arguments)
+
+
+def test_texts_of_several_tabs_alternate_and_end_when_their_iterator_is_closed(page):
+    """gradio closes it when a tab is closed, or at a click on Stop."""
+    values = ["0.8", str(10**9), *[""] * 7]
+    first = called(page, "compare", PATH, PATH, "S", *values)
+    second = called(page, "generate", PATH, "S", *values)
+    for _ in range(3):
+        assert "token" in next(first)[0]
+        assert next(second)[0].tokens
+    first.close()
+    assert len(next(second)[0].tokens) > 1
+    second.close()
+    *_, (text, *_) = called(page, "generate", PATH, "S", "0.8", "3", *[""] * 7)
+    assert len(text.tokens) == 4
 
 
 def test_the_page_has_the_controls_of_sample_py_and_the_checkpoints(page):
@@ -339,7 +311,7 @@ def test_errors_and_tokens_are_escaped(page):
     from tools.page import tokens_html
 
     with pytest.raises(gradio.Error) as error:
-        called(page, "generate", "<b>.pt", "S", *[""] * 9)
+        next(called(page, "generate", "<b>.pt", "S", *[""] * 9))
     assert "&lt;b&gt;.pt" in error.value.message
     tokens = [texts.Token(1, "<b>\n", 0), texts.Token(2, " &", 0, -9.0)]
     html = tokens_html(tokens).split('<div class="tokens">')[1]
@@ -349,14 +321,17 @@ def test_errors_and_tokens_are_escaped(page):
 
 
 def test_runs_are_listed_and_drawn_when_their_logs_change(page):
-    assert called(page, "refresh", None, [], "steps", "loss")[0][3] is None
+    def refreshed(*arguments):
+        return next(called(page, "refresh", *arguments))
+
+    assert refreshed(None, [], "steps", "loss")[3] is None
     tiny.write_run("out-log", [4.0, 2.0])
     tiny.write_run("sweep/n=1/a", [])
-    known, _, table, figure = called(page, "refresh", None, [], "steps", "loss")[0]
+    known, _, table, figure = refreshed(None, [], "steps", "loss")
     assert table.value["data"][0][:2] == ["out-log", "2.0000"]
     assert figure.axes[0].get_xlabel() == "steps"
-    [[same, *_]] = called(page, "refresh", known, [], "steps", "loss")
-    assert same != known  # nothing is to be updated
-    [[_, selected, _, figure]] = called(page, "refresh", known, ["deleted"], "tokens", "loss")
-    assert figure is None or figure.axes[0].get_xlabel() == "tokens"
+    unchanged = refreshed(known, [], "steps", "loss")
+    assert [type(each) for each in unchanged] == [dict] * 4  # gr.skip()
+    _, selected, _, figure = refreshed(known, ["deleted"], "tokens", "loss")
+    assert figure.axes[0].get_xlabel() == "tokens"
     assert selected.value == []

@@ -3,12 +3,14 @@
 import html
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import wraps
 
 import gradio as gr
 
 from folio.errors import UserError
+from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.settings import load
 from sample import SampleConfig
@@ -22,10 +24,11 @@ from tools.table import compared
 CONTROLS = ("temperature", "max_new_tokens", "seed")  # settings of sample.py
 MORE_CONTROLS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_stride", "stop")
 SECONDS = 5  # between looks for new losses
+ADVICE = "use --device=cpu, or a smaller model or shorter text"
 MOST_CURVES = 8  # that are drawn if no runs are selected
 OTHERS = "select a token of the text to see which others were likely"
 # Options of events. They are private because the description of a public API, with the names of
-# runs, would be served without a password. What computes waits for the models' thread.
+# runs, would be served without a password.
 EVENT = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 # Fonts of the system: others would be downloaded.
 THEME = gr.themes.Default(
@@ -61,24 +64,39 @@ element.addEventListener("click", event => {
 
 
 def build(models, path):
-    """Returns the page, with a checkpoint selected."""
+    """Returns the page, with a checkpoint selected, after loading it."""
+    # A thread that calls torch on a CPU has its own OpenMP threads. If several have, there are more
+    # of them than cores, and generation takes twice as long.
+    thread = ThreadPoolExecutor(1)
+
+    def step(items):
+        with explained_out_of_memory(models.device, ADVICE):
+            return next(items, None)
 
     def computed(generator):
-        """Runs a generator function in the models' thread, and shows a UserError on the page."""
+        """Runs a generator function in the thread, and shows a UserError on the page.
+
+        Several generators, such as those of two tabs, alternate.
+        """
 
         @wraps(generator)
         def run(*args):
+            items = generator(*args)
             try:
-                yield from models.stream(generator(*args))
+                while (item := thread.submit(step, items).result()) is not None:
+                    yield item
             except UserError as error:
                 message = html.escape(str(error), quote=False)
                 raise gr.Error(message, print_exception=False) from error
+            finally:
+                thread.submit(items.close)
 
         return run
 
+    thread.submit(step, map(models.newest, [path])).result()
     with gr.Blocks(title="folio", analytics_enabled=False) as page:
         with gr.Tab("Text") as text:
-            settings = text_tab(computed, models, path)
+            settings = text_tab(page, computed, models, path)
         with gr.Tab("Compare") as compare:
             compare_tab(computed, models, path, settings)
         with gr.Tab("Runs") as runs:
@@ -86,7 +104,7 @@ def build(models, path):
     return page
 
 
-def text_tab(computed, models, path):
+def text_tab(page, computed, models, path):
     """Generates or scores a text, and explains its tokens. Returns the inputs of the settings."""
     text, picked = gr.State(), gr.State()  # a TokenText, and one with the index of a token
     with gr.Row():
@@ -98,9 +116,9 @@ def text_tab(computed, models, path):
                     start = gr.Button("Generate", variant="primary")
                     stop = gr.Button("Stop")
                 with gr.Row():
-                    settings = controls(CONTROLS)
+                    settings = list(map(control, CONTROLS))
                 with gr.Accordion("more settings", open=False):
-                    settings += controls(MORE_CONTROLS)
+                    settings += map(control, MORE_CONTROLS)
             with gr.Tab("Score"):
                 pasted = gr.Textbox(label="text", lines=8)
                 start_score = gr.Button("Score", variant="primary")
@@ -144,13 +162,11 @@ def text_tab(computed, models, path):
         layer = int(layer or 0)
         yield draw(text.trained, text.ids, f"layer {layer}", [layer])
 
-    outputs = [text, view, status, others]
-    starts = [start.click, prompt.submit]
-    gr.on([*starts, model.change], describe, model, summary, **EVENT)
+    outputs, starts = [text, view, status, others], [start.click, prompt.submit]
+    gr.on([page.load, model.change, *starts], describe, model, summary, **EVENT)
     generating = gr.on(starts, generate, [model, prompt, *settings], outputs, **EVENT)
-    branching = others.input(
-        branch, [picked, others, *settings], outputs, cancels=[generating], **EVENT
-    )
+    choice = [picked, others, *settings]
+    branching = others.input(branch, choice, outputs, cancels=[generating], **EVENT)
     start_score.click(score, [model, pasted], outputs, cancels=[generating], **EVENT)
     view.select(pick, text, [picked, others], **EVENT)
     start_attention.click(attention, [text, layer], figure, **EVENT)
@@ -167,7 +183,7 @@ def compare_tab(computed, models, path, settings):
         stop = gr.Button("Stop")
     gr.Markdown("The seed and the other settings are those of the tab Text.")
     folder = os.path.dirname(path)
-    others = [each for _, each in checkpoints() if os.path.dirname(each) != folder]
+    others = [each for each in checkpoints() if os.path.dirname(each) != folder]
     lists, sides = [], []
     with gr.Row():
         for label, value in (("first model", path), ("second model", [*others, path][0])):
@@ -190,9 +206,8 @@ def compare_tab(computed, models, path, settings):
 def runs_tab(computed, tab, other_tabs):
     """Compares the losses of runs, also while they are trained, as long as the tab is open."""
     known = gr.State()  # what is shown: sizes of logs, selected runs, axes
-    selected = gr.Dropdown(
-        [], label="runs in the plot", info="none selected: the best eight", multiselect=True
-    )
+    label = f"runs in the plot (none selected: the best {MOST_CURVES})"
+    selected = gr.Dropdown([], label=label, multiselect=True)
     with gr.Row():
         x = gr.Radio(list(AXES), value="steps", label="x axis")
         y = gr.Radio(list(LABELS), value="loss", label="y axis and table")
@@ -225,8 +240,8 @@ def runs_tab(computed, tab, other_tabs):
     changes = [tab.select, timer.tick, selected.input, x.input, y.input]
     gr.on(changes, refresh, inputs, outputs, **EVENT)
     tab.select(lambda: gr.Timer(active=True), None, timer, **EVENT)
-    left = [each.select for each in other_tabs]
-    gr.on(left, lambda: gr.Timer(active=False), None, timer, **EVENT)
+    for other in other_tabs:
+        other.select(lambda: gr.Timer(active=False), None, timer, **EVENT)
 
 
 # Components
@@ -236,9 +251,8 @@ def model_list(label, path):
     """Returns a list of checkpoints, `path` selected, that is read again when it is opened."""
 
     def choices(selected):
-        found = checkpoints()
-        is_found = selected in dict(found).values()
-        return found if is_found else [*found, (selected, selected)]
+        labels = {selected: selected} | checkpoints()  # the selected one may have been deleted
+        return [(label, path) for path, label in labels.items()]
 
     models = gr.Dropdown(choices(path), value=path, label=label)
     models.focus(lambda selected: gr.Dropdown(choices=choices(selected)), models, models, **EVENT)
@@ -246,23 +260,19 @@ def model_list(label, path):
 
 
 def checkpoints():
-    """Returns (label, path) of the checkpoints in the working directory and in its sweeps."""
-    found = []
+    """Returns {path: label} of the checkpoints in the working directory and in its sweeps."""
+    labels = {}
     for run in map(RunDir, nested()):
-        labels = {run.best: str(run.folder), run.last: f"{run.folder}, newest state"}
-        found += [(label, str(path)) for path, label in labels.items() if path.is_file()]
-    return found
+        labels |= {run.best: str(run.folder), run.last: f"{run.folder}, newest state"}
+    return {str(path): label for path, label in labels.items() if path.is_file()}
 
 
-def controls(names):
-    """Returns inputs for settings of sample.py, as text."""
-    found = []
-    for field in [field for name in names for field in fields(SampleConfig) if field.name == name]:
-        explanation, bounds = field.metadata["explanation"], field.metadata["bounds"]
-        info = f"{explanation}; in {bounds}" if bounds else explanation
-        default = str(field.default)
-        found.append(gr.Textbox(default, label=field.name, info=info, placeholder=default))
-    return found
+def control(name):
+    """Returns the input for a setting of sample.py, as text."""
+    [field] = [field for field in fields(SampleConfig) if field.name == name]
+    info, bounds, default = *map(field.metadata.get, ("explanation", "bounds")), str(field.default)
+    info += f"; in {bounds}" if bounds else ""
+    return gr.Textbox(default, label=name, info=info, placeholder=default)
 
 
 def settings_of(values):
@@ -285,16 +295,15 @@ def text_html(text):
 
 def tokens_html(tokens):
     """Returns tokens as HTML: the color shows a token's probability, the tooltip has it."""
-    bands = [(f"band{number}", *band) for number, band in enumerate(BANDS.items())]
-    legend = [f'<span class="{name}">{text}</span>' for name, _, (text, _) in bands]
+    legend = [f'<span class="band{n}">{text}</span>' for n, (text, _) in enumerate(BANDS.values())]
     shown = []
     for token in tokens:
-        name = title = ""
+        band = title = ""
         if token.logprob is not None:
             probability = math.exp(token.logprob)
-            name = next(name for name, least, _ in bands if probability >= least)
+            band = next(n for n, least in enumerate(BANDS) if probability >= least)
             title = texts.percent(probability)
         piece = html.escape(token.piece).replace("\n", "<u></u>\n")
-        shown.append(f'<span class="token {name}" title="{title}">{piece}</span>')
+        shown.append(f'<span class="token band{band}" title="{title}">{piece}</span>')
     legend = f'<p class="legend">probability {"".join(legend)}</p>'
     return f'{legend}<div class="tokens"><p>{"".join(shown)}</p></div>'

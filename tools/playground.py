@@ -78,9 +78,7 @@ def serve(settings):
     from tools.texts import Models
 
     path = first_checkpoint(settings.out_dir, checkpoints())
-    models = Models(settings.device, settings.dtype)
-    list(models.stream(models.newest(path) for _ in range(1)))  # raises its errors now
-    page = build(models, path)
+    page = build(Models(settings.device, settings.dtype), path)
     page.launch(
         server_name=f"[{settings.host}]" if ":" in settings.host else settings.host,
         server_port=settings.port,
@@ -97,14 +95,13 @@ def serve(settings):
     return page.local_url
 
 
-def first_checkpoint(out_dir, found):
+def first_checkpoint(out_dir, paths):
     """Returns the path of a run's best checkpoint, or of its newest if it has no best.
 
-    `out_dir` None is the run with the newest of the checkpoints `found`. Raises UserError if there
+    `out_dir` None is the run with the newest of the checkpoints `paths`. Raises UserError if there
     is none.
     """
     if out_dir is None:
-        paths = [path for _, path in found]
         if not paths:
             raise UserError(
                 "there is no trained model in this folder: train one (python train.py "

@@ -4,7 +4,6 @@ import math
 import os
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from folio.completion import Completion, load_trained, stop_texts
@@ -12,7 +11,6 @@ from folio.errors import UserError
 from folio.files import Text
 from folio.generate import context_start, scoring_starts, stride_of
 from folio.initial import load_initial
-from folio.memory import explained_out_of_memory
 from folio.scoring import likely_next, score_text
 from sample import completions_of, continued
 from tools.attention import label_of
@@ -21,38 +19,17 @@ MOST_MODELS = 2  # in memory
 MOST_TOKENS = 5000  # of a prompt or of a text to score; a page with more becomes slow
 ALTERNATIVES = 10
 SECONDS = 0.2  # between two updates of a text that is generated
-ADVICE = "use --device=cpu, or a smaller model or shorter text"
 
 
 class Models:
-    """The models in memory, and the one thread that computes with them.
-
-    A thread that calls torch on a CPU has its own OpenMP threads. If several have, there are more
-    of them than cores, and generation takes twice as long.
-    """
+    """Loads models, and keeps the last MOST_MODELS in memory."""
 
     def __init__(self, device, dtype):
         self.device, self.dtype = device, dtype
         self._loaded = {}  # {(path, time of its change): TrainedModel}, the last used at the end
-        self._thread = ThreadPoolExecutor(1, "models")
-
-    def stream(self, items):
-        """Yields the items of a generator, which runs in the models' thread.
-
-        The items of several generators alternate.
-        """
-        try:
-            while (item := self._thread.submit(self._next, items).result()) is not None:
-                yield item
-        finally:
-            self._thread.submit(items.close)
-
-    def _next(self, items):
-        with explained_out_of_memory(self.device, ADVICE):
-            return next(items, None)
 
     def newest(self, path):
-        """Returns the TrainedModel of a checkpoint file as it is now; call it in the thread."""
+        """Returns the TrainedModel of a checkpoint file as it is now."""
         try:
             version = path, os.stat(path).st_mtime_ns
         except OSError as error:
@@ -156,8 +133,8 @@ def pieces_of(tokenizer, ids):
 def check_length(ids):
     if len(ids) > MOST_TOKENS:
         raise UserError(
-            f"the text has {len(ids):,} tokens, and the page shows at most {MOST_TOKENS:,}: "
-            "use python sample.py --score=FILE or --start=FILE:path"
+            f"the text has {len(ids):,} tokens, more than the {MOST_TOKENS:,} of the page: "
+            "use sample.py"
         )
 
 
