@@ -38,15 +38,14 @@ def models(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--prot=1", 2)])
-def test_help_and_invalid_flags_are_answered_without_torch_and_gradio(argument, status, tmp_path):
+def test_help_does_not_wait_for_torch_and_gradio(tmp_path):
     code = (
-        f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:] = [{argument!r}]\n"
+        f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:] = ['--help']\n"
         "try: runpy.run_module('tools.playground', run_name='__main__', alter_sys=True)\n"
         "except SystemExit as exit: print(exit.code, {'torch', 'gradio'} & set(sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
-    assert done.stdout.decode().splitlines()[-1] == f"{status} set()"
+    assert done.stdout.decode().splitlines()[-1] == "0 set()"
 
 
 @pytest.mark.parametrize("flag", ["--password=", "--host=", "--port=0", "--device=cuda:99"])
@@ -77,10 +76,12 @@ def test_a_folder_without_a_model_is_an_error_that_says_what_to_do(folder):
 
 
 @pytest.fixture
-def serve(models):
+def serve(models, monkeypatch):
     """A function that starts the server; it is closed at the end."""
     gradio = pytest.importorskip("gradio")
     pytest.importorskip("matplotlib")
+    for name in ("NO_PROXY", "no_proxy"):  # which serve() sets
+        monkeypatch.setenv(name, "")
     yield lambda *flags: playground.serve(load(PlaygroundConfig, ["--device=cpu", *flags]))
     gradio.close_all(verbose=False)
 
@@ -291,13 +292,10 @@ def test_the_page_has_the_controls_of_sample_py_and_the_checkpoints(page):
     for name in names:
         assert found[name].value == str(getattr(sample.SampleConfig(), name))
     paths = {"out": PATH, "out, newest state": "out/last.pt", "sweep/n=1": "sweep/n=1/ckpt.pt"}
-    for label, selected in (
-        ("model", "out"),
-        ("first model", "out"),
-        ("second model", "sweep/n=1"),
-    ):
+    second = "sweep/n=1/ckpt.pt"  # a model of another folder
+    for label, selected in {"model": PATH, "first model": PATH, "second model": second}.items():
         assert dict(map(tuple, found[label].choices)) == paths
-        assert found[label].value == paths[selected]
+        assert found[label].value == selected
 
 
 def test_the_page_has_no_public_api_and_no_analytics(page):
@@ -318,20 +316,3 @@ def test_errors_and_tokens_are_escaped(page):
     assert re.sub(r' class="[^"]*"', "", html) == (
         '<p><span title="">&lt;b&gt;<u></u>\n</span><span title="<0.1%"> &amp;</span></p></div>'
     )
-
-
-def test_runs_are_listed_and_drawn_when_their_logs_change(page):
-    def refreshed(*arguments):
-        return next(called(page, "refresh", *arguments))
-
-    assert refreshed(None, [], "steps", "loss")[3] is None
-    tiny.write_run("out-log", [4.0, 2.0])
-    tiny.write_run("sweep/n=1/a", [])
-    known, _, table, figure = refreshed(None, [], "steps", "loss")
-    assert table.value["data"][0][:2] == ["out-log", "2.0000"]
-    assert figure.axes[0].get_xlabel() == "steps"
-    unchanged = refreshed(known, [], "steps", "loss")
-    assert [type(each) for each in unchanged] == [dict] * 4  # gr.skip()
-    _, selected, _, figure = refreshed(known, ["deleted"], "tokens", "loss")
-    assert figure.axes[0].get_xlabel() == "tokens"
-    assert selected.value == []

@@ -120,10 +120,8 @@ def check_address(host, port):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        where, reason = f"{host}, port {port}" if port else host, str(error.strerror).split(" (")[0]
-        raise UserError(
-            f"cannot listen on {where} ({reason}): choose another --port or --host"
-        ) from error
+        reason = f"{host}, port {port or 'any'}: {error.strerror}"
+        raise UserError(f"cannot listen ({reason}); choose another --port or --host") from error
 
 
 if __name__ == "__main__":
