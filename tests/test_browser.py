@@ -154,6 +154,7 @@ def test_a_text_is_that_of_sample_and_continues_from_an_alternative(page, sample
     settings = {"max_new_tokens": 40, "seed": 7, "temperature": 1.1, "top_k": 9, "top_p": 0.9}
     settings |= {"min_p": 0.01, "repetition_penalty": 1.1, "context_stride": 3, "stop": "zz"}
     prompt = "Shall I\nmore"
+    page.says("out-a/ckpt.pt: step 20")
     page.generate(prompt=prompt, **settings)
     text = sampled(start=prompt, **settings)
     page.shows(text)
