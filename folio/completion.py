@@ -144,18 +144,22 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
         accelerate=step_accelerator(trained.machine),
         decode=trained.decode if len(completions) == 1 else decode_one,
     )
+    products = len(completions) * trained.model.num_params()  # per step
     size = 1  # to yield the first token immediately
-    with useful_threads(len(completions) * trained.model.num_params()):
-        while batch := list(islice(tokens, size)):
-            ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
-            check_finite(logprobs)
-            for each, *row in zip(completions, ids.tolist(), logprobs.tolist(), strict=True):
-                for token, logprob in zip(*row, strict=True):
-                    each.add(token, logprob)
-            yield
-            if all(each.stopped for each in completions):
-                return
-            size = 1 if stream else TOKENS_PER_SYNC
+    while True:
+        with useful_threads(products):
+            batch = list(islice(tokens, size))
+        if not batch:
+            break
+        ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
+        check_finite(logprobs)
+        for each, *row in zip(completions, ids.tolist(), logprobs.tolist(), strict=True):
+            for token, logprob in zip(*row, strict=True):
+                each.add(token, logprob)
+        yield  # other generators may run now, so no context manager may be open
+        if all(each.stopped for each in completions):
+            return
+        size = 1 if stream else TOKENS_PER_SYNC
     for each in completions:
         each.finish("length")
 

@@ -11,8 +11,6 @@ import sys
 import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Literal
 
 from folio import process
@@ -22,6 +20,7 @@ from folio.settings import load, parse_arguments
 
 MODULES = ("gradio", "matplotlib")
 USER = "folio"
+LOCAL = ("127.0.0.1", "::1", "localhost")  # only this machine can reach them
 WARNING = (
     "warning: anyone who can reach this machine can use the page and see its runs; "
     "--password=PASSWORD protects it"
@@ -56,54 +55,30 @@ if __name__ == "__main__":
 
 from folio.device import resolve_device
 from folio.run_dir import RunDir
-from tools.models import Models, checkpoints
 
 
 def main(argv=None):
     settings = load(PlaygroundConfig, argv, {"device": resolve_device})
     if missing := [name for name in MODULES if not find_spec(name)]:
         raise UserError(f"the playground needs {missing[0]}: pip install {' '.join(MODULES)}")
-    path = first_checkpoint(settings.out_dir)
-    models = Models(settings.device, settings.dtype)
-    loading = models.submit(models.newest, path)  # while gradio is imported
-    url = serve(models, path, settings)
-    loading.result()
-    if not is_local(settings.host) and settings.password is None:
+    check_address(settings.host, settings.port or 0)
+    url = serve(settings)
+    if settings.host not in LOCAL and settings.password is None:
         print(WARNING, file=sys.stderr)
     print(f"open {url} in a browser; Ctrl-C stops the server", flush=True)
     threading.Event().wait()
 
 
-def first_checkpoint(out_dir):
-    """Returns the path of a run's best checkpoint, or of its newest if it has no best.
-
-    Raises UserError if there is none.
-    """
-    if out_dir is not None:
-        folder, here = Path(out_dir).absolute(), Path.cwd()
-        run = RunDir(folder.relative_to(here) if folder.is_relative_to(here) else out_dir)
-        paths = [path for path in (run.best, run.last) if path.is_file()]
-        return str(paths[0] if paths else run.load_best())  # whose error lists the runs
-    paths = [path for _, path in checkpoints()]
-    if not paths:
-        raise UserError(
-            "there is no trained model in this folder: train one (python train.py "
-            "config/shakespeare_char_fast.py), or specify the folder of one with --out_dir"
-        )
-    return first_checkpoint(os.path.dirname(max(paths, key=os.path.getmtime)))
-
-
-def serve(models, path, settings):
+def serve(settings):
     """Starts the server in other threads. Returns the URL of the page."""
-    check_address(settings.host, settings.port or 0)
     for name in [name for name in os.environ if name.startswith("GRADIO_")]:
         del os.environ[name]  # could turn on sharing, for example
-    for name in ("NO_PROXY", "no_proxy"):  # gradio calls its own server, which no proxy can reach
-        os.environ[name] = f"{os.environ.get(name, '')},localhost,127.0.0.1,{settings.host}"
-    from tools.components import THEME
-    from tools.page import build
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # gradio calls only its own server
+    from tools.page import THEME, build, checkpoints
+    from tools.texts import Models
 
-    page = build(models, path)
+    path = first_checkpoint(settings.out_dir, checkpoints())
+    page = build(Models(settings.device, settings.dtype), path)
     page.launch(
         server_name=f"[{settings.host}]" if ":" in settings.host else settings.host,
         server_port=settings.port,
@@ -120,24 +95,33 @@ def serve(models, path, settings):
     return page.local_url
 
 
+def first_checkpoint(out_dir, paths):
+    """Returns the path of a run's best checkpoint, or of its newest if it has no best.
+
+    `out_dir` None is the run with the newest of the checkpoints `paths`. Raises UserError if there
+    is none.
+    """
+    if out_dir is None:
+        if not paths:
+            raise UserError(
+                "there is no trained model in this folder: train one (python train.py "
+                "config/shakespeare_char_fast.py), or specify the folder of one with --out_dir"
+            )
+        out_dir = os.path.dirname(max(paths, key=os.path.getmtime))
+    run = RunDir(os.path.relpath(out_dir))  # as in the list of checkpoints
+    if not run.exists():
+        run.load_best()  # whose error lists the runs
+    return str(run.best if run.best.is_file() else run.last)
+
+
 def check_address(host, port):
     """Raises UserError if a server cannot listen on an address. Port 0: on any port."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()
     except OSError as error:
-        where, reason = f"{host}, port {port}" if port else host, str(error.strerror).split(" (")[0]
-        raise UserError(
-            f"cannot listen on {where} ({reason}): choose another --port or --host"
-        ) from error
-
-
-def is_local(host):
-    """Whether only this machine can reach an address."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+        reason = f"{host}, port {port or 'any'}: {error.strerror}"
+        raise UserError(f"cannot listen ({reason}); choose another --port or --host") from error
 
 
 if __name__ == "__main__":
