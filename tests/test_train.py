@@ -271,8 +271,9 @@ def refuse_save_at(step, monkeypatch):
     real = RunDir.save
 
     def save(run_dir, checkpoint, best):
-        full = checkpoint.progress.step == step
-        return UserError("No space left") if full else real(run_dir, checkpoint, best)
+        if checkpoint.progress.step == step:
+            raise UserError("No space left")
+        real(run_dir, checkpoint, best)
 
     monkeypatch.setattr(RunDir, "save", save)
 

@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from folio.checkpoint import read_weights
 from folio.device import DTYPES, resolve_device, resolve_dtype
 from folio.errors import UserError
 from folio.run_dir import RunDir
@@ -33,7 +32,6 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transformers h
 def main(argv=None):
     settings = load(SampleConfig, argv, {"device": resolve_device})
     checkpoint = RunDir(settings.out_dir).load_best()
-    read_weights(checkpoint, checkpoint.weights)
     model = make_gpt2(checkpoint)
     dtype = resolve_dtype(settings.dtype, settings.device)
     model = model.to(settings.device, DTYPES[dtype])
