@@ -40,10 +40,7 @@ def make_optimizers(model, settings, world=ALONE):
     if embeddings:
         groups.append({"params": embeddings, "weight_decay": decay, "lr_scale": EMBEDDING_LR_SCALE})
     betas = (settings.beta1, settings.beta2)
-    try:
-        adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=True)
-    except OSError as error:  # torch imports its compiler here, which creates a folder
-        raise UserError(f"torch needs a temporary folder ({error}): set TMPDIR") from error
+    adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=True)
     if not matrices:
         return {"adamw": adamw}
     dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]

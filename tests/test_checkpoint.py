@@ -48,15 +48,10 @@ def checkpoint_of(model, optimizers=None, **fields):
 
 
 def rewrite(**changes):
-    """Writes ckpt.pt with some entries replaced, or left out if the value is KeyError."""
+    """Writes ckpt.pt with some entries replaced."""
     save("ckpt.pt", checkpoint_of(make_model()))
-    content = torch.load("ckpt.pt", weights_only=True) | changes
-    torch.save({k: v for k, v in content.items() if v is not KeyError}, "ckpt.pt")
+    torch.save(torch.load("ckpt.pt", weights_only=True) | changes, "ckpt.pt")
     return "ckpt.pt"
-
-
-def rewrite_wpe(value):
-    return rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
 
 
 def same_logits(model, other):
@@ -105,12 +100,11 @@ def test_model_shares_the_weights_of_its_checkpoint():
 # nanoGPT's format
 
 
-@pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_layer": 0}], ids=str)
-def test_plain_gpt2_is_saved_with_nanogpts_model_args_only(changes):
-    save("ckpt.pt", checkpoint_of(make_model(**changes)))
+def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
+    save("ckpt.pt", checkpoint_of(make_model(bias=False)))
     content = tiny.saved("ckpt.pt", ".")
     assert content.keys() >= {"model", "optimizer", "iter_num", "best_val_loss", "config"}
-    assert content["model_args"] == SHAPE | {"bias": True, "dropout": 0.0} | changes
+    assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
@@ -142,13 +136,13 @@ def test_nanogpts_checkpoint_loads(prefix, masks):
 @pytest.mark.parametrize(
     "changes",
     [
-        *({key: KeyError} for key in ("model", "model_args", "config")),
+        {"model": None},
         {"model": [1]},
         {"model_args": SHAPE | {"rope": True}},
         {"iter_num": -1},
         {"best_val_loss": "low"},
     ],
-    ids=lambda changes: str(changes)[:60],
+    ids=str,
 )
 def test_content_that_is_not_a_checkpoint_is_refused(changes):
     with pytest.raises(UserError, match="ckpt.pt is damaged or not a checkpoint"):
@@ -171,7 +165,7 @@ def test_checkpoint_of_a_later_version_is_refused():
     ],
 )
 def test_weights_that_cannot_belong_to_the_model_are_refused(value, reason):
-    path = rewrite_wpe(value)
+    path = rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
     with pytest.raises(UserError, match=f"ckpt.pt.*{reason}"):
         build_model(load(path))
 
@@ -206,13 +200,22 @@ def test_file_that_is_replaced_while_it_is_read_is_an_error(monkeypatch, optimiz
 # Optimizer state
 
 
-def test_restored_optimizers_keep_their_hyperparameters_except_the_learning_rate():
-    model, optimizers = trained()
-    changes = {"learning_rate": 0.5, "weight_decay": 0.7, "beta2": 0.6}
-    other = make_optimizers(model, tiny.settings(**changes))
-    restore_optimizers(other, checkpoint_of(model, optimizers))
-    group = other["adamw"].param_groups[0]
-    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.01, 0.7, (0.9, 0.6))
+@pytest.mark.parametrize(
+    ("part", "damaged"),
+    [
+        ("adamw", {"state": "moments"}),
+        ("adamw", {"state": {}, "param_groups": []}),
+        ("muon", {"state": {0: {"momentum_buffer": torch.zeros(16, 48)}}}),  # transposed
+    ],
+    ids=str,
+)
+def test_damaged_optimizer_state_is_refused(part, damaged):
+    model, optimizers = trained("muon")
+    checkpoint = checkpoint_of(model, optimizers, path="ckpt.pt")
+    restore_optimizers(optimizers, checkpoint)
+    checkpoint.optimizers[part] |= damaged
+    with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
+        restore_optimizers(optimizers, checkpoint)
 
 
 @pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"n_layer": 2}, {"n_embd": 32}])
@@ -220,27 +223,3 @@ def test_state_of_other_optimizers_or_parameters_is_refused(changes):
     checkpoint = checkpoint_of(*trained(**changes), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
         restore_optimizers(trained()[1], checkpoint)
-
-
-@pytest.mark.parametrize("states", [{}, {"adamw": {"state": "moments"}}], ids=str)
-def test_malformed_optimizer_state_is_refused(states):
-    checkpoint = replace(checkpoint_of(make_model(), path="ckpt.pt"), optimizers=states)
-    with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
-        restore_optimizers(trained()[1], checkpoint)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda moments: moments.pop(0),
-        lambda moments: moments[0].update(momentum_buffer=torch.zeros(16, 48)),
-    ],
-    ids=["missing", "transposed"],
-)
-def test_wrong_moments_are_refused(damage):
-    model, optimizers = trained("muon")
-    checkpoint = checkpoint_of(model, optimizers, path="ckpt.pt")
-    restore_optimizers(optimizers, checkpoint)
-    damage(checkpoint.optimizers["muon"]["state"])
-    with pytest.raises(UserError, match="ckpt.pt: the optimizer state does not fit: "):
-        restore_optimizers(optimizers, checkpoint)

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -18,7 +17,6 @@ import train
 from folio import files, process
 
 SETTINGS = {"max_iters": 60, "eval_interval": 20, "checkpoint_interval": 5, "dropout": 0.2}
-LONG = SETTINGS | {"max_iters": 1000}
 PIECE_BYTES = 4096
 
 pytestmark = [
@@ -127,39 +125,4 @@ def test_second_ctrl_c_exits_during_a_write_and_keeps_the_files_whole(server, ve
     assert_ends(child, 128 + signal.SIGINT)
     assert output().endswith("train.py: interrupted immediately\n")
     assert Path("out/last.pt").read_bytes() == before
-    assert_ends_like_uninterrupted_run(server, flags)
-
-
-@pytest.mark.campaign
-def test_run_killed_at_random_ends_like_an_uninterrupted_one(server, verse):
-    train.main(tiny.flags(out_dir="out-whole", **LONG))
-    random = np.random.default_rng(0)
-    flags = tiny.flags(init_from="auto", **LONG)
-    for _ in range(10):
-        operation = random.choice(["piece", "piece", "before rename", "after rename"])
-        number = int(random.integers(1, 200 if operation == "piece" else 5))
-        assert_ends(start(server, flags, (operation, number)), -signal.SIGKILL)
-        child = start(server, flags)
-        child.join(random.uniform(0.05, 0.8))
-        child.kill()
-        child.join()
-    assert_ends_like_uninterrupted_run(server, flags)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_run_stopped_at_random_ends_like_an_uninterrupted_one(server, verse, number):
-    train.main(tiny.flags(out_dir="out-whole", **LONG))
-    random = np.random.default_rng(number)
-    flags = tiny.flags(init_from="auto", **LONG)
-    for runs in range(8):
-        child = start(server, flags)
-        wait_until(lambda runs=runs: output().count("machine: ") > runs)
-        time.sleep(random.uniform(0, 0.3))
-        os.kill(child.pid, number)
-        if runs % 2:  # a second SIGINT ends a save
-            time.sleep(random.uniform(0, 0.02))
-            os.kill(child.pid, number)
-        assert_ends(child, 128 + number)
-        assert output().splitlines()[-1].startswith("train.py: ")
     assert_ends_like_uninterrupted_run(server, flags)

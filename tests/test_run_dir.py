@@ -129,24 +129,3 @@ def test_temporary_files_of_a_killed_run_are_removed():
     run = RunDir("out")
     run.begin(tiny.settings(init_from="resume"), run.load_newest())
     assert sorted(os.listdir("out")) == ["ckpt.pt", "last.pt"]
-
-
-def test_resuming_truncates_the_log_to_that_of_the_checkpoint():
-    Path("out").mkdir()
-    run, settings = RunDir("out"), tiny.settings(init_from="resume")
-    run.append({"step": 0})
-    checkpoint = checkpoint_at(1)
-    checkpoint.log_bytes = run.log_size()
-    run.save(checkpoint, best=False)
-    run.append({"step": 1})
-    run.log.write_bytes(run.log.read_bytes()[:-3])  # killed while writing
-    run.begin(settings, run.load_newest())
-    assert tiny.log_events() == [{"step": 0}]
-
-
-def test_files_that_cannot_be_moved_are_an_error(monkeypatch):
-    write("out", "last.pt")
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(UserError, match="cannot write to out: No space left on device"):
-        RunDir("out").begin(tiny.settings())
-    assert os.listdir("out") == ["last.pt"]
