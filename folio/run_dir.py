@@ -61,8 +61,9 @@ class RunDir:
             return self._load(self.last)
         try:
             newest = self._load(self.last)
-            is_older = newest.progress.step < self.load_best().progress.step  # than nanoGPT's
-            return self._load(self.best) if is_older else newest
+            if self.load_best().progress.step > newest.progress.step:  # nanoGPT may have written it
+                return self._load(self.best)
+            return newest
         except UserError as error:
             raise UserError(f"{error}; move this file away to resume from the other") from error
 
@@ -72,6 +73,8 @@ class RunDir:
         return checkpoints.load(path, optimizers)
 
     def _hint(self):
+        if self.last.exists():
+            return f"; {LAST} exists, but no best state has been saved yet"
         runs = {str(folder) for folder in self.find()} - {str(self.folder)}
         if not runs:
             return "; train a model first: python train.py config/shakespeare_char.py"
