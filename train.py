@@ -130,7 +130,6 @@ from folio.dataset import Dataset, load_dataset
 from folio.device import choose_machine, kind_of, read_later, resolve_device, uses_cuda_graphs
 from folio.dist import ALONE, joined
 from folio.distill import Distillation, load_teachers
-from folio.divergence import DivergenceMonitor
 from folio.initial import crop, load_start
 from folio.kernels import use_fast_kernels
 from folio.memory import (
@@ -140,9 +139,9 @@ from folio.memory import (
     memory_advice,
     recompute_activations,
 )
-from folio.optim import learning_rate_at, make_optimizers, restore_optimizers
+from folio.optim import DivergenceMonitor, learning_rate_at, make_optimizers, restore_optimizers
 from folio.plan import check_parallel, plan_model
-from folio.run_dir import ReadOnlyRunDir, RunDir
+from folio.run_dir import RunDir
 from folio.saving import Saver
 from folio.sharding import assign, average_gradients, gathered, replicate, shard, unsharded
 from folio.tracking import evaluation_line, print_end, print_finished, print_start, recorded
@@ -183,7 +182,7 @@ class Run:
 
 def setup(settings, world=ALONE):
     """Returns the Run that the settings describe. Writes no files."""
-    run_dir = RunDir(settings.out_dir) if world.is_main else ReadOnlyRunDir(settings.out_dir)
+    run_dir = RunDir(settings.out_dir)
     settings, config, dataset, *starts = world.together(plan, settings, run_dir, world)
     resumed, initial, teachers = starts
     where = resumed and resumed.progress
@@ -285,7 +284,7 @@ class Learner:
         self.optimizers = make_optimizers(self.model, settings, world)
         enabled = machine.dtype == "float16"
         self.scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=enabled)
-        self.divergence = DivergenceMonitor(settings)
+        self.divergence = DivergenceMonitor()
 
     def init_weights(self):
         """Draws the weights, the same on every device."""
@@ -404,4 +403,4 @@ class Learner:
 
 
 if __name__ == "__main__":
-    process.run(main)
+    process.run(main, has_threads=True)  # a write that a second Ctrl-C does not wait for

@@ -30,7 +30,6 @@ def fit_to_minutes(run):
         cost = steps_per_evaluation(requested, run.dataset)
         progress.fitted_iters = steps_within(requested, step_s, cost)
     run.settings = with_max_iters(progress.fitted_iters, requested)
-    run.learner.divergence.settings = run.settings
 
 
 def is_same_request(settings, checkpoint):

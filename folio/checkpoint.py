@@ -4,37 +4,32 @@ nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and con
 format, muon, scaler, evaluated, best_step, elapsed_s, fitted_iters, tokenizer, data and log_bytes.
 `optimizer` is AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they
 have their default values, so that nanoGPT can read folio's checkpoints of such models.
-
-If weights and moments are in a folder, `folder` is its name, and the file has tensors without data
-(on the meta device) in their place.
 """
 
 import dataclasses
 import json
 import math
+import os
+import pickle
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from folio.errors import UserError, cause_of
-from folio.files import Sink, replacing
+from folio.errors import UserError, cause_of, os_error
+from folio.files import replacing
 from folio.kernels import use_fast_kernels
+from folio.memory import is_out_of_memory
 from folio.sharding import assign, local
-from folio.storage import check_folder, read_file, read_folder
 from model import GPT, GPTConfig
 
-FORMAT = 2  # that of a file that refers to a folder of tensors; others have format 1
+FORMAT = 1
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
 MASK = ".attn.bias"  # the causal mask, which nanoGPT stored before PyTorch 2
-RENAMED = {  # names in earlier versions of folio: names now
-    "transformer.bigrams.weight": "transformer.context.ngrams.2.weight",
-    "transformer.context.bigrams.weight": "transformer.context.ngrams.2.weight",
-    "transformer.smear.weight": "transformer.context.smear.weight",
-}
 
 
 @dataclass
@@ -89,7 +84,6 @@ class Checkpoint:
     data: dict | None = None  # Dataset.fingerprint; None in nanoGPT's
     log_bytes: int | None = None  # length of log.jsonl when this was saved
     path: Path | None = None  # of the file it was read from
-    folder: Path | None = None  # of the tensors that are on the meta device here
 
     @property
     def summary(self):
@@ -102,15 +96,10 @@ class Checkpoint:
 # Writing
 
 
-def save(path, checkpoint, canceled=None):
-    """Writes a checkpoint atomically. Raises UserError if writing fails.
-
-    Args:
-        canceled: a threading.Event; if another thread sets it, writing fails.
-    """
+def save(path, checkpoint):
+    """Writes a checkpoint atomically. Raises UserError if writing fails."""
     plain = {
-        "format": FORMAT if checkpoint.folder else 1,
-        "folder": checkpoint.folder and checkpoint.folder.name,
+        "format": FORMAT,
         "model": checkpoint.weights,
         **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
         "model_args": _model_args(checkpoint.config),
@@ -120,10 +109,32 @@ def save(path, checkpoint, canceled=None):
     }
     plain |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
     with replacing(path) as [file]:
+        sink = _Sink(file)
+        torch.save(plain, sink)
+        if sink.error:
+            raise sink.error
+
+
+class _Sink:
+    """A file that keeps the exception of a failed write as `error` and ignores later writes.
+
+    torch's writer writes again after a failure, even while it is deleted. An exception there would
+    abort the process.
+    """
+
+    def __init__(self, file):
+        self.file, self.error = file, None
+
+    def write(self, data):
         try:
-            torch.save(plain, Sink(file, canceled))
-        except RuntimeError as error:  # torch hides a full disk or Ctrl-C behind its own error
-            raise error.__context__ or error from None
+            if not self.error:
+                self.file.write(data)
+        except BaseException as error:
+            self.error = error
+        return len(data)
+
+    def flush(self):
+        pass  # replacing() does it
 
 
 def _model_args(config):
@@ -142,39 +153,58 @@ def load(path, optimizers=True):
     """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
 
     With optimizers=False, weights are mapped from the file instead of read, and the optimizer
-    state, two thirds of the file, is left out. Tensors in a folder are not read until load_weights,
-    read_weights and restore_optimizers. Raises FileNotFoundError, or UserError if the file or
-    folder is damaged, not a checkpoint, or from a later version.
+    state, two thirds of the file, is left out. Raises FileNotFoundError, or UserError if the file
+    is damaged, not a checkpoint, from a later version, or replaced while it is read.
     """
-    plain = read_file(path, mapped=not optimizers)
     try:
-        checkpoint = _from_plain(plain, Path(path))
-    except UserError:
+        with open(path, "rb") as file:
+            checkpoint = _from_plain(_read(file, mapped=not optimizers), Path(path))
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                raise UserError(f"{path} was replaced while it was read: try again")
+    except (FileNotFoundError, UserError):
         raise
+    except OSError as error:
+        raise os_error("read", path, error) from error
     except Exception as error:  # the content may be anything
-        raise UserError(f"{path} is not a checkpoint of a GPT ({cause_of(error)})") from error
-    if checkpoint.folder:
-        check_folder(checkpoint.folder)
+        if is_out_of_memory(error):
+            raise
+        reason = cause_of(error)
+        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute it
+            reason = "it contains more than plain data and tensors; nothing was executed"
+        raise UserError(f"{path} is damaged or not a checkpoint of a GPT ({reason})") from error
     if not optimizers:
         checkpoint.optimizers = {}
     return checkpoint
 
 
+def _read(file, mapped):
+    """Returns the content of an open file. Raises any exception if it is damaged.
+
+    With mapped=True, torch opens the file again by its name.
+    """
+    with zipfile.ZipFile(file) as archive:  # torch.load verifies no checksums
+        for entry in archive.infolist():
+            is_folder = entry.external_attr & 0x10  # torch would read such an entry as empty
+            if is_folder or entry.compress_type != zipfile.ZIP_STORED:
+                raise zipfile.BadZipFile("the archive's directory is damaged")
+        if (wrong := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
+    return torch.load(file.name, map_location="cpu", weights_only=True, mmap=mapped)
+
+
 def _from_plain(plain, path):
-    """Returns the Checkpoint in a file of this version, an earlier version or nanoGPT."""
+    """Returns the Checkpoint in the content of a file, folio's or nanoGPT's."""
     if plain.get("format", FORMAT) > FORMAT:
         raise UserError(f"{path} is from a later version of folio (format {plain['format']})")
     json.dumps([plain["config"], *map(plain.get, ("tokenizer", "data"))])  # raises unless plain
-    args = dict(plain["model_args"])
-    args.pop("zero_init", None)  # of earlier versions; without effect on a trained model
-    args |= {"ngrams": 2} if args.pop("bigrams", False) else {}
     step = int(plain["iter_num"])
     evaluated = int(plain.get("evaluated", step))  # nanoGPT saves after an evaluation
     if step < 0:
         raise ValueError(f"step {step}")
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in plain["model"].items()}
     return Checkpoint(
-        config=GPTConfig(**args),
-        weights=_renamed(plain["model"]),
+        config=GPTConfig(**plain["model_args"]),
+        weights={name: tensor for name, tensor in weights.items() if not name.endswith(MASK)},
         progress=Progress(
             step=step,
             evaluated=evaluated,
@@ -186,14 +216,8 @@ def _from_plain(plain, path):
         settings=dict(plain["config"]),
         optimizers={name: plain[key] for name, key in OPTIMIZER_KEYS.items() if plain.get(key)},
         path=path,
-        folder=path.parent / Path(plain["folder"]).name if plain.get("folder") else None,
         **{name: plain.get(name) for name in OPTIONAL},
     )
-
-
-def _renamed(weights):
-    plain = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
-    return {RENAMED.get(n, n): tensor for n, tensor in plain.items() if not n.endswith(MASK)}
 
 
 # Use
@@ -210,8 +234,8 @@ def build_model(checkpoint):
 def load_weights(model, checkpoint):
     """Makes a model use a checkpoint's weights, without a copy if dtype and device allow.
 
-    Weights in a folder are read into the model; if it is sharded, only this process's share.
-    Raises UserError if they do not fit or are not finite.
+    A sharded model takes this process's share. Raises UserError if they do not fit or are not
+    finite.
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
     for name in parameters | weights:
@@ -221,7 +245,6 @@ def load_weights(model, checkpoint):
             if expected and found:
                 reason = f"{name!r} has shape {tuple(found)} instead of {tuple(expected)}"
             raise UserError(f"{checkpoint.path}: the weights do not fit the model: {reason}")
-    weights = weights | _read_stored(checkpoint, parameters)
     try:
         for name, parameter in parameters.items():
             assign(parameter, weights[name])
@@ -232,21 +255,3 @@ def load_weights(model, checkpoint):
     extremes = (torch.stack(weight.aminmax()) for weight in used if len(weight))  # NaN if any is
     if not all(each.isfinite().all() for each in extremes):
         raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")
-
-
-def read_weights(checkpoint, names):
-    """Reads the named weights to the CPU if they are in a folder. Raises UserError."""
-    if checkpoint.folder:
-        weights = checkpoint.weights
-        targets = {name: torch.empty_like(weights[name], device="cpu") for name in names}
-        checkpoint.weights = weights | _read_stored(checkpoint, targets)
-
-
-def _read_stored(checkpoint, targets):
-    """Reads the weights that are in a folder into {name: tensor}. Returns those read."""
-    if not checkpoint.folder:
-        return {}
-    stored = {k: t.detach() for k, t in targets.items() if checkpoint.weights[k].is_meta}
-    if stored:
-        read_folder(checkpoint.folder, {"weights": stored})
-    return stored

@@ -3,7 +3,6 @@
 Standard library and filelock only, so that `--help` does not wait for torch.
 """
 
-import errno
 import hashlib
 import os
 import shutil
@@ -44,29 +43,6 @@ def replacing(*paths):
                 sync_folder(folder)
     except OSError as error:
         raise os_error("write", " and ".join(map(str, paths)), error) from error
-
-
-class Sink:
-    """A file that ignores writes after it is closed, and fails if another thread cancels them.
-
-    If a write fails, torch's writer writes once more when it is deleted. It would abort the process
-    if that failed.
-    """
-
-    def __init__(self, file, canceled=None):
-        """`canceled` is a threading.Event."""
-        self.file, self.canceled = file, canceled
-
-    def write(self, data):
-        if self.file.closed:
-            return len(data)
-        if self.canceled and self.canceled.is_set():
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        return self.file.write(data)
-
-    def flush(self):
-        if not self.file.closed:
-            self.file.flush()
 
 
 def replace_by_link(source, path):

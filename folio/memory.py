@@ -16,7 +16,6 @@ from folio.errors import RankError, UserError
 from model import GPT, Block
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
-GATHERED_SHARE = 1 / 2  # of the host memory, for a copy of all weights and moments
 LOGIT_PARTS = 8  # of a micro-batch, with activation checkpointing
 
 
@@ -147,12 +146,6 @@ def memory_advice(settings):
         f"{settings.gradient_accumulation_steps * factor} for the same tokens per step, with "
         f"--eval_iters={settings.eval_iters * factor} for the same evaluation; or {others}"
     )
-
-
-def can_gather(config, settings):
-    """Whether this process's host memory has room for a copy of all weights and moments."""
-    available = memory_bytes("cpu")
-    return available is None or state_bytes(config, settings) <= GATHERED_SHARE * available
 
 
 @contextmanager

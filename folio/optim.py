@@ -1,4 +1,4 @@
-"""Optimizers and the learning-rate schedule."""
+"""Optimizers, the learning-rate schedule, and the detection of steps that diverged."""
 
 import math
 
@@ -10,7 +10,6 @@ from folio.dist import ALONE
 from folio.errors import UserError, cause_of
 from folio.muon import Muon
 from folio.sharding import share_of
-from folio.storage import read_folder
 
 MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
@@ -41,10 +40,7 @@ def make_optimizers(model, settings, world=ALONE):
     if embeddings:
         groups.append({"params": embeddings, "weight_decay": decay, "lr_scale": EMBEDDING_LR_SCALE})
     betas = (settings.beta1, settings.beta2)
-    try:
-        adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=True)
-    except OSError as error:  # torch imports its compiler here, which creates a folder
-        raise UserError(f"torch needs a temporary folder ({error}): set TMPDIR") from error
+    adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=True)
     if not matrices:
         return {"adamw": adamw}
     dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]
@@ -67,30 +63,19 @@ def restore_optimizers(optimizers, checkpoint):
             state, groups = saved[name]["state"], saved[name]["param_groups"]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             _check_moments(parameters, state, MOMENTS[name])
-            folder = checkpoint.folder
-            state = {i: _shares(parameters[i], state[i], folder) for i in state}
-            if folder and state:
-                read_folder(folder, {"optimizers": {name: state}})
+            state = {i: _shares(parameters[i], state[i]) for i in state}
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group["lr"] = before["lr"]  # a save before the next step stores it again
-    except UserError:
-        raise
     except Exception as error:  # the content may be anything
         raise UserError(
             f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
         ) from error
 
 
-def _shares(parameter, moments, folder=None):
-    """Returns this process's share of a parameter's moments; see sharding.share_of.
-
-    They are uninitialized if the moments are in a folder.
-    """
-    names = moments.keys() - {"step"}
-    if folder:
-        return moments | {name: torch.empty_like(parameter) for name in names}
-    return moments | {name: share_of(parameter, moments[name]) for name in names}
+def _shares(parameter, moments):
+    """Returns this process's share of a parameter's moments; see sharding.share_of."""
+    return {k: v if k == "step" else share_of(parameter, v) for k, v in moments.items()}
 
 
 def _check_moments(parameters, state, keys):
@@ -102,10 +87,8 @@ def _check_moments(parameters, state, keys):
             raise ValueError(f"parameter {index} has {', '.join(moments)}")
         for key, moment in moments.items():
             shape = () if key == "step" else parameters[index].shape
-            if (
-                torch.as_tensor(moment).shape != shape
-                or not torch.as_tensor(moment).is_contiguous()
-            ):
+            tensor = torch.as_tensor(moment)
+            if tensor.shape != shape or not tensor.is_contiguous():
                 raise ValueError(f"{key} of parameter {index} has a different shape or layout")
 
 
@@ -121,3 +104,36 @@ def learning_rate_at(step, settings):
         return low
     progress = (step - settings.warmup_iters) / (end - settings.warmup_iters)
     return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class DivergenceMonitor:
+    """Finds the first step whose loss or gradient norm is not finite.
+
+    `record` does not wait for the device; `check` does.
+    """
+
+    def __init__(self):
+        self.unchecked = []
+
+    def record(self, step, loss, norm, scaler):
+        """Args: loss and norm are scalar tensors; scaler is the GradScaler."""
+        checked = loss + norm
+        if scaler.is_enabled():  # an overflow only skips the step while the scale can be reduced
+            scale = scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device
+            checked = torch.where(scale > 1, loss, checked)
+        self.unchecked.append((step, loss, norm, checked))
+
+    def check(self):
+        """Raises UserError if a recorded step diverged."""
+        for step, loss, norm, checked in self.unchecked:
+            if not math.isfinite(checked):
+                raise self.error(step, f"loss {loss:.3g}, gradient norm {norm:.3g}")
+        self.unchecked.clear()
+
+    @staticmethod
+    def error(step, values):
+        """Returns the UserError for a step with these values, of which one is not finite."""
+        return UserError(
+            f"training diverged at step {step}: {values}. Nothing from this step was saved. Lower "
+            "--learning_rate, increase --warmup_iters or set --grad_clip=1"
+        )

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from tqdm import tqdm
 
@@ -54,11 +54,9 @@ class Tracking:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, *_):
         self.bar.close()
         self.trackers.close()
-        if (error := self.run_dir.flush()) and not kind:
-            raise error
 
     # Events
 
@@ -116,6 +114,8 @@ class Tracking:
             self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
 
     def _log(self, split, step, **values):
+        if not is_main():
+            return
         if (peak := peak_memory_gib(self.machine.device)) is not None:
             values["peak_memory_gib"] = peak
         event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
@@ -171,9 +171,9 @@ class Tracking:
 
 @contextmanager
 def recorded(run, stop):
-    """Yields the Tracking of a run, whose folder is locked and prepared."""
-    with run.run_dir.locked(), Tracking(run, stop) as tracking:
-        tracking.begin(run.run_dir.begin(run.settings, run.resumed))
+    """Yields the Tracking of a run, whose folder rank 0 has locked and prepared."""
+    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
+        tracking.begin(run.run_dir.begin(run.settings, run.resumed) if is_main() else None)
         yield tracking
 
 

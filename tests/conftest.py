@@ -63,6 +63,18 @@ def verse(folder):
 
 
 @pytest.fixture
+def limit_files():
+    """A function that makes writes fail beyond a size of files in bytes, as on a full disk.
+
+    -1 is no limit.
+    """
+    resource = pytest.importorskip("resource")  # which Windows lacks
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
 def hub():
     """A local server that behaves like the Hugging Face hub."""
     with Hub() as server:

@@ -37,8 +37,7 @@ def fitted(verse, resumed=None, **changes):
     """Returns the settings of a run after fit_to_minutes, and its progress."""
     requested = tiny.settings(**SETTINGS | changes)
     progress = resumed.progress if resumed else Progress()
-    learner = SimpleNamespace(divergence=SimpleNamespace())
-    run = train.Run(requested, requested, None, verse, learner, progress, resumed)
+    run = train.Run(requested, requested, None, verse, None, progress, resumed)
     fit_to_minutes(run)
     return run.settings, progress
 

@@ -1,7 +1,5 @@
 """Checkpoint files: saving, loading, nanoGPT's format, refusals, optimizer state."""
 
-import errno
-import io
 import math
 import os
 from dataclasses import fields, replace
@@ -11,7 +9,6 @@ import pytest
 import tiny
 import torch
 
-from folio import files
 from folio.checkpoint import Checkpoint, Progress, build_model, load, save
 from folio.errors import UserError
 from folio.optim import make_optimizers, restore_optimizers
@@ -51,15 +48,10 @@ def checkpoint_of(model, optimizers=None, **fields):
 
 
 def rewrite(**changes):
-    """Writes ckpt.pt with some entries replaced, or left out if the value is KeyError."""
+    """Writes ckpt.pt with some entries replaced."""
     save("ckpt.pt", checkpoint_of(make_model()))
-    content = torch.load("ckpt.pt", weights_only=True) | changes
-    torch.save({k: v for k, v in content.items() if v is not KeyError}, "ckpt.pt")
+    torch.save(torch.load("ckpt.pt", weights_only=True) | changes, "ckpt.pt")
     return "ckpt.pt"
-
-
-def rewrite_wpe(value):
-    return rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
 
 
 def same_logits(model, other):
@@ -105,21 +97,14 @@ def test_model_shares_the_weights_of_its_checkpoint():
         assert weight.data_ptr() == checkpoint.weights[name].data_ptr()
 
 
-def test_weights_of_another_dtype_become_float32():
-    checkpoint = checkpoint_of(make_model())
-    checkpoint.weights = {name: w.double() for name, w in checkpoint.weights.items()}
-    assert same_logits(build_model(checkpoint), make_model())
-
-
 # nanoGPT's format
 
 
-@pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_layer": 0}], ids=str)
-def test_plain_gpt2_is_saved_with_nanogpts_model_args_only(changes):
-    save("ckpt.pt", checkpoint_of(make_model(**changes)))
+def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
+    save("ckpt.pt", checkpoint_of(make_model(bias=False)))
     content = tiny.saved("ckpt.pt", ".")
     assert content.keys() >= {"model", "optimizer", "iter_num", "best_val_loss", "config"}
-    assert content["model_args"] == SHAPE | {"bias": True, "dropout": 0.0} | changes
+    assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
@@ -151,111 +136,90 @@ def test_nanogpts_checkpoint_loads(prefix, masks):
 @pytest.mark.parametrize(
     "changes",
     [
-        *({key: KeyError} for key in ("model", "model_args", "iter_num", "config")),
+        {"model": None},
         {"model": [1]},
         {"model_args": SHAPE | {"rope": True}},
-        {"model_args": SHAPE | {"n_head": 3}},
-        {"iter_num": None},
-        {"iter_num": math.inf},
+        {"iter_num": -1},
         {"best_val_loss": "low"},
-        {"format": "folio"},
     ],
-    ids=lambda changes: str(changes)[:60],
+    ids=str,
 )
 def test_content_that_is_not_a_checkpoint_is_refused(changes):
-    with pytest.raises(UserError, match="ckpt.pt is not a checkpoint of a GPT"):
+    with pytest.raises(UserError, match="ckpt.pt is damaged or not a checkpoint"):
         load(rewrite(**changes))
+
+
+def test_checkpoint_of_a_later_version_is_refused():
+    with pytest.raises(UserError, match="ckpt.pt is from a later version .*format 2"):
+        load(rewrite(format=2))
 
 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (torch.zeros(7, 16), "the weights do not fit the model: .*transformer.wpe.weight"),
-        (torch.zeros(16, 8), "the weights do not fit the model: .*transformer.wpe.weight"),
-        (torch.full((8, 16), math.nan), "has weights that are not finite"),
-        (torch.full((8, 16), math.inf), "has weights that are not finite"),
-        (torch.full((8, 16), -math.inf), "has weights that are not finite"),
-        (torch.zeros(8, 16).to_sparse(), "the weights do not fit the model"),
-        (None, "the weights do not fit the model: .*transformer.wpe.weight"),
+        (torch.zeros(16, 8), "do not fit the model: .*transformer.wpe.weight"),
+        (torch.full((8, 16), math.nan), "not finite"),
+        (torch.full((8, 16), -math.inf), "not finite"),
+        (torch.zeros(8, 16).to_sparse(), "do not fit the model"),
+        (None, "do not fit the model: .*transformer.wpe.weight"),
     ],
 )
 def test_weights_that_cannot_belong_to_the_model_are_refused(value, reason):
-    path = rewrite_wpe(value)
+    path = rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
     with pytest.raises(UserError, match=f"ckpt.pt.*{reason}"):
         build_model(load(path))
 
 
-# Full disks
+# Files that change
 
 
-def refuse(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-class FullDisk(io.FileIO):
-    """A file on a disk with `room` bytes left."""
-
-    room = 0
-
-    def write(self, data):
-        return refuse() if self.tell() + len(data) > self.room else super().write(data)
-
-
-@pytest.mark.parametrize("room", [0, 30_000, 100_000, math.inf])
-def test_failing_save_keeps_the_old_file(room, folder, monkeypatch):
+@pytest.mark.parametrize("room", [0, 30_000, 100_000])
+def test_failing_save_keeps_the_old_file(room, folder, limit_files):
     save("ckpt.pt", checkpoint_of(make_model()))
-    opened = lambda path, mode: io.BufferedWriter(FullDisk(path, mode))  # noqa: E731
-    monkeypatch.setattr(FullDisk, "room", room)
-    monkeypatch.setattr(files, "open", opened, raising=False)
-    monkeypatch.setattr(files.os, "fsync", refuse)
-    with pytest.raises(UserError, match=r"cannot write ckpt\.pt: No space left on device"):
+    limit_files(room)
+    with pytest.raises(UserError, match=r"cannot write ckpt\.pt: File too large"):
         save("ckpt.pt", checkpoint_of(*trained(n_embd=64)))
     assert os.listdir(folder) == ["ckpt.pt"]
     assert same_logits(build_model(load("ckpt.pt")), make_model())
 
 
+@pytest.mark.parametrize("optimizers", [True, False])
+def test_file_that_is_replaced_while_it_is_read_is_an_error(monkeypatch, optimizers):
+    def replace_and_load(path, **options):
+        os.replace("new.pt", path)
+        return real(path, **options)
+
+    for name in ("ckpt.pt", "new.pt"):
+        save(name, checkpoint_of(make_model()))
+    real = torch.load
+    monkeypatch.setattr(torch, "load", replace_and_load)
+    with pytest.raises(UserError, match="ckpt.pt was replaced .* try again"):
+        load("ckpt.pt", optimizers)
+
+
 # Optimizer state
 
 
-def test_restored_optimizers_keep_their_hyperparameters_except_the_learning_rate():
-    model, optimizers = trained()
-    changes = {"learning_rate": 0.5, "weight_decay": 0.7, "beta2": 0.6}
-    other = make_optimizers(model, tiny.settings(**changes))
-    restore_optimizers(other, checkpoint_of(model, optimizers))
-    group = other["adamw"].param_groups[0]
-    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.01, 0.7, (0.9, 0.6))
-
-
 @pytest.mark.parametrize(
-    "changes",
-    [{"optimizer": "muon"}, {"n_layer": 2}, {"n_embd": 32}],
+    ("part", "damaged"),
+    [
+        ("adamw", {"state": "moments"}),
+        ("adamw", {"state": {}, "param_groups": []}),
+        ("muon", {"state": {0: {"momentum_buffer": torch.zeros(16, 48)}}}),  # transposed
+    ],
     ids=str,
 )
+def test_damaged_optimizer_state_is_refused(part, damaged):
+    model, optimizers = trained("muon")
+    checkpoint = checkpoint_of(model, optimizers, path="ckpt.pt")
+    restore_optimizers(optimizers, checkpoint)
+    checkpoint.optimizers[part] |= damaged
+    with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
+        restore_optimizers(optimizers, checkpoint)
+
+
+@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"n_layer": 2}, {"n_embd": 32}])
 def test_state_of_other_optimizers_or_parameters_is_refused(changes):
     checkpoint = checkpoint_of(*trained(**changes), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
         restore_optimizers(trained()[1], checkpoint)
-
-
-@pytest.mark.parametrize("states", [{}, {"adamw": {}}, {"adamw": {"state": "moments"}}], ids=str)
-def test_malformed_optimizer_state_is_refused(states):
-    checkpoint = replace(checkpoint_of(make_model(), path="ckpt.pt"), optimizers=states)
-    with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
-        restore_optimizers(trained()[1], checkpoint)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda moments: moments.pop(0),
-        lambda moments: moments[0].update(momentum_buffer=torch.zeros(16, 48)),
-    ],
-    ids=["missing", "transposed"],
-)
-def test_wrong_moments_are_refused(damage):
-    model, optimizers = trained("muon")
-    checkpoint = checkpoint_of(model, optimizers, path="ckpt.pt")
-    restore_optimizers(optimizers, checkpoint)
-    damage(checkpoint.optimizers["muon"]["state"])
-    with pytest.raises(UserError, match="ckpt.pt: the optimizer state does not fit: "):
-        restore_optimizers(optimizers, checkpoint)

@@ -199,7 +199,7 @@ CHECKPOINTS = {
     "a folder": (put_folder, "is not a regular file"),
     "another archive": (lambda path: put_zip(path, "letter.txt"), " is damaged or not a"),
     "only weights": (
-        lambda path: torch.save(torch.load(path)["model"], path), " is not a checkpoint of a GPT",
+        lambda path: torch.save(torch.load(path)["model"], path), " not a checkpoint of a GPT",
     ),
 }  # fmt: skip
 CONTENTS = {

@@ -1,13 +1,18 @@
-from unittest.mock import Mock
+"""Optimizers and the learning rate, and runs whose loss or gradient is not finite."""
+
+import copy
+import math
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
 import train
+from folio.batches import Batches, to_device
 from folio.device import Machine
 from folio.errors import UserError
-from folio.muon import Muon, orthogonalize
+from folio.muon import Muon
 from folio.optim import EMBEDDING_LR_SCALE, learning_rate_at, make_optimizers
 from model import GPT, GPTConfig
 
@@ -24,13 +29,6 @@ def group_names(model, optimizer):
     """Returns the names of the parameters of each group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def test_an_unusable_temporary_folder_is_an_error_of_the_user(monkeypatch):
-    """torch's optimizers import its compiler, which creates a folder."""
-    monkeypatch.setattr(torch.optim, "AdamW", Mock(side_effect=FileNotFoundError("no folder")))
-    with pytest.raises(UserError, match=r"temporary folder \(no folder\): set TMPDIR"):
-        make_optimizers(tiny_model(), tiny.settings())
 
 
 # Learning rate
@@ -125,22 +123,96 @@ def test_muon_equals_torchs(dtype, tolerance):
         assert (mine - other).norm() < tolerance * (other - before).norm(), tuple(mine.shape)
 
 
-@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (1, 8)])
-def test_orthogonalize_keeps_singular_vectors_and_brings_singular_values_near_1(shape):
-    """Singular values from 0.005 to 1 of the largest, for matrices of very different norms."""
-    torch.manual_seed(0)
-    rows, columns = shape
-    left = torch.linalg.qr(torch.randn(3, rows, rows)).Q
-    right = torch.linalg.qr(torch.randn(3, columns, rows)).Q
-    scales = torch.tensor([1e-3, 1.0, 1e3]).view(3, 1, 1)
-    x = scales * (left * torch.logspace(-2.3, 0, rows)) @ right.mT
-    rotated = left.mT @ orthogonalize(x) @ right
-    values = rotated.diagonal(dim1=1, dim2=2)
-    assert 0.68 < values.min() <= values.max() < 1.21
-    assert (rotated - torch.diag_embed(values)).abs().max() < 1e-3
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_muon_computes_in_bfloat16_if_the_model_does_and_else_in_float32(dtype):
     muon = make_optimizers(tiny_model(), tiny.settings(optimizer="muon", dtype=dtype))["muon"]
     assert muon.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+
+
+# Divergence
+
+
+def saved_step():
+    """Returns the step of last.pt, whose weights must be finite."""
+    last = tiny.saved("last.pt")
+    assert all(weight.isfinite().all() for weight in last["model"].values())
+    return last["iter_num"]
+
+
+def hook_head(monkeypatch, install):
+    """Calls install(lm_head) on the model of each run."""
+    real = train.Learner.__init__
+
+    def init(self, *args):
+        real(self, *args)
+        install(self.model.lm_head)
+
+    monkeypatch.setattr(train.Learner, "__init__", init)
+
+
+def initial_scale(monkeypatch, scale):
+    real = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=scale))
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse, interval):
+    flags = tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=interval)
+    with pytest.raises(UserError, match=r"diverged at step \d: .*(nan|inf).*--learning_rate"):
+        train.main(flags)
+    assert saved_step() == 0
+    train.main(tiny.flags(init_from="resume"))
+    assert saved_step() == 6
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("log_interval", [1, 100])
+def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, where, log_interval):
+    steps = iter(range(100))
+
+    def diverge(tensor):
+        return tensor * (math.inf if next(steps) == 4 else 1)
+
+    def install(head):
+        if where == "loss":
+            head.register_forward_hook(lambda *a: diverge(a[2]) if a[0].training else None)
+        else:
+            head.weight.register_hook(diverge)
+
+    hook_head(monkeypatch, install)
+    flags = tiny.flags(max_iters=9, eval_interval=6, checkpoint_interval=2)
+    with pytest.raises(UserError, match=r"at step 4: loss .*, gradient norm (nan|inf)"):
+        train.main([*flags, f"--log_interval={log_interval}"])
+    assert saved_step() == 2
+    assert all(math.isfinite(event["loss"]) for event in tiny.log_events()[1:])
+
+
+def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
+    initial_scale(monkeypatch, 2.0**26)
+    train.main(tiny.flags(dtype="float16", max_iters=20, eval_interval=20))
+    norms = [event["grad_norm"] for event in tiny.log_events() if event["split"] == "train"]
+    assert norms[0] is None
+    assert 0 < norms[-1] < 100
+    assert tiny.saved("last.pt")["scaler"]["scale"] < 2.0**26
+    assert "Infinity" not in Path("out/log.jsonl").read_text()
+
+
+def test_infinite_float16_gradient_at_scale_1_ends_the_run(verse, monkeypatch):
+    initial_scale(monkeypatch, 1.0)
+    hook_head(monkeypatch, lambda head: head.weight.register_hook(lambda grad: grad * math.inf))
+    with pytest.raises(UserError, match="training diverged at step 0"):
+        train.main(tiny.flags(dtype="float16"))
+
+
+def test_float16_overflow_of_one_optimizer_skips_all(verse):
+    settings = tiny.settings(dtype="float16", optimizer="muon")
+    config = tiny_model(vocab_size=verse.tokenizer.padded_vocab_size).config
+    learner = train.Learner(config, settings, Machine("cpu", "float16", False, ""))
+    learner.init_weights()
+    batches = Batches(to_device(verse, "cpu").train, settings)
+    for norm in (1.0, math.nan):
+        before = copy.deepcopy([learner.model.state_dict(), learner.state_dict()["optimizers"]])
+        learner.gradient(batches.at(0), 0)
+        learner.update(torch.tensor(norm), 0.1)
+        after = [learner.model.state_dict(), learner.state_dict()["optimizers"]]
+        assert tiny.same(after, before) == math.isnan(norm)

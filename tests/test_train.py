@@ -27,7 +27,9 @@ from folio.batches import (
 from folio.checkpoint import Checkpoint, Progress
 from folio.dataset import load_dataset
 from folio.device import choose_machine
+from folio.errors import UserError
 from folio.plan import model_config
+from folio.run_dir import RunDir
 from folio.tokenizers import GPT2Tokenizer
 from model import GPTConfig
 
@@ -237,6 +239,31 @@ def test_resuming_counts_patience_and_says_how_to_continue(verse, fake_losses, c
     train.main(tiny.flags(max_iters=12, init_from="resume"))
     end = "finished at step 12; to continue, increase --max_iters\n"
     assert capsys.readouterr().out.endswith(end)
+
+
+def refuse_save_at(step, monkeypatch):
+    real = RunDir.save
+
+    def save(run_dir, checkpoint, best):
+        if checkpoint.progress.step == step:
+            raise UserError("No space left")
+        real(run_dir, checkpoint, best)
+
+    monkeypatch.setattr(RunDir, "save", save)
+
+
+def test_last_save_that_fails_is_an_error(verse, fake_losses, monkeypatch):
+    fake_losses(9.0, 2.0, 3.0)
+    refuse_save_at(6, monkeypatch)
+    with pytest.raises(UserError, match="No space left"):
+        train.main(tiny.flags(max_iters=30, patience=1))
+
+
+def test_evaluation_that_cannot_be_saved_does_not_exhaust_patience(verse, fake_losses, monkeypatch):
+    fake_losses(9.0, 2.0, 3.0)
+    refuse_save_at(3, monkeypatch)
+    train.main(tiny.flags(patience=1))
+    assert (tiny.saved("ckpt.pt")["iter_num"], tiny.saved("ckpt.pt")["best_val_loss"]) == (6, 3.0)
 
 
 def test_samples_at_intervals_and_the_end_do_not_change_training(verse, capsys):

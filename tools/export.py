@@ -33,7 +33,6 @@ if __name__ == "__main__":
     process.start(parse_arguments, ExportConfig)  # --help must not wait for torch
 
 from folio import hf, tokenizer_files
-from folio.checkpoint import read_weights
 from folio.completion import checkpoint_tokenizer
 from folio.device import DTYPES
 from folio.run_dir import RunDir
@@ -48,7 +47,6 @@ def main(argv=None):
     check_content(folder)
     checkpoint = RunDir(settings.out_dir).load_best()
     tokenizer = checkpoint_tokenizer(checkpoint)
-    read_weights(checkpoint, checkpoint.weights)
     checkpoint.weights = converted(checkpoint, settings.dtype)
     hf.write_pretrained(folder, checkpoint, tokenizer)
     print(summary(folder, checkpoint.config))
