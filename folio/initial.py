@@ -56,6 +56,4 @@ def crop(checkpoint, block_size):
     """Removes the learned positions from `block_size` on, if there are any."""
     positions = checkpoint.weights.get(POSITIONS)
     if isinstance(positions, torch.Tensor) and positions.dim():  # load_weights() checks the shape
-        checkpoints.read_weights(checkpoint, [POSITIONS])
-        positions = checkpoint.weights[POSITIONS]
         checkpoint.weights[POSITIONS] = positions[:block_size].clone()  # not a view: it is saved

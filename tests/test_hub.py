@@ -146,4 +146,4 @@ def test_gated_models(path, status, hub, download):
 
 def test_without_the_client(download):
     before = "import sys; sys.modules['huggingface_hub'] = None\n"
-    assert download(before=before) == "org/model needs: pip install huggingface_hub safetensors"
+    assert download(before=before) == "org/model needs: pip install huggingface_hub safetensors tokenizers"

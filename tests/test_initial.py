@@ -13,13 +13,11 @@ import train
 from folio import checkpoint as checkpoints
 from folio import initial
 from folio.checkpoint import Progress
-from folio.completion import checkpoint_tokenizer
 from folio.errors import UserError
-from folio.hf import write_pretrained
 from folio.initial import load_best, load_initial
 from folio.run_dir import RunDir
 from folio.settings import load
-from tools import sweep
+from tools import export, sweep
 from tools.crew import train_flags
 
 CKPT = "out/ckpt.pt"
@@ -145,8 +143,7 @@ def test_a_sweep_starts_every_run_from_the_weights(run):
 
 def test_an_exported_run_continues_with_the_same_weights(run):
     pytest.importorskip("tokenizers")
-    checkpoint = checkpoints.load(CKPT)
-    write_pretrained("exported", checkpoint, checkpoint_tokenizer(checkpoint))
+    export.main(["--to=exported"])
     started = setup(init_from="exported")
     weights = started.learner.model.state_dict()
     assert all(torch.equal(weights[name], each) for name, each in tiny.saved()["model"].items())

@@ -71,14 +71,12 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors", "split_writer"},
     {"attention", "bpe", "fields"},
     {"model"},
-    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"}
-    | {"recompute"},
+    {"settings", "files", "formats", "tokenizers", "device", "hub", "size"} | {"recompute"},
     {"process", "memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
     {"optim", "scoring"},
     {"divergence"},
-    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"}
-    | {"tensor_file", "tokenizer_files"},
+    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"} | {"tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"distill", "initial", "saving"},
     {"aot"},
