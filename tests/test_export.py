@@ -22,13 +22,12 @@ from folio.hf import read_pretrained
 from folio.run_dir import RunDir
 from folio.size import num_params
 from folio.tokenizers import CharTokenizer
-from model import GPTConfig
 from tools import export
 
 TOKENIZER = CharTokenizer("".join(map(chr, range(37))))
 GPT2 = (
     {},
-    {"activation": "gelu_tanh"},
+    {"activation": "gelu_tanh", "dropout": 0.2},
     {"bias": False, "activation": "relu2"},
     {"tie_weights": False, "activation": "relu"},
     {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12, "vocab_size": 37},
@@ -112,7 +111,7 @@ def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes)
     theirs.save_pretrained("again")
     for folder in ("ours", "again"):
         again = read_pretrained(folder)
-        assert again.config == ours.config
+        assert replace(again.config, dropout=ours.config.dropout) == ours.config
         assert tiny.same(again.weights, dict(ours.state_dict()))
     torch.testing.assert_close(load("again")(idx).logits, theirs(idx).logits, rtol=0, atol=0)
 
@@ -161,10 +160,6 @@ def test_norms_of_tiny_embeddings_are_the_same_in_transformers():
     write(ours)
     idx = tiny.random_ids(ours)
     torch.testing.assert_close(load("ours")(idx).logits, ours.logits(idx), rtol=0, atol=1e-4)
-
-
-def test_dropout_does_not_matter_for_the_kind():
-    assert export.is_gpt2(GPTConfig(dropout=0.2))
 
 
 @pytest.mark.parametrize("changes", [{}, {"position": "rotary"}], ids=str)
