@@ -54,7 +54,8 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
         labels: input_ids, or -100 where a token is to be ignored; for T' = T.
         attention_mask: raises ValueError if there is padding on the left.
         """
-        if attention_mask is not None and (attention_mask.diff(dim=1) > 0).any():
+        mask = attention_mask
+        if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
             raise ValueError("folio models do not support padding on the left")
         T, past = input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0
         every = torch.arange(T, device=input_ids.device)
