@@ -25,7 +25,7 @@ def train(documents, vocab_size, end):
     Args:
         end: the end-of-text token, which is not in the texts.
     """
-    library = _library()
+    library = load_library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -59,7 +59,7 @@ def vocabulary(definition):
 
 def encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
-    load = _library().Tokenizer.from_str
+    load = load_library().Tokenizer.from_str
     try:
         return load(definition)
     except Exception as error:  # the library has no type for its errors
@@ -105,7 +105,8 @@ def byte_characters():
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _library():
+def load_library():
+    """Returns the module tokenizers. Raises UserError if it is not installed."""
     try:
         import tokenizers  # imported here because it is optional
     except ImportError as error:

@@ -1,26 +1,59 @@
 """Models in the Hugging Face format: a folder with config.json and safetensors files.
 
-Neither transformers nor pickle is used. `architectures` has the tables of fields and names.
+There are two kinds, by the model_type in config.json:
+- gpt2: GPT2LMHeadModel of transformers, which computes the same function as some GPTs here;
+- folio: any GPT, with the fields of GPTConfig and the parameter names here after PREFIX. Its code,
+  which transformers needs, is not executed here.
+tools/export.py writes both kinds.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from folio import tensor_file, tokenizer_files
-from folio.architectures import HEAD, architecture_for, from_fields, parameters, to_fields
+from folio import tokenizer_files
 from folio.checkpoint import Checkpoint, Progress
 from folio.errors import UserError, cause_of, os_error
-from folio.files import is_file, replacing
+from folio.files import is_file
+from model import GPT, GPTConfig
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING = "transformer.wte.weight"
-CONSTANTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # in older files
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
+PREFIX = "gpt."  # of the names of parameters in folders of type folio
+
+GPT2_FIELDS = {  # fields of GPTConfig: their names in GPT2Config
+    "block_size": "n_positions",
+    "vocab_size": "vocab_size",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "bias": "bias",  # not in GPT2Config, which keeps it; GPT2LMHeadModel always has biases
+    "activation": "activation_function",
+    "tie_weights": "tie_word_embeddings",
+}
+GPT2_DEFAULTS = {"bias": True, "activation_function": "gelu_new", "tie_word_embeddings": True}
+GPT2_ACTIVATIONS = {  # transformers' names: names here
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+GPT2_TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
+GPT2_MASKS = (".attn.bias", ".attn.masked_bias")  # constants in older files
 
 
-# Reading
+def gpt2_constants(config):
+    """Returns the fields of GPT2Config that must have these values, if it has them."""
+    return {
+        "n_inner": 4 * config.n_embd,
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    }
 
 
 def read_pretrained(folder):
@@ -29,9 +62,26 @@ def read_pretrained(folder):
     Raises UserError if the folder is damaged, or its model or tokenizer is not supported.
     """
     folder = Path(folder)
-    entries = _entries(folder)
-    architecture, config = _read_config(folder / CONFIG, len(entries))
-    weights = _read_weights(folder, entries, architecture, config)
+    tensors, values = _read_tensors(folder), _read_json(folder / CONFIG)
+    readers = {"gpt2": (_gpt2_config, _gpt2_weights), "folio": (_own_config, _own_weights)}
+    kind = values.get("model_type")
+    if str(kind) not in readers:
+        raise UserError(
+            f"{folder / CONFIG}: model_type is {kind!r:.100}; folio reads {' and '.join(readers)}"
+        )
+    read_config, read_weights = readers[kind]
+    try:
+        config = read_config({key: value for key, value in values.items() if value is not None})
+    except ValueError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    weights = read_weights(tensors, config)
+    head = weights.pop(HEAD, None) if config.tie_weights else None
+    _check_weights(folder, config, weights)
+    weights = {name: weight.float().contiguous() for name, weight in weights.items()}
+    if config.tie_weights:
+        weights[HEAD] = weights[EMBEDDING]
+        if head is not None and not torch.equal(head.float(), weights[HEAD]):
+            raise UserError(f"{folder / CONFIG} says that {HEAD} is tied, but it differs")
     tokenizer = tokenizer_files.read(folder)
     return Checkpoint(
         config=config,
@@ -43,39 +93,7 @@ def read_pretrained(folder):
     )
 
 
-def _entries(folder):
-    """Returns {name: Entry} of all tensors in a folder."""
-    if is_file(folder / WEIGHTS):
-        return tensor_file.entries(folder / WEIGHTS)
-    if not is_file(folder / INDEX):
-        raise UserError(f"{folder} has no {WEIGHTS}{_pickle_advice(folder)}")
-    names = _read_json(folder / INDEX).get("weight_map")
-    files = set(names.values()) if isinstance(names, dict) else {None}
-    if not all(isinstance(name, str) and name == Path(name).name for name in files):
-        raise UserError(f"{folder / INDEX} has no valid weight_map")
-    return {k: entry for f in sorted(files) for k, entry in tensor_file.entries(folder / f).items()}
-
-
-def _pickle_advice(folder):
-    if not any(folder.glob("*.bin")):
-        return ""
-    return (
-        ", only pickled weights, which could execute code; if you trust them, convert them in "
-        "Python with transformers: AutoModelForCausalLM.from_pretrained(FOLDER)"
-        ".save_pretrained(NEW_FOLDER)"
-    )
-
-
-def _read_config(path, tensors):
-    """Returns the Architecture and GPTConfig in config.json; the folder has so many tensors."""
-    values = _read_json(path)
-    try:
-        architecture, config = from_fields(values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    if config.n_layer > tensors:
-        raise UserError(f"{path} says {config.n_layer:,} layers, but there are {tensors:,} tensors")
-    return architecture, config
+# Files
 
 
 def _read_json(path):
@@ -90,98 +108,105 @@ def _read_json(path):
     return content
 
 
-def _read_weights(folder, entries, architecture, config):
-    """Returns GPT.state_dict() of the tensors in a folder."""
-    entries = {_full_name(k, architecture): e for k, e in entries.items()}
-    entries = {k: e for k, e in entries.items() if not k.endswith(CONSTANTS)}
-    needed = _parameters(folder, architecture, config)
-    _check_names(folder, entries, needed)
+def _read_tensors(folder):
+    """Returns {name: tensor} of all safetensors files of a folder, mapped from the files."""
+    if is_file(folder / WEIGHTS):
+        return _read_file(folder / WEIGHTS)
+    if not is_file(folder / INDEX):
+        raise UserError(f"{folder} has no {WEIGHTS}{_pickle_advice(folder)}")
+    names = _read_json(folder / INDEX).get("weight_map")
+    files = set(names.values()) if isinstance(names, dict) else {None}
+    if not all(isinstance(name, str) and name == Path(name).name for name in files):
+        raise UserError(f"{folder / INDEX} has no valid weight_map")
+    return {k: tensor for f in sorted(files) for k, tensor in _read_file(folder / f).items()}
+
+
+def _pickle_advice(folder):
+    if not any(folder.glob("*.bin")):
+        return ""
+    return (
+        ", only pickled weights, which could execute code; if you trust them, convert them in "
+        "Python with transformers: AutoModelForCausalLM.from_pretrained(FOLDER)"
+        ".save_pretrained(NEW_FOLDER)"
+    )
+
+
+def _read_file(path):
+    try:
+        from safetensors import SafetensorError, safe_open  # imported here: they are optional
+    except ImportError as error:
+        raise UserError("reading Hugging Face folders needs: pip install safetensors") from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged or no safetensors file ({cause_of(error)})") from error
+    for tensor in tensors.values():
+        if not tensor.is_floating_point():
+            raise UserError(f"{path} has weights of type {tensor.dtype}, not floating point")
+    return tensors
+
+
+# Content
+
+
+def _own_config(values):
+    return _typed_config(asdict(GPTConfig()) | values, {name: name for name in asdict(GPTConfig())})
+
+
+def _own_weights(tensors, config):
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _gpt2_config(values):
+    """Returns the GPTConfig. Raises ValueError if the model would compute another function."""
+    values = GPT2_DEFAULTS | values
+    activation = GPT2_ACTIVATIONS.get(str(values["activation_function"]))
+    if not activation:
+        raise ValueError(f"activation_function={values['activation_function']!r:.100} is unknown")
+    config = _typed_config(values | {"activation_function": activation}, GPT2_FIELDS)
+    for key, value in gpt2_constants(config).items():
+        if values.get(key, value) != value:
+            raise ValueError(f"{key}={values[key]!r:.100} is not supported, only {value!r}")
+    return config
+
+
+def _gpt2_weights(tensors, config):
     weights = {}
-    for parameter in needed:
-        tensor = parameter.join([tensor_file.mapped(entries[part]) for part in parameter.parts])
-        if config.bias or not parameter.name.endswith(".bias"):
-            weights[parameter.name] = tensor
-        elif tensor.any():
-            key = architecture.settings["bias"]
-            raise UserError(f"{folder / CONFIG} says {key}=false, but {parameter.name} is not zero")
-    if config.tie_weights:
-        head = tensor_file.mapped(entries[HEAD]).float() if HEAD in entries else weights[EMBEDDING]
-        if not torch.equal(head, weights[EMBEDDING]):
-            raise UserError(f"{folder / CONFIG} says tie_word_embeddings=true, but {HEAD} differs")
-        weights[HEAD] = weights[EMBEDDING]
+    for name, tensor in tensors.items():
+        if not name.startswith(("transformer.", HEAD)):  # in files without a head
+            name = f"transformer.{name}"
+        is_zero_bias = not config.bias and name.endswith(".bias") and not tensor.any()
+        if not is_zero_bias and not name.endswith(GPT2_MASKS):
+            weights[name] = tensor.mT if name.endswith(GPT2_TRANSPOSED) else tensor
     return weights
 
 
-def _full_name(name, architecture):
-    """Returns the name of a tensor with the prefix that a file without a head leaves out."""
-    return name if name.startswith((architecture.base, HEAD)) else architecture.base + name
+def _typed_config(values, names):
+    """Returns the GPTConfig, given {field: its name in values}. Raises ValueError."""
+    for field, name in names.items():
+        if type(values.get(name)) is not type(getattr(GPTConfig(), field)):
+            raise ValueError(f"{name}={values.get(name)!r:.100} is missing or not supported")
+    return GPTConfig(**{field: values[name] for field, name in names.items()})
 
 
-def _parameters(folder, architecture, config):
+def _check_weights(folder, config, weights):
+    """Raises UserError unless the weights have the names and shapes that the config implies."""
+    if config.n_layer > len(weights):  # building such a model could take forever
+        layers, found = f"{config.n_layer:,} layers", f"{len(weights):,} tensors"
+        raise UserError(f"{folder / CONFIG} says {layers}, but there are {found}")
     try:
-        return list(parameters(architecture, config))
+        with torch.device("meta"):
+            expected = {name: each.shape for name, each in GPT(config).state_dict().items()}
     except (RuntimeError, TypeError, OverflowError) as error:  # no tensor can have such a shape
         raise UserError(
             f"{folder / CONFIG} describes an impossible model ({cause_of(error)})"
         ) from error
-
-
-def _check_names(folder, entries, needed):
-    """Raises UserError unless the tensors have the names and shapes that the config implies."""
-    shapes = {part: each.part_shape for each in needed for part in each.parts}
-    wrong = [f"{name} is missing" for name in shapes if name not in entries]
-    wrong += [f"{k[:100]!r} is unexpected" for k in sorted(entries.keys() - shapes.keys() - {HEAD})]
-    wrong += [
-        f"{name} has shape {entries[name].shape} instead of {shape}"
-        for name, shape in shapes.items()
-        if name in entries and entries[name].shape != shape
-    ]
-    if wrong:
-        others = f", and {len(wrong) - 1:,} more tensors do not fit" if len(wrong) > 1 else ""
-        raise UserError(f"{folder}: the weights do not fit {CONFIG}: {wrong[0]}{others}")
-
-
-# Writing
-
-
-def write_pretrained(folder, checkpoint, tokenizer):
-    """Writes a folder that transformers reads; the weights keep their dtype.
-
-    Raises UserError if no architecture of transformers has the model's switches, or if writing
-    fails; the model's files then keep their old content.
-    """
-    folder, architecture = Path(folder), architecture_for(checkpoint.config)
-    needed = list(parameters(architecture, checkpoint.config))
-    weights = _complete_weights(checkpoint, needed)
-    tensors = {k: t for each in needed for k, t in each.split(weights[each.name]).items()}
-    texts = _configs(architecture, checkpoint.config, tokenizer, weights[EMBEDDING].dtype)
-    texts |= tokenizer_files.contents(tokenizer)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise os_error("write to", folder, error) from error
-    with replacing(*(folder / name for name in (WEIGHTS, *texts))) as [file, *others]:
-        tensor_file.write(file, tensors)
-        for file, text in zip(others, texts.values(), strict=True):
-            file.write(text.encode())
-
-
-def _configs(architecture, config, tokenizer, dtype):
-    """Returns {name: text} of the files that describe the model and how to generate with it."""
-    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-    values = to_fields(architecture, config) | ends | {"dtype": str(dtype).removeprefix("torch.")}
-    padding = {"suppress_tokens": list(range(tokenizer.vocab_size, config.vocab_size))}
-    generation = {key: value for key, value in (ends | padding).items() if value not in (None, [])}
-    return {CONFIG: json.dumps(values, indent=2), GENERATION: json.dumps(generation, indent=2)}
-
-
-def _complete_weights(checkpoint, needed):
-    """Returns the weights, with zeros for biases that transformers has and the model lacks."""
-    weights = dict(checkpoint.weights)
-    for parameter in needed:
-        if parameter.name.endswith(".bias") and not checkpoint.config.bias:
-            weights[parameter.name] = weights[EMBEDDING].new_zeros(parameter.shape)
-        if getattr(weights.get(parameter.name), "shape", None) != parameter.shape:
-            reason = f"the weights do not fit the model: {parameter.name}"
-            raise UserError(f"{checkpoint.path}: {reason}")
-    return weights
+    if config.tie_weights:
+        del expected[HEAD]
+    found = {name: weight.shape for name, weight in weights.items()}
+    if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
+        example = f"{wrong[0][:100]!r}" + ("" if wrong[0] in found else ", which is missing")
+        raise UserError(f"{folder}: {len(wrong):,} weights do not fit {CONFIG}, such as {example}")

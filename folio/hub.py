@@ -45,7 +45,7 @@ def pretrained_folder(name):
 
     Raises UserError if the model cannot be downloaded.
     """
-    huggingface_hub = client(name, "huggingface_hub safetensors")
+    huggingface_hub = client(name, "huggingface_hub safetensors tokenizers")
     model, _, revision = name.partition("@")
     started = time.time()
     with explained(name, MODELS.get(model, model), revision):

@@ -1,7 +1,6 @@
 """Training and sampling that start from the weights of another run or of a pretrained model."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,14 @@ import torch
 
 import sample
 import train
-from folio import checkpoint as checkpoints
 from folio import initial
-from folio.checkpoint import Progress
-from folio.completion import checkpoint_tokenizer
+from folio.checkpoint import Checkpoint, Progress
 from folio.errors import UserError
-from folio.hf import write_pretrained
 from folio.initial import load_best, load_initial
 from folio.run_dir import RunDir
 from folio.settings import load
-from tools import sweep
-from tools.crew import train_flags
+from folio.tokenizers import ByteTokenizer
+from tools import export, sweep
 
 CKPT = "out/ckpt.pt"
 POSITIONS = "transformer.wpe.weight"
@@ -47,45 +43,49 @@ def run(verse):
 
 
 @pytest.mark.parametrize(
-    ("init_from", "message"),
+    ("init_from", "words"),
     [
-        ("resum", "init_from=resum is not a file, a folder or a hub id; did you mean resume?"),
-        ("gpt2-xxl", "did you mean gpt2-xl?"),
-        ("bert", "a folder or a hub id; known names: scratch, resume, auto, gpt2, gpt2-medium"),
-        ("out/nothing.pt", "init_from=out/nothing.pt is not a file, a folder or a hub id"),
-        ("../model", "init_from=../model is not a file, a folder or a hub id"),
-        ("a/b/c", "init_from=a/b/c is not a file, a folder or a hub id"),
-        ("", "init_from= is not a file, a folder or a hub id"),
-        ("out", "out is the folder of a run: use --init_from=out/ckpt.pt"),
-        ("data/verse/train.bin", "train.bin is damaged or not a checkpoint"),
-        ("a" * 300, "cannot read a*: File name too long"),
+        ("resum", "did you mean resume"),
+        ("gpt2-xxl", "did you mean gpt2-xl"),
+        ("bert", "scratch, resume, auto, gpt2"),
+        ("out/nothing.pt", "init_from=out/nothing.pt"),
+        ("../model", "init_from=../model"),
+        ("a/b/c", "init_from=a/b/c"),
+        ("", "init_from= "),
+        ("out", "--init_from=out/ckpt.pt"),
+        ("data/verse/train.bin", "train.bin is damaged"),
+        ("a" * 300, "File name too long"),
     ],
 )
-def test_mistakes_in_init_from(init_from, message, run, monkeypatch):
-    monkeypatch.setattr(initial, "pretrained_folder", None)  # the hub is not asked
-    with pytest.raises(UserError, match=message):
+def test_mistakes_in_init_from(init_from, words, verse):
+    Path("out").mkdir()
+    Path(CKPT).touch()
+    with pytest.raises(UserError, match=f"^[^\n]*{words}[^\n]*$"):
         load_initial(init_from)
 
 
 @pytest.mark.parametrize("init_from", ["scratch", "auto"])
 def test_sampling_needs_trained_weights(init_from):
-    with pytest.raises(UserError, match=f"init_from={init_from} has no trained weights"):
+    with pytest.raises(UserError, match=f"init_from={init_from}"):
         load_best(init_from, RunDir("out"))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "gpt2@main", "org/model", "org/model@v1.0"])
-def test_other_names_are_those_of_models_on_the_hub(name, run, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt2", "gpt2@main", "org/model", "org/model@v1.0"])
+def test_other_names_are_those_of_models_on_the_hub(name, folder, monkeypatch):
+    model = tiny.random_model(vocab_size=256)
+    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
+    checkpoint.tokenizer = ByteTokenizer().to_dict()
+    export.export(checkpoint, "cache")
     monkeypatch.setattr(initial, "pretrained_folder", {name: "cache"}.__getitem__)
-    found = {"cache": checkpoints.load(CKPT)}
-    monkeypatch.setattr(initial, "read_pretrained", found.__getitem__)
-    assert load_initial(name).path == Path(name)
+    found = load_initial(name)
+    assert (found.path, found.summary) == (Path(name), name)
+    assert found.config == model.config
 
 
-def test_a_local_folder_comes_before_the_hub(folder, monkeypatch):
+def test_a_local_folder_comes_before_the_hub(folder):
     Path("gpt2").mkdir()
-    monkeypatch.setattr(initial, "pretrained_folder", None)
-    monkeypatch.setattr(initial, "read_pretrained", {"gpt2": "local"}.__getitem__)
-    assert load_initial("gpt2") == "local"
+    with pytest.raises(UserError, match="gpt2 has no model.safetensors"):
+        load_initial("gpt2")
 
 
 # Training
@@ -143,16 +143,6 @@ def test_a_sweep_starts_every_run_from_the_weights(run):
         assert tiny.saved("last.pt", f"out-sweep/{name}")["iter_num"] == 2
 
 
-def test_an_exported_run_continues_with_the_same_weights(run):
-    pytest.importorskip("tokenizers")
-    checkpoint = checkpoints.load(CKPT)
-    write_pretrained("exported", checkpoint, checkpoint_tokenizer(checkpoint))
-    started = setup(init_from="exported")
-    weights = started.learner.model.state_dict()
-    assert all(torch.equal(weights[name], each) for name, each in tiny.saved()["model"].items())
-    assert started.settings.block_size == 8
-
-
 # The model
 
 
@@ -172,18 +162,15 @@ def test_a_smaller_block_size_keeps_the_first_positions(run):
     assert positions.untyped_storage().nbytes() == positions.nbytes  # all of it would be saved
     train.main(flags(block_size=5, max_iters=1))
     assert tiny.saved("last.pt", "out-b")["model"][POSITIONS].shape == (5, 16)
+    with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 5"):
+        setup(out_dir="out", init_from="resume", block_size=5)  # resuming does not crop
 
 
 def test_a_larger_block_size_needs_rotary_positions(run):
-    with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 9 in the settings"):
+    with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 9"):
         setup(block_size=9)
     train.main(tiny.flags(max_iters=1, position="rotary", overwrite=True))
     assert setup(block_size=9).learner.model.config.block_size == 9
-
-
-def test_resuming_does_not_crop(run):
-    with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 5 in the settings"):
-        setup(out_dir="out", init_from="resume", block_size=5)
 
 
 def test_every_difference_is_named(run):
@@ -191,17 +178,14 @@ def test_every_difference_is_named(run):
     with pytest.raises(UserError) as caught:
         setup(n_layer=3, bias=True, dataset="other")
     for words in (
-        "out/ckpt.pt cannot be trained further: ",
-        "n_layer is 1 in the checkpoint and 3 in the settings",
-        "bias is False in the checkpoint and True in the settings",
-        "the tokenizer is char with 24 tokens in the checkpoint and char with 11 tokens in the",
+        "out/ckpt.pt",
+        "n_layer is 1",
+        "bias is False",
+        "tokenizer is char with 24 tokens",
     ):
         assert words in str(caught.value)
-
-
-def test_a_vocabulary_of_the_same_size_can_differ(run):
     tiny.prepare_verse("other", (tiny.VERSE * 20).replace("S", "Z"))
-    with pytest.raises(UserError, match="in the checkpoint and another char with 24 tokens"):
+    with pytest.raises(UserError, match="another char with 24 tokens"):
         setup(dataset="other")
 
 
@@ -236,27 +220,3 @@ def test_sampling_from_a_file_equals_sampling_from_its_run(action, run, capsys):
     found = output_of("--init_from=other.pt")
     assert found.out == expected.out
     assert found.err.startswith("other.pt: step 3, best val loss")
-
-
-def test_the_summary_of_a_pretrained_model_has_no_step(run):
-    checkpoint = replace(checkpoints.load(CKPT), progress=Progress(), path=Path("gpt2"))
-    assert checkpoint.summary == "gpt2"
-
-
-# Sweeps
-
-
-def test_runs_of_a_sweep_start_from_the_weights_and_resume(run):
-    settings = load(sweep.SweepConfig, flags(out_dir="out"))
-    assert "--init_from=out/ckpt.pt" in train_flags(Path("new"), settings, 6)
-    assert "--init_from=resume" in train_flags(Path("out"), settings, 6)
-
-
-def test_a_run_of_a_sweep_has_the_model_of_its_weights(run):
-    train.main(flags(out_dir="out-sweep/seed=1"))
-    check = lambda **changes: sweep.check_run(  # noqa: E731
-        Path("out-sweep/seed=1"), load(sweep.SweepConfig, flags(out_dir="out", **changes))
-    )
-    check()
-    with pytest.raises(UserError, match="n_layer was 1, now 2"):
-        check(n_layer=2)

@@ -71,13 +71,11 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"errors", "split_writer"},
     {"bpe", "fields"},
     {"model"},
-    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"}
-    | {"kernels"},
+    {"settings", "files", "formats", "tokenizers", "device", "hub", "kernels"},
     {"process", "memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "trackers"},
     {"optim", "scoring"},
-    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"}
-    | {"tensor_file", "tokenizer_files"},
+    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"} | {"tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"distill", "initial", "saving"},
     {"aot"},

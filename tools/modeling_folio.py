@@ -1,0 +1,79 @@
+"""A folio model as a class of transformers 5. `python -m tools.export` copies this file.
+
+In a folder with folio's model.py, config.json and the weights, it is what
+`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
+"""
+
+from dataclasses import fields
+
+import torch
+import torch.nn.functional as F
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .model import GPT, GPTConfig
+
+
+class FolioConfig(PretrainedConfig):
+    """The fields of GPTConfig; some of them also under the names that transformers uses."""
+
+    model_type = "folio"
+    attribute_map = {"num_hidden_layers": "n_layer", "tie_word_embeddings": "tie_weights"}
+
+    def __init__(self, **values):
+        for field in fields(GPTConfig):
+            setattr(self, field.name, values.pop(field.name, field.default))
+        super().__init__(tie_word_embeddings=self.tie_weights, **values)
+
+
+class FolioForCausalLM(PreTrainedModel, GenerationMixin):
+    """A GPT. Beyond block_size tokens, generate() continues the last block_size of them."""
+
+    config_class = FolioConfig
+    accepts_loss_kwargs = False  # for Trainer: the loss is the mean over the tokens of a call
+    _tied_weights_keys = {"gpt.lm_head.weight": "gpt.transformer.wte.weight"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gpt = GPT(GPTConfig(**{f.name: getattr(config, f.name) for f in fields(GPTConfig)}))
+        self.post_init()
+
+    def _init_weights(self, module):
+        """Does nothing: GPT has initialized its weights."""
+
+    def tie_weights(self, *args, **kwargs):
+        """Is called after loading, too: the rotary tables are not in the file."""
+        super().tie_weights(*args, **kwargs)
+        self.gpt.tie_and_fill_tables()
+
+    def forward(self, input_ids, labels=None, attention_mask=None, past_key_values=None, **kwargs):
+        """Returns the logits, (B, T', vocab_size), and the loss if there are labels.
+
+        input_ids: (B, T), T <= block_size, also the tokens whose keys and values are in the cache
+            past_key_values; T' is the number of the others.
+        labels: input_ids, or -100 where a token is to be ignored; for T' = T.
+        attention_mask: raises ValueError if there is padding on the left.
+        """
+        mask = attention_mask
+        if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
+            raise ValueError("folio models do not support padding on the left")
+        T, past = input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0
+        every = torch.arange(T, device=input_ids.device)
+        distance = every[past:, None] - every
+        hidden = (distance < 0) | (distance >= (self.config.window or T))
+
+        def attend(layer, q, k, v):
+            k, v = past_key_values.update(k, v, layer)
+            scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+            return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
+
+        attend = attend if past_key_values is not None else None
+        logits = self.gpt.lm_head(self.gpt.trunk(input_ids, every[past:], attend))
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+        """Returns the arguments of forward(), without a cache if the first tokens are dropped."""
+        size, mask = self.config.block_size, kwargs.get("attention_mask")
+        cache = past_key_values if input_ids.shape[1] <= size else None
+        return {"input_ids": input_ids[:, -size:], "past_key_values": cache, "attention_mask": mask}
