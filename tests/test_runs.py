@@ -3,7 +3,11 @@
 import math
 
 import pytest
+import tiny
+from tiny import write_run
 
+import train
+from tools import runs
 from tools.runs import Group, Run, grouped
 
 
@@ -57,3 +61,38 @@ def test_groups_are_sorted_by_their_measure():
     assert (best.losses, other.mean) == ([1.0, 1.0], pytest.approx(2 + 2 / 9))
     best, other = grouped(runs)
     assert best.losses == [1.0, 1.0, 0.0]
+
+
+def test_log_of_train_is_read(verse):
+    train.main(tiny.flags())
+    run = runs.read("out")
+    assert (run.parameters, run.settings["n_embd"]) == (3632, 16)
+    assert run.best()["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
+    assert [event["tokens"] for event in run.val] == [0, 3 * 32, 6 * 32]
+    assert [event["step"] for event in run.train] == list(range(6))
+
+
+def test_folder_of_runs_stands_for_its_runs(folder):
+    write_run("out-sweep/a", [3.0])
+    write_run("out-sweep/b", [2.0])
+    found = runs.read_all(["out-sweep"])
+    assert [run.folder for run in found] == ["out-sweep/a", "out-sweep/b"]
+    assert [run.folder for run in runs.read_all(["out-sweep/a/"])] == ["out-sweep/a"]
+
+
+def test_resuming_changes_settings_and_damaged_lines_are_skipped(folder):
+    write_run("out-a", [4.0, 2.5])
+    before = runs.read("out-a")
+    lines = [
+        "5", "null", "{}", "[" * 100_000, '{"split": "start"}', '{"split": "resume"}',
+        '{"split": "val", "step": 3, "tokens": 1, "loss": NaN, "elapsed_s": 1}',
+        '{"split": "val", "step": 3, "tokens": 1, "loss": "x", "elapsed_s": 1}',
+        '{"split": "train", "step": 3, "tokens": 1, "loss": 1, "elapsed_s": 1}',
+        '{"split": "start", "parameters": null, "settings": {}}',
+        '{"step": 1, "split": "resume", "changed": {"seed": [1, 5]}}',
+        '{"step": 0, "split": "val", "tok',
+    ]  # fmt: skip
+    with open("out-a/log.jsonl", "a") as log:
+        log.write("\n".join(lines))
+    before.settings["seed"] = 5
+    assert runs.read("out-a") == before

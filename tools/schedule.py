@@ -1,21 +1,46 @@
-"""Successive halving: trains all runs for a few steps, and only the best of them for longer.
+"""Trains the combinations of a sweep: all to the end, or only the best, by successive halving.
 
 Jamieson and Talwalkar 2016, "Non-stochastic Best Arm Identification and Hyperparameter
-Optimization". With several jobs, a combination can be promoted before its rung is complete, as in
-ASHA (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"), but only when a job
-would otherwise be idle.
+Optimization".
 """
 
 import math
-import random
-from collections import deque
+from statistics import fmean
 
 from folio.errors import UserError
+from tools.workers import Task, train_runs
 
-SEED = 1337  # of the order
-# The steps of each rung are max_iters divided by these. Before the first rung, high learning rates
-# look worse than they are.
+# With halving, combinations are compared at max_iters divided by these. Before the first of these
+# steps, high learning rates look worse than they are.
 RUNGS = (5, 3, 1)
+
+
+def train_all(combinations, factor, jobs):
+    """Trains combinations, `jobs` runs at a time. Returns {folder: error} of the runs that failed.
+
+    Args:
+        combinations: tuples of (folder, settings), a run for each seed; they are compared by the
+            mean validation loss of their runs.
+        factor: the best 1 / factor of those compared continue. None: all are trained to the end.
+    """
+    errors = {}
+    for rung in range(len(RUNGS) if factor else 1):
+        tasks = [
+            Task(folder, settings, rung_steps(settings, factor)[rung])
+            for combination in combinations
+            for folder, settings in combination
+        ]
+        losses, failed = train_runs(tasks, jobs)
+        errors |= failed
+        means = {each: fmean(losses[folder] for folder, _ in each) for each in combinations}
+        combinations = promoted(means, factor or 1)
+    return errors
+
+
+def promoted(losses, factor):
+    """Returns the combinations that continue, from {combination: loss}; not those that failed."""
+    best = sorted(losses, key=losses.get)[: max(1, len(losses) // factor)]
+    return [each for each in best if math.isfinite(losses[each])]
 
 
 def rung_steps(settings, factor):
@@ -36,47 +61,3 @@ def rung_steps(settings, factor):
         )
     others = (round(total / divisor / interval) for divisor in RUNGS[1:-1])
     return [*(evaluations * interval for evaluations in (first // interval, *others)), total]
-
-
-class Halving:
-    """Decides which combination is trained next, and up to which rung, an index into RUNGS.
-
-    The best 1 / factor of those that were compared at a rung are promoted to the next one. This
-    happens only when no combination is left to start, and when none can be promoted from a lower
-    rung. So each decision rests on as many comparisons as possible; with one job, on all of them.
-    """
-
-    def __init__(self, combinations, factor=None):
-        """Without a factor, each combination is trained once, to the end."""
-        self.factor, combinations = factor, list(combinations)
-        if factor:  # with several jobs, the last ones are compared late: they must not be similar
-            random.Random(SEED).shuffle(combinations)
-        self.queue = deque(combinations)
-        self.reached = dict.fromkeys(combinations, 0)  # {combination: rung, the highest started}
-        self.unreported = set(combinations)
-        self.losses = [{} for _ in RUNGS]  # for each rung, {combination: loss}
-
-    def next(self):
-        """Returns (combination, rung), or None if nothing can start before another report."""
-        if self.queue:
-            return self.queue.popleft(), 0
-        for rung in range(len(RUNGS) - 1 if self.factor else 0):
-            for combination in self._best(rung):
-                if self.reached[combination] == rung:
-                    self.reached[combination] += 1
-                    self.unreported.add(combination)
-                    return combination, rung + 1
-        return None
-
-    def report(self, combination, rung, loss):
-        """Records the validation loss of a combination at a rung; infinity if a run failed."""
-        self.losses[rung][combination] = loss
-        self.unreported.remove(combination)
-
-    def _best(self, rung):
-        losses = self.losses[rung]
-        count = len(losses) // self.factor
-        if all(self.reached[each] > rung for each in self.unreported):  # the rung is complete
-            count = max(1, count)
-        best = sorted(losses, key=losses.get)[:count]
-        return [each for each in best if math.isfinite(losses[each])]

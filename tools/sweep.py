@@ -69,9 +69,9 @@ from folio.initial import RESUMING
 from folio.plan import MODEL_SETTINGS
 from folio.run_dir import RunDir
 from tools.runs import REPEATED, grouped, read
-from tools.schedule import Halving, rung_steps
+from tools.schedule import rung_steps, train_all
 from tools.table import table
-from tools.workers import RUN_SETTINGS, Workers, is_finished
+from tools.workers import RUN_SETTINGS, is_finished
 from train import TrainConfig
 
 LIMIT = 200  # values of a range; without --trials, combinations are fewer
@@ -107,7 +107,8 @@ def main(argv=None):
     grid = Grid(argv)
     combinations = grid.combinations()
     planned = [run for combination in combinations for run in combination]
-    data = {name: fingerprint(name) for name in {settings.dataset for _, settings in planned}}
+    datasets = dict.fromkeys(settings.dataset for _, settings in planned)
+    data = {name: fingerprint(name) for name in datasets}
     for folder, settings in planned:
         rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
         check_earlier(folder, settings, data[settings.dataset])
@@ -115,7 +116,7 @@ def main(argv=None):
     with locked(sweep.sweep_dir):
         finished = sum(is_finished(*run) for run in planned)
         print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
-        errors = Workers(Halving(combinations, sweep.halving), sweep.jobs).train()
+        errors = train_all(combinations, sweep.halving, sweep.jobs)
         trained = sorted(folder for folder, _ in planned if is_file(RunDir(folder).log))
         if trained:
             print("", *table(grouped(map(read, trained)), grid.names), sep="\n")
