@@ -119,7 +119,7 @@ def main(argv=None):
         errors = train_all(combinations, sweep.halving, sweep.jobs)
         trained = sorted(folder for folder, _ in planned if is_file(RunDir(folder).log))
         if trained:
-            print("", *table(grouped(map(read, trained)), grid.names), sep="\n")
+            print("", *table(grouped(map(read, trained))), sep="\n")
     if errors:
         failed = "; ".join(f"{folder.name}: {error}" for folder, error in errors.items())
         raise UserError(
@@ -206,14 +206,14 @@ class Grid:
             raise UserError(f"there are {total:,} combinations: use --trials=N to train N of them")
         found, combinations = {}, {}
         for row in draw(sizes, self.first.trials):
-            runs = []
+            runs = {}
             for seed in range(self.sizes.get(REPEATED, 1)):
                 settings = self._at(dict(zip(compared, row, strict=True)) | {REPEATED: seed})
                 folder = Path(settings.sweep_dir, run_name(settings, self.names))
                 if found.setdefault(folder, settings) != settings:
                     raise UserError(f"two runs would share {folder}: change one of the values")
-                runs.append((folder, settings))
-            combinations[tuple(dict.fromkeys(runs))] = None
+                runs[folder] = settings
+            combinations[tuple(runs.items())] = None
         return list(combinations)
 
     def _at(self, indices):
