@@ -314,7 +314,7 @@ def test_choose_replaces_values_and_quiet_suppresses_output(capsys):
     offered = {}
 
     def choose(name, value):
-        offered[name] = value
+        offered.setdefault(name, value)
         return value[-1] if isinstance(value, list) else value
 
     settings = load(Settings, ["a.py", "--rate=0.1,1"], choose=choose, quiet=True)
