@@ -16,7 +16,7 @@ from folio.initial import load_best, load_initial
 from folio.run_dir import RunDir
 from folio.settings import load
 from folio.tokenizers import ByteTokenizer
-from tools import export, sweep
+from tools import export
 
 CKPT = "out/ckpt.pt"
 POSITIONS = "transformer.wpe.weight"
@@ -130,17 +130,6 @@ def test_evaluation_writes_nothing(run, capsys):
     loss = tiny.saved()["best_val_loss"]
     assert f"val loss {loss:.4f}" in capsys.readouterr().out
     assert not Path("out-b").exists()
-
-
-@pytest.mark.slow
-def test_a_sweep_starts_every_run_from_the_weights(run):
-    arguments = [each for each in flags() if not each.startswith("--out_dir")]
-    sweep.main([*arguments, "--seed=1,2", "--max_iters=1"])
-    sweep.main([*arguments, "--seed=1,2", "--max_iters=2"])
-    for name in ("seed=1", "seed=2"):
-        first = tiny.log_events(f"out-sweep/{name}")[1]
-        assert first["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
-        assert tiny.saved("last.pt", f"out-sweep/{name}")["iter_num"] == 2
 
 
 # The model

@@ -16,9 +16,8 @@ from folio.settings import load
 from sample import SampleConfig
 from tools import texts
 from tools.attention import draw
-from tools.groups import grouped
 from tools.plot import AXES, LABELS, draw_losses
-from tools.runs import nested, read_all
+from tools.runs import grouped, nested, read_all
 from tools.table import compared
 
 CONTROLS = ("temperature", "max_new_tokens", "seed")  # settings of sample.py

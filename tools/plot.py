@@ -8,13 +8,12 @@ Runs that differ only in their seed are one row and one curve. Plots are PNG fil
 matplotlib.
 """
 
-import math
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
 from folio import process
-from folio.errors import UserError, cause_of
+from folio.errors import UserError
 from folio.fields import setting
 from folio.files import replacing
 from folio.settings import load, parse_arguments
@@ -22,7 +21,6 @@ from folio.settings import load, parse_arguments
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 POINTS = 100  # of a training curve; more steps are averaged, because losses of batches are noisy
-MAX_TICKS = 11  # of the x axis
 START = 0.1  # fraction of a run whose high losses are cut off
 
 
@@ -65,8 +63,7 @@ import numpy as np
 from folio.completion import load_trained, read_prompt
 from folio.run_dir import RunDir
 from tools import attention
-from tools.groups import grouped
-from tools.runs import read_all
+from tools.runs import grouped, read_all
 from tools.table import table
 
 
@@ -75,7 +72,8 @@ def main(argv=None):
     if not settings.attention:
         groups = grouped(read_all(settings.runs), settings.y)
         print("\n".join(table(groups, fit=not settings.all)), flush=True)
-    check_matplotlib()
+    if not find_spec("matplotlib"):
+        raise UserError("plots need matplotlib: pip install matplotlib")
     if settings.attention:
         folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
         path, figure = "attention.png", draw_attention(folder, settings.start, settings.layer)
@@ -85,16 +83,6 @@ def main(argv=None):
     with replacing(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
-
-
-def check_matplotlib():
-    """Raises UserError if matplotlib is missing or cannot be imported."""
-    if not find_spec("matplotlib"):
-        raise UserError("plots need matplotlib: pip install matplotlib")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except OSError as error:  # it needs a folder for its settings
-        raise UserError(f"matplotlib cannot be imported: {cause_of(error)}") from error
 
 
 def draw_attention(folder, start=None, layer=None):
@@ -129,9 +117,6 @@ def draw_losses(groups, axis):
         x, loss = np.concatenate((train, val[:2]), axis=1)
         highest.append(loss[x >= x.min() + START * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
-    x = max((val[0] for _, val in curves), key=lambda x: x[-1])
-    if axis != "seconds" and len(x) > 1:  # seconds of evaluations are not round
-        axes.set_xticks(x[:: math.ceil(len(x) / MAX_TICKS)])
     axes.grid(alpha=0.25)
     faint = "faint: training; " * (measure == "loss")
     title = f"line: validation; {faint}dot: best"

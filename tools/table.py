@@ -5,78 +5,60 @@ import shutil
 import sys
 from statistics import median, stdev
 
-from tools.groups import SIGNIFICANT
-
 FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # after the loss
-NOTE = (
-    f"*: differs from the best by Welch's t-test over seeds (two-sided, p < {SIGNIFICANT}, not "
-    "corrected for multiple comparisons); a single run cannot be tested"
-)
 
 
-def table(groups, first=(), fit=True):
+def table(groups, fit=True):
     """Returns the lines of a Markdown table of groups; see `compared`.
 
     If `fit`, columns on the right that do not fit into the terminal are left out.
     """
-    rows = compared(groups, first)
-    least = 1 + rows[0].index(_heading(groups))
-    lines, hidden = _fitted(rows, least) if fit else (aligned(rows), 0)
-    if _is_repeated(groups) and len(groups) > 1:
-        lines.append(NOTE)
-    if hidden:
-        columns = f"{hidden} more column{'s' * (hidden > 1)}"
-        lines.append(f"{columns}: add --all to python -m tools.plot")
+    rows = compared(groups)
+    lines, shown = aligned(rows), len(rows[0])
+    width = shutil.get_terminal_size().columns if fit and sys.stdout.isatty() else math.inf
+    while len(lines[0]) > width and shown > 2:
+        shown -= 1
+        lines = aligned([row[:shown] for row in rows])
+    if shown < len(rows[0]):
+        lines.append("add --all to python -m tools.plot for more columns")
     return lines
 
 
-def compared(groups, first=()):
+def compared(groups):
     """Returns the rows of a table of groups, which are sorted, the best first.
 
-    The first row is the header. The columns are the settings `first`, the figures, and the other
-    settings that differ, except those that differ within a group. Losses are means and standard
-    deviations over seeds, padded to equal lengths; the other figures are medians.
+    The first row is the header. The columns are the loss, other figures, and the settings that
+    differ, except those that differ within a group. Losses are means and standard deviations over
+    seeds, padded to equal lengths; the other figures are medians.
     """
-    first, others = _columns(groups, first)
-    losses = [_heading(groups), "seeds"] if _is_repeated(groups) else [_heading(groups)]
-    rows = [["run", *first, *losses, *FIGURES, *others]]
+    is_repeated = any(len(group.runs) > 1 for group in groups)
+    losses = [f"best val {groups[0].measure}".replace("_", " "), *["seeds"] * is_repeated]
+    names = _differing(groups)
+    rows = [["run", *losses, *FIGURES, *names]]
     for group in groups:
-        loss = _repeated_loss(group, groups[0]) if _is_repeated(groups) else [_loss(group)]
-        settings = [[*group.values(name)][0] for name in (*first, *others)]
-        figures = [*loss, *_medians(group)]
-        rows.append([group.name, *settings[: len(first)], *figures, *settings[len(first) :]])
+        settings = [[*group.values(name)][0] for name in names]
+        rows.append([group.name, *_loss(group, is_repeated), *_medians(group), *settings])
     return rows
 
 
-def _heading(groups):
-    """Returns the header of the losses."""
-    return f"best val {groups[0].measure}".replace("_", " ")
-
-
-def _is_repeated(groups):
-    """Whether a group has several runs, which differ in their seed."""
-    return any(len(group.runs) > 1 for group in groups)
-
-
-def _columns(groups, first):
-    """Returns the settings that are the first columns, and those that are the last."""
+def _differing(groups):
+    """Returns the settings that have one value in each group, but not in all."""
     names = dict.fromkeys(name for group in groups for run in group.runs for name in run.settings)
-    values = {name: [group.values(name) for group in groups] for name in (*first, *names)}
-    shared = {name for name, sets in values.items() if all(len(each) == 1 for each in sets)}
-    differing = {name for name in shared if len(set().union(*values[name])) > 1}
-    first = [name for name in first if name in shared]
-    return first, [name for name in names if name in differing and name not in first]
+    values = {name: [group.values(name) for group in groups] for name in names}
+    return [
+        name
+        for name, sets in values.items()
+        if all(len(each) == 1 for each in sets) and len(set().union(*sets)) > 1
+    ]
 
 
-def _loss(group):
-    return f"{group.mean:.4f}" if group.losses else ""
-
-
-def _repeated_loss(group, best):
-    """Returns the cells of the loss and the number of seeds."""
+def _loss(group, is_repeated):
+    """Returns the cells of the loss and, for a table with repeated runs, the number of seeds."""
+    mean = f"{group.mean:.4f}" if group.losses else ""
+    if not is_repeated:
+        return [mean]
     spread = f" ± {stdev(group.losses):.4f}" if len(group.losses) > 1 else " " * 9
-    mark = " *" if group.differs_from(best) else "  "
-    return [f"{_loss(group)}{spread}{mark}", str(len(group.losses))]
+    return [mean + spread, str(len(group.losses))]
 
 
 def _medians(group):
@@ -90,16 +72,6 @@ def _medians(group):
         [run.val[-1]["step"] for run in group.evaluated],
     )
     return [f"{median(values):,.0f}" if values else "" for values in figures]
-
-
-def _fitted(rows, least):
-    """Returns the lines of a table, and how many columns do not fit into the terminal."""
-    lines, hidden = aligned(rows), 0
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    while len(lines[0]) > width and len(rows[0]) - hidden > least:
-        hidden += 1
-        lines = aligned([row[:-hidden] for row in rows])
-    return lines, hidden
 
 
 def aligned(rows):
