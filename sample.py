@@ -88,6 +88,7 @@ if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     process.start(parse_arguments, SampleConfig)  # --help must not wait for torch
 
+from folio.aot import compiled_step
 from folio.completion import (
     Completion,
     complete,
@@ -103,7 +104,6 @@ from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.scoring import score_text
-from folio.step_cache import compiled_step
 
 SEPARATOR = "---------------"
 

@@ -69,11 +69,11 @@ def test_constraints_pin_every_required_package():
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"advice", "dropout", "errors", "split_writer"},
-    {"attention", "bpe", "fields"},
+    {"attention", "bpe", "fields", "process"},
     {"model"},
     {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"}
     | {"recompute"},
-    {"process", "memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
+    {"memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
     {"optim", "scoring"},
     {"divergence"},
@@ -82,7 +82,6 @@ LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"distill", "initial", "saving"},
     {"aot"},
-    {"step_cache"},
 )
 LIBRARY = {path.stem for path in (ROOT / "folio").glob("*.py")}
 TOP = {path.stem for path in ROOT.glob("*.py")}

@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from folio.aot import compiled_step
 from folio.batches import Batches
 from folio.completion import load_trained
 from folio.device import DTYPES, kind_of, resolve_device
@@ -19,7 +20,6 @@ from folio.initial import load_best
 from folio.run_dir import RunDir
 from folio.settings import load
 from folio.size import flops_per_token, matrix_params
-from folio.step_cache import compiled_step
 from sample import SampleConfig, completions_of, continued, read_inputs
 from train import TrainConfig, setup
 
