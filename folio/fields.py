@@ -1,7 +1,6 @@
 """A setting: a dataclass field with an explanation, a type, bounds and a scope."""
 
 import dataclasses
-import math
 import os
 import reprlib
 import types
@@ -11,8 +10,6 @@ from typing import Literal
 
 from folio.errors import UserError
 
-RANGE_SIZE = 200
-MAX_VALUES = 1000  # of a setting
 Scope = Literal["run", "files", "machine", "display"]
 
 
@@ -41,31 +38,6 @@ def parse_value(field, text, label):
         elif not isinstance(option, type) and literal == str(option):
             value = option
     return check_value(field, value, label)
-
-
-def range_values(field, text):
-    """Returns the values of a range, "uniform:LOW:HIGH" or "log:LOW:HIGH", or None for other text.
-
-    They are RANGE_SIZE evenly spaced numbers of four digits, or all integers that result from
-    rounding them. For "log", the logarithms of the numbers are evenly spaced. Raises UserError if
-    the ends of the range are invalid.
-    """
-    options, (kind, *ends) = _options(field.type), text.split(":")
-    if kind not in ("uniform", "log") or not {int, float} & set(options):
-        return None
-    try:
-        low, high = map(float, ends)
-        if not (low < high and math.isfinite(high - low) and (kind == "uniform" or low > 0)):
-            raise ValueError
-    except ValueError as error:
-        rule = "LOW < HIGH" if kind == "uniform" else "0 < LOW < HIGH"
-        raise UserError(f"{text} is not a range: write {kind}:LOW:HIGH, {rule}") from error
-    shares = [place / (RANGE_SIZE - 1) for place in range(RANGE_SIZE)]
-    values = [low + (high - low) * share for share in shares]
-    if kind == "log":
-        values = [low * (high / low) ** share for share in shares]
-    digits = (lambda x: float(f"{x:.4g}")) if float in options else round
-    return list(dict.fromkeys(min(max(digits(x), low), high) for x in values))
 
 
 def check_value(field, value, label):

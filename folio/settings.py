@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from folio.errors import UserError, nearest
-from folio.fields import MAX_VALUES, check_value, parse_value, range_values, type_name
+from folio.fields import check_value, parse_value, type_name
 
 ROOT = Path(__file__).parent.parent  # of the repository
 PRESETS = ROOT / "config"
@@ -73,8 +73,8 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
         argv: the arguments. Default: those of the process.
         resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config files
             read the resolved value.
-        choose: allows several values, as a list in a config file or separated by commas in a flag.
-            `choose(name, values)` returns the value to use.
+        choose: for sweeps, `choose(name, value)` returns the value to use for one that a config
+            file assigns, or the text to use for the list of a flag's texts, separated by commas.
         quiet: suppresses what config files print.
     """
     fields, resolvers = _fields(settings_class), resolvers or {}
@@ -143,10 +143,8 @@ def parse_arguments(settings_class, argv=None, choose=None):
                 text = rest.pop(0)
             else:
                 raise UserError(f"--{name} needs a value: --{name}=VALUE, {type_name(field)}")
-        values = range_values(field, text) if choose else None
-        texts = text.split(",") if choose else [text]
-        values = values or [parse_value(field, each, f"--{name}") for each in texts]
-        steps.append((name, choose(name, values) if len(values) > 1 else values[0]))
+        text = choose(name, text.split(",")) if choose else text
+        steps.append((name, parse_value(field, text, f"--{name}")))
     return steps
 
 
@@ -194,13 +192,7 @@ def _run_config_file(fields, values, path, choose):
         if isinstance(value, types.ModuleType):
             continue
         if name in fields:
-            if choose and isinstance(value, str):
-                value = range_values(fields[name], value) or value
-            if choose and value and isinstance(value, list | tuple | range):
-                if len(value) > MAX_VALUES:
-                    raise UserError(f"{path}: {name} has more than {MAX_VALUES:,} values")
-                value = choose(name, list(value))
-            found[name] = value
+            found[name] = choose(name, value) if choose else value
         elif not (name.startswith("_") or callable(value)):
             hint = _hint(name, fields, "; names of helper variables start with _")
             raise UserError(f"{path}: unknown setting {name}{hint}")

@@ -1,10 +1,8 @@
 """Shared fixtures: hypothesis settings, a small dataset, and GPT-2's tokenizer."""
 
-import json
 import os
 import signal
 import threading
-from concurrent.futures import Future
 
 # Tests run in parallel, and some start processes. Tiny tensors need only one thread.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,8 +19,6 @@ from folio.completion import TrainedModel
 from folio.dataset import DatasetSize, load_dataset
 from folio.device import choose_machine
 from folio.tokenizers import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
-from tools import runs, trainer
-from tools.crew import RUN_SETTINGS
 
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None)
@@ -114,45 +110,3 @@ def text_size(monkeypatch):
 
     set_size()
     return set_size
-
-
-class FakeCrew:
-    """Writes the log of each run of a sweep at once, instead of training it."""
-
-    def __init__(self):
-        self.loss_of = lambda settings: 1.0  # None: the run fails
-        self.started = []  # (name of the run, step)
-
-    def start(self, folder, settings, stop_at):
-        self.started.append((folder.name, stop_at))
-        future, loss = Future(), self.loss_of(settings)
-        future.set_result("train.py: it failed" if loss is None else trainer.FINISHED)
-        if loss is not None:
-            known = {name: getattr(settings, name) for name in RUN_SETTINGS}
-            first = {"split": "start", "parameters": 1, "settings": known}
-            event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
-            folder.mkdir(exist_ok=True)
-            with open(folder / "log.jsonl", "a") as log:
-                log.write(f"{json.dumps(first)}\n{json.dumps(event)}\n")
-        return future
-
-    def stop(self):
-        pass
-
-
-@pytest.fixture
-def fake_crew(folder, monkeypatch):
-    """A FakeCrew that sweeps in `folder` use."""
-
-    def final_loss(folder, settings):
-        val = runs.read(folder).val if (folder / "log.jsonl").exists() else []
-        return next((e["loss"] for e in val if e["step"] == settings.max_iters), None)
-
-    def crew_of(size):
-        crew.size = size
-        return crew
-
-    crew = FakeCrew()
-    monkeypatch.setattr(trainer, "Crew", crew_of)
-    monkeypatch.setattr(trainer, "final_loss", final_loss)
-    return crew

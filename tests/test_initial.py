@@ -19,8 +19,6 @@ from folio.hf import write_pretrained
 from folio.initial import load_best, load_initial
 from folio.run_dir import RunDir
 from folio.settings import load
-from tools import sweep
-from tools.crew import train_flags
 
 CKPT = "out/ckpt.pt"
 POSITIONS = "transformer.wpe.weight"
@@ -132,17 +130,6 @@ def test_evaluation_writes_nothing(run, capsys):
     assert not Path("out-b").exists()
 
 
-@pytest.mark.slow
-def test_a_sweep_starts_every_run_from_the_weights(run):
-    arguments = [each for each in flags() if not each.startswith("--out_dir")]
-    sweep.main([*arguments, "--seed=1,2", "--max_iters=1"])
-    sweep.main([*arguments, "--seed=1,2", "--max_iters=2"])
-    for name in ("seed=1", "seed=2"):
-        first = tiny.log_events(f"out-sweep/{name}")[1]
-        assert first["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
-        assert tiny.saved("last.pt", f"out-sweep/{name}")["iter_num"] == 2
-
-
 def test_an_exported_run_continues_with_the_same_weights(run):
     pytest.importorskip("tokenizers")
     checkpoint = checkpoints.load(CKPT)
@@ -241,22 +228,3 @@ def test_sampling_from_a_file_equals_sampling_from_its_run(action, run, capsys):
 def test_the_summary_of_a_pretrained_model_has_no_step(run):
     checkpoint = replace(checkpoints.load(CKPT), progress=Progress(), path=Path("gpt2"))
     assert checkpoint.summary == "gpt2"
-
-
-# Sweeps
-
-
-def test_runs_of_a_sweep_start_from_the_weights_and_resume(run):
-    settings = load(sweep.SweepConfig, flags(out_dir="out"))
-    assert "--init_from=out/ckpt.pt" in train_flags(Path("new"), settings, 6)
-    assert "--init_from=resume" in train_flags(Path("out"), settings, 6)
-
-
-def test_a_run_of_a_sweep_has_the_model_of_its_weights(run):
-    train.main(flags(out_dir="out-sweep/seed=1"))
-    check = lambda **changes: sweep.check_run(  # noqa: E731
-        Path("out-sweep/seed=1"), load(sweep.SweepConfig, flags(out_dir="out", **changes))
-    )
-    check()
-    with pytest.raises(UserError, match="n_layer was 1, now 2"):
-        check(n_layer=2)

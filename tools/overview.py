@@ -4,9 +4,8 @@ import os
 from contextlib import suppress
 
 from folio.run_dir import RunDir
-from tools.groups import grouped
 from tools.plot import draw_losses
-from tools.runs import nested, read_all
+from tools.runs import grouped, nested, read_all
 from tools.table import compared
 
 MOST_CURVES = 8  # that are drawn at first

@@ -65,8 +65,7 @@ import numpy as np
 from folio.completion import load_trained, read_prompt
 from folio.run_dir import RunDir
 from tools import attention
-from tools.groups import grouped
-from tools.runs import read_all
+from tools.runs import grouped, read_all
 from tools.table import table
 
 

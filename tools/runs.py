@@ -1,23 +1,27 @@
-"""Runs as read from their logs: settings and losses."""
+"""Runs as read from their logs, and groups of runs that differ only in their seed."""
 
 import json
+import math
 import os
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
+
+import numpy as np
 
 from folio.errors import UserError, os_error
 from folio.files import is_file
 from folio.run_dir import RunDir
+from folio.settings import names_in
+from train import TrainConfig
 
 STEP_NUMBERS = ("step", "tokens", "loss", "elapsed_s")
-NUMBERS = {  # of each event
-    "start": ("parameters",),
-    "train": (*STEP_NUMBERS, "tokens_per_s"),
-    "val": STEP_NUMBERS,
-}
+NUMBERS = {"train": (*STEP_NUMBERS, "tokens_per_s"), "val": STEP_NUMBERS}  # of each event
 OPTIONAL = ("bits_per_byte",)
-LARGEST = 1e100  # larger numbers are from damaged logs
+REPEATED = "seed"  # the setting whose values are repeats of one combination
+IGNORED = {REPEATED} | names_in(TrainConfig, "display")  # runs that differ in them are one group
 
 
 @dataclass
@@ -33,23 +37,24 @@ class Run:
 
     def add(self, event):
         """Adds an event of the log. Any exception means that it is damaged."""
-        numbers = NUMBERS.get(event["split"], ())
-        numbers += tuple(name for name in OPTIONAL if name in event)
-        for name in numbers:
-            if not abs(event[name]) < LARGEST:
-                raise ValueError(f"{name} is {event[name]}")
         match event["split"]:
             case "start":
-                self.settings, self.parameters = dict(event["settings"]), event["parameters"]
+                self.settings, self.parameters = dict(event["settings"]), int(event["parameters"])
             case "resume":
                 self.settings |= {name: new for name, (_, new) in event["changed"].items()}
             case "train" | "val" as split:
-                self.newest = {name: event[name] for name in numbers}
+                names = (*NUMBERS[split], *(name for name in OPTIONAL if name in event))
+                if not all(abs(event[name]) < math.inf for name in names):
+                    raise ValueError("not a finite number")
+                self.newest = {name: event[name] for name in names}
                 getattr(self, split).append(self.newest)
 
     def best(self, measure="loss"):
         """Returns the evaluation with the lowest `measure`, which all must have, or None."""
         return min(self.val, key=lambda event: event[measure], default=None)
+
+
+# Reading
 
 
 def read(folder):
@@ -88,3 +93,74 @@ def read_all(folders):
         is_run = os.path.exists(RunDir(folder).log)  # Path.exists raises if the name is too long
         paths += [folder] if is_run else inside(folder) or [folder]
     return [read(path) for path in paths]
+
+
+# Grouping
+
+
+@dataclass
+class Group:
+    """Runs that differ only in their seed. Their losses are values of `measure`."""
+
+    runs: list
+    measure: str = "loss"  # or bits_per_byte, which compares runs with different tokenizers
+
+    @property
+    def name(self):
+        """The folder of a single run, or a pattern: out-sweep/n_layer=2,seed=*."""
+        folders, digits = [run.folder for run in self.runs], "0123456789"
+        if len(folders) == 1:
+            return folders[0]
+        start = os.path.commonprefix(folders).rstrip(digits)
+        rests = [folder[len(start) :][::-1] for folder in folders]
+        return f"{start}*{os.path.commonprefix(rests)[::-1].lstrip(digits)}"
+
+    @property
+    def evaluated(self):
+        """The runs that have been evaluated, with a value of the measure each time."""
+        return [run for run in self.runs if run.val and all(self.measure in e for e in run.val)]
+
+    @property
+    def losses(self):
+        """The best validation loss of each evaluated run."""
+        return [run.best(self.measure)[self.measure] for run in self.evaluated]
+
+    @property
+    def mean(self):
+        """The mean of the losses; infinity if there are none."""
+        return fmean(self.losses) if self.losses else math.inf
+
+    def values(self, name):
+        """Returns the set of values of a setting, as text."""
+        return {str(run.settings.get(name, "")) for run in self.runs}
+
+    def curve(self, split, key):
+        """Returns means of `key` and the losses, and the latter's standard deviation, (3, events).
+
+        They are over the evaluated runs, of which there must be one, for the first event of the
+        split, "train" or "val", the second, and so on, as far as all runs have come.
+        """
+        runs = [getattr(run, split) for run in self.evaluated]
+        points = [
+            [(event[key], event[self.measure]) for event in each]
+            for each in zip(*runs, strict=False)
+        ]
+        points = np.array(points, float).reshape(len(points), len(runs), 2)
+        spread = points[..., 1].std(axis=1, ddof=int(len(runs) > 1))
+        return np.stack([*points.mean(axis=1).T, spread])
+
+
+def grouped(runs, measure="loss"):
+    """Returns the groups of runs, the best mean loss first; groups without a loss come last.
+
+    Runs of a group are in the same folder, such as that of a sweep. A run with the same seed as an
+    earlier one is no repeat: it belongs to another group.
+    """
+    groups, seen = defaultdict(list), Counter()
+    for run in runs:
+        values = sorted((k, repr(v)) for k, v in run.settings.items() if k not in IGNORED)
+        key = (os.path.dirname(run.folder), *values)
+        seed = (*key, run.settings.get(REPEATED))
+        seen[seed] += 1
+        groups[*key, seen[seed]].append(run)
+    return sorted((Group(each, measure) for each in groups.values()), key=lambda group: group.mean)

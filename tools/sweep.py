@@ -4,29 +4,28 @@
     python -m tools.sweep config/shakespeare_char.py config/mine.py --seed=1,2,3 --jobs=2
     python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
         --eval_interval=200 --halving=3
-    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
-        --search=tpe
 
 In a config file, several values are a list: learning_rate = [1e-3, 3e-4]. The same command
 continues a sweep that was stopped: finished runs are kept, stopped and failed runs are resumed.
 `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
+import dataclasses
 import itertools
-import os
+import math
+import random
 import re
 import sys
-from contextlib import suppress
+import typing
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from folio import process
 from folio.errors import UserError
-from folio.fields import RANGE_SIZE, setting
+from folio.fields import setting
 from folio.files import is_file, locked
-from folio.settings import changed, names_in, parse_arguments
+from folio.settings import changed, load, names_in, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,7 @@ class SweepSettings:
     jobs: int = setting(
         1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
     )
-    trials: int | None = setting(None, "combinations to try; None: all", "[1, inf)")
-    search: Literal["random", "tpe"] = setting(
-        "random", "how trials are chosen; tpe: Optuna's tree-structured Parzen estimator"
-    )
+    trials: int | None = setting(None, "random combinations to try; None: all", "[1, inf)")
     halving: int | None = setting(
         None, "compare runs after 1/5 and 1/3 of the steps; the best 1/N continue", "[2, inf)"
     )
@@ -64,22 +60,23 @@ def answer_help():
 if __name__ == "__main__":
     process.start(answer_help)  # --help must not wait for torch
 
-from folio.checkpoint import load
+import numpy as np
+
+from folio.checkpoint import load as load_checkpoint
 from folio.dataset import fingerprint
 from folio.device import resolve_device
 from folio.initial import RESUMING
 from folio.plan import MODEL_SETTINGS
 from folio.run_dir import RunDir
-from folio.tracking import run_settings
-from tools import runs
-from tools.crew import RUN_SETTINGS
-from tools.grid import Grid
-from tools.groups import REPEATED, grouped
-from tools.halving import Halving, rung_steps
-from tools.search import Search
+from tools.runs import REPEATED, grouped, read
+from tools.schedule import Halving, rung_steps
 from tools.table import table
-from tools.trainer import Trainer, failures, final_loss
+from tools.workers import RUN_SETTINGS, Workers, is_finished
 from train import TrainConfig
+
+LIMIT = 200  # values of a range; without --trials, combinations are fewer
+SEED = 1337  # of the random choice, which is the same when a sweep continues
+SPACINGS = {"uniform": np.linspace, "log": np.geomspace}  # of the values of a range
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,6 @@ class SweepConfig(TrainConfig, SweepSettings):
         super().__post_init__()
         if not self.sweep_dir:
             raise UserError("sweep_dir must not be empty")
-        if self.search == "tpe":
-            self._check_tpe()
         if self.halving and self.minutes:
             raise UserError("--halving compares runs at the same step: add --minutes=None")
         allowed = {"out_dir"}  # which presets set
@@ -101,110 +96,175 @@ class SweepConfig(TrainConfig, SweepSettings):
         if wrong := sorted(refused & changed(self).keys()):
             raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
 
-    def _check_tpe(self):
-        if not self.trials:
-            raise UserError("--search=tpe needs the number of combinations to try: add --trials=N")
-        if self.halving:
-            raise UserError("--search=tpe trains all runs to the end: remove --halving")
-        if not find_spec("optuna"):
-            raise UserError("--search=tpe needs Optuna: pip install optuna")
+
+FIELD_TYPES = {field.name: field.type for field in dataclasses.fields(SweepConfig)}
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
-    grid = Grid(SweepConfig, argv, {"device": resolve_device})
-    first = grid.first
-    check_names(grid.values)
-    if not first.trials and grid.size >= RANGE_SIZE:
-        raise UserError(f"there are {grid.size:,} combinations: use --trials=N to train N of them")
-    if first.search == "random":
-        combinations = [located(each, first.sweep_dir) for each in grid.combinations(first.trials)]
-    with locked(first.sweep_dir):
-        results = search(grid) if first.search == "tpe" else train_all(combinations, first)
-        folders = [folder for folder in sorted(results) if is_file(RunDir(folder).log)]
-        if folders:
-            print("", *table(grouped(map(runs.read, folders)), grid.values), sep="\n")
-    if failed := failures(results):
+    grid = Grid(argv)
+    combinations = grid.combinations()
+    planned = [run for combination in combinations for run in combination]
+    data = {name: fingerprint(name) for name in {settings.dataset for _, settings in planned}}
+    for folder, settings in planned:
+        rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
+        check_earlier(folder, settings, data[settings.dataset])
+    sweep = grid.first
+    with locked(sweep.sweep_dir):
+        finished = sum(is_finished(*run) for run in planned)
+        print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
+        errors = Workers(Halving(combinations, sweep.halving), sweep.jobs).train()
+        trained = sorted(folder for folder, _ in planned if is_file(RunDir(folder).log))
+        if trained:
+            print("", *table(grouped(map(read, trained)), grid.names), sep="\n")
+    if errors:
+        failed = "; ".join(f"{folder.name}: {error}" for folder, error in errors.items())
         raise UserError(
-            f"{len(failed)} of {len(results)} runs failed: {'; '.join(failed)}; to try them again, "
-            "run the same command"
+            f"{len(errors)} of {len(planned)} runs failed: {failed}; to try them again, run the "
+            "same command"
         )
 
 
-def check_names(names):
-    """Raises UserError unless one or more settings, all of train.py, have several values."""
-    for name in names:
-        if name not in RUN_SETTINGS:
-            raise UserError(f"{name} has several values, but must be the same for all runs")
-    if not names:
-        raise UserError(
-            "there is nothing to compare: give a setting several values, in a flag as "
-            "--learning_rate=1e-3,3e-4 or in a config file as learning_rate = [1e-3, 3e-4]"
-        )
+def check_earlier(folder, settings, data):
+    """Raises UserError if a folder contains another run, or if a process is training there.
 
-
-def train_all(combinations, settings):
-    """Trains all combinations with the settings of the sweep. Returns {folder: result}."""
-    planned, factor = list(itertools.chain(*combinations)), settings.halving
-    for run in planned:
-        check_run(*run)
-    finished = sum(final_loss(*run) is not None for run in planned)
-    print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
-    jobs, total = min(settings.jobs, len(planned)), None if factor else len(planned)
-    return Trainer(Halving(combinations, factor), jobs, factor, total).train()
-
-
-def search(grid):
-    """Trains combinations that Optuna chooses. Returns {folder: result}."""
-    settings = grid.first
-
-    def locate(indices):
-        combination = located(grid.runs_at(indices), settings.sweep_dir)
-        for run in combination:
-            check_run(*run)
-        return combination
-
-    scheduler = Search(grid, settings.sweep_dir, locate)
-    print(f"{settings.trials} trials, {scheduler.complete} of them already complete", flush=True)
-    total = settings.trials * len(grid.values.get(REPEATED, [None]))
-    return Trainer(scheduler, min(settings.jobs, total), total=total).train()
-
-
-def located(runs, sweep_dir):
-    """Returns a combination as Trainer takes it, from one of Grid."""
-    return tuple((Path(sweep_dir, name), settings) for name, settings in runs.items())
-
-
-def check_run(folder, settings):
-    """Raises UserError if a run has no rungs, or if its folder contains another run."""
-    rung_steps(settings, settings.halving)
-    if not os.path.exists(RunDir(folder).log):
+    `data` is the fingerprint of the dataset.
+    """
+    run_dir = RunDir(folder)
+    if not run_dir.exists():
         return
-    check_data(folder, settings)
-    may_change = names_in(TrainConfig, "machine", "display") | {"max_iters"}
-    if settings.init_from != "scratch":  # its model is the default
-        may_change |= MODEL_SETTINGS - changed(settings).keys()
-    now = run_settings(settings)
-    for name, before in runs.read(folder).settings.items():
-        if name in now.keys() - may_change and now[name] not in (before, "auto"):
-            raise UserError(
-                f"{folder} contains a run with other settings: {name} was {before!r}, now "
-                f"{now[name]!r}; choose another --sweep_dir"
-            )
-
-
-def check_data(folder, settings):
-    """Raises UserError if a run was trained on another version of its dataset."""
-    data = None
-    with suppress(FileNotFoundError, UserError):  # train.py reports a damaged file
-        data = load(RunDir(folder).last, optimizers=False).data
-    if data and data != fingerprint(settings.dataset):
+    with locked(folder):  # a sweep that is killed at once does not stop its runs
+        path = run_dir.last if is_file(run_dir.last) else run_dir.best
+        earlier = load_checkpoint(path, optimizers=False)
+    if earlier.data != data:
         raise UserError(
             f"the content of dataset {settings.dataset} has changed since {folder} was trained; "
             "choose another --sweep_dir"
         )
+    names = names_in(TrainConfig, "run") - {"max_iters"}
+    if settings.init_from != "scratch":  # its model is the default
+        names -= MODEL_SETTINGS - changed(settings).keys()
+    for name in sorted(names & earlier.settings.keys()):
+        before, now = earlier.settings[name], getattr(settings, name)
+        if now not in (before, "auto"):
+            raise UserError(
+                f"{folder} contains a run with other settings: {name} was {before!r}, now {now!r}; "
+                "choose another --sweep_dir"
+            )
+
+
+# Combinations
+
+
+class Grid:
+    """The settings of a command line in which some have several values.
+
+    `first` has the first value of each. `names` are the settings that vary. Each combination of
+    their values has a run for each value of the seed.
+    """
+
+    def __init__(self, argv):
+        """Raises UserError like settings.load, or if no setting of train.py varies."""
+        self.argv, self.sizes = argv, {}  # {name: number of values}
+
+        def choose(name, value):
+            values = values_of(name, value)
+            self.sizes[name] = max(len(values), self.sizes.get(name, 1))
+            return values[0]
+
+        self.first = load(SweepConfig, argv, {"device": resolve_device}, choose)
+        self.names = [name for name in self.sizes if self._varies(name)]
+        self._check_names()
+
+    def _varies(self, name):
+        """Whether a setting has several values, which nothing further to the right replaces."""
+        others = (self._at({name: index}) for index in range(1, self.sizes[name]))
+        return any(getattr(each, name) != getattr(self.first, name) for each in others)
+
+    def _check_names(self):
+        for name in self.names:
+            if name not in RUN_SETTINGS - {"teachers"}:  # whose value can contain commas
+                raise UserError(f"{name} has several values, but must be the same for all runs")
+        if not self.names:
+            raise UserError(
+                "there is nothing to compare: give a setting several values, in a flag as "
+                "--learning_rate=1e-3,3e-4 or in a config file as learning_rate = [1e-3, 3e-4]"
+            )
+
+    def combinations(self):
+        """Returns a list of combinations, tuples of (folder, settings): one run for each seed.
+
+        They are all, or --trials of them at random. The last setting varies fastest. Equal
+        combinations count once. Raises UserError if there are too many.
+        """
+        compared = [name for name in self.names if name != REPEATED]
+        sizes = [self.sizes[name] for name in compared]
+        if not self.first.trials and (total := math.prod(sizes)) >= LIMIT:
+            raise UserError(f"there are {total:,} combinations: use --trials=N to train N of them")
+        found, combinations = {}, {}
+        for row in draw(sizes, self.first.trials):
+            runs = []
+            for seed in range(self.sizes.get(REPEATED, 1)):
+                settings = self._at(dict(zip(compared, row, strict=True)) | {REPEATED: seed})
+                folder = Path(settings.sweep_dir, run_name(settings, self.names))
+                if found.setdefault(folder, settings) != settings:
+                    raise UserError(f"two runs would share {folder}: change one of the values")
+                runs.append((folder, settings))
+            combinations[tuple(dict.fromkeys(runs))] = None
+        return list(combinations)
+
+    def _at(self, indices):
+        """Returns the settings with the values at `indices`, and the first of every other list."""
+
+        def choose(name, value):
+            values = values_of(name, value)
+            if len(values) > self.sizes.get(name, 1):
+                raise UserError(f"the number of values of {name} depends on another setting")
+            return values[indices.get(name, 0) % len(values)]  # a list may replace a longer one
+
+        return load(SweepConfig, self.argv, {"device": resolve_device}, choose, quiet=True)
+
+
+def values_of(name, value):
+    """Returns the values that are meant by what a config file assigns, or by a flag's texts.
+
+    They are those of a list, or of a range, "uniform:LOW:HIGH" or "log:LOW:HIGH": at most LIMIT
+    evenly spaced numbers of four digits, or integers. For "log", their logarithms are evenly
+    spaced. Raises UserError if the ends of a range are invalid.
+    """
+    values = value if isinstance(value, list | tuple | range) and len(value) else [value]
+    kind, *ends = str(values[0]).split(":")
+    types = {float, int} & {FIELD_TYPES[name], *typing.get_args(FIELD_TYPES[name])}
+    if len(values) > 1 or kind not in SPACINGS or not types:
+        return values
+    try:
+        low, high = map(float, ends)
+        if not low < high < math.inf:
+            raise ValueError
+        numbers = SPACINGS[kind](low, high, LIMIT)
+    except ValueError as error:
+        rule = "LOW < HIGH" if kind == "uniform" else "0 < LOW < HIGH"
+        raise UserError(f"{values[0]} is not a range: write {kind}:LOW:HIGH, {rule}") from error
+    rounded = [float(f"{x:.4g}") if float in types else round(x) for x in numbers.tolist()]
+    return list(dict.fromkeys(rounded))
+
+
+def draw(sizes, count=None):
+    """Returns the indices of all combinations, or of `count`. A larger `count` only adds some."""
+    if count is None or count >= math.prod(sizes):
+        return list(itertools.product(*map(range, sizes)))
+    generator, drawn = random.Random(SEED), set()
+    while len(drawn) < count:
+        drawn.add(tuple(generator.randrange(size) for size in sizes))
+    return sorted(drawn)
+
+
+def run_name(settings, names):
+    """Returns a folder name with the values of some settings: n_layer=4,seed=1."""
+    values = ",".join(f"{name}={getattr(settings, name)}" for name in names)
+    return re.sub(r"[^\w.,=+-]", "_", values)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,7 @@ import shutil
 import sys
 from statistics import median, stdev
 
-from tools.groups import SIGNIFICANT
-
 FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # after the loss
-NOTE = (
-    f"*: differs from the best by Welch's t-test over seeds (two-sided, p < {SIGNIFICANT}, not "
-    "corrected for multiple comparisons); a single run cannot be tested"
-)
 
 
 def table(groups, first=(), fit=True):
@@ -22,8 +16,6 @@ def table(groups, first=(), fit=True):
     rows = compared(groups, first)
     least = 1 + rows[0].index(_heading(groups))
     lines, hidden = _fitted(rows, least) if fit else (aligned(rows), 0)
-    if _is_repeated(groups) and len(groups) > 1:
-        lines.append(NOTE)
     if hidden:
         columns = f"{hidden} more column{'s' * (hidden > 1)}"
         lines.append(f"{columns}: add --all to python -m tools.plot")
@@ -41,7 +33,7 @@ def compared(groups, first=()):
     losses = [_heading(groups), "seeds"] if _is_repeated(groups) else [_heading(groups)]
     rows = [["run", *first, *losses, *FIGURES, *others]]
     for group in groups:
-        loss = _repeated_loss(group, groups[0]) if _is_repeated(groups) else [_loss(group)]
+        loss = _repeated_loss(group) if _is_repeated(groups) else [_loss(group)]
         settings = [[*group.values(name)][0] for name in (*first, *others)]
         figures = [*loss, *_medians(group)]
         rows.append([group.name, *settings[: len(first)], *figures, *settings[len(first) :]])
@@ -72,11 +64,10 @@ def _loss(group):
     return f"{group.mean:.4f}" if group.losses else ""
 
 
-def _repeated_loss(group, best):
+def _repeated_loss(group):
     """Returns the cells of the loss and the number of seeds."""
     spread = f" ± {stdev(group.losses):.4f}" if len(group.losses) > 1 else " " * 9
-    mark = " *" if group.differs_from(best) else "  "
-    return [f"{_loss(group)}{spread}{mark}", str(len(group.losses))]
+    return [f"{_loss(group)}{spread}", str(len(group.losses))]
 
 
 def _medians(group):

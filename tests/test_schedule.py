@@ -1,17 +1,12 @@
-"""tools/halving.py: which runs a sweep promotes."""
+"""tools.schedule: which runs a sweep promotes."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import tiny
 
 from folio.errors import UserError
-from folio.settings import load
-from tools.halving import Halving, rung_steps
-from tools.sweep import SweepConfig
-from tools.trainer import loss_at
+from tools.schedule import Halving, rung_steps
 
 
 def trained(scheduler, loss_of, jobs=1):
@@ -89,13 +84,3 @@ def test_rungs_are_multiples_of_the_evaluation_interval():
         rung_steps(tiny.settings(max_iters=1000, eval_interval=201), 3)
     with pytest.raises(UserError, match="--halving needs --max_iters=5 or more"):
         rung_steps(tiny.settings(max_iters=4, eval_interval=1), 3)
-
-
-def test_a_finished_run_has_its_loss_of_each_rung(folder):
-    """Otherwise, it would be compared with unfinished runs by its final loss."""
-    settings = load(SweepConfig, tiny.flags(max_iters=50, eval_interval=10))
-    events = [{"step": s, "tokens": 1, "loss": 9 - s / 10, "elapsed_s": 1} for s in (0, 10, 50)]
-    Path("log.jsonl").write_text("\n".join(json.dumps({"split": "val", **e}) for e in events))
-    assert loss_at(folder, settings, 10) == 8.0
-    assert loss_at(folder, settings, 20) is None
-    assert loss_at(folder, settings, 50) is None  # there is no checkpoint
