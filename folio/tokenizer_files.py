@@ -124,11 +124,11 @@ def read(folder):
     path, vocabulary, merges = (Path(folder, n) for n in (FILES[0], "vocab.json", "merges.txt"))
     try:
         if is_file(path):
-            return _tokenizer(read_text(path).text, path)
+            return _tokenizer(read_text(path), path)
         if is_file(path := vocabulary) and is_file(merges):
-            lines = read_text(merges).text.splitlines()
+            lines = read_text(merges).splitlines()
             lines = [line for line in lines if line and not line.startswith("#version")]
-            plain = _gpt2_layout(json.loads(read_text(vocabulary).text), lines)
+            plain = _gpt2_layout(json.loads(read_text(vocabulary)), lines)
             return _tokenizer(json.dumps(plain), path)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged or not a tokenizer ({cause_of(error)})") from error

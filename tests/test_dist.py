@@ -412,7 +412,6 @@ def test_fsdp_refuses_what_it_does_not_have(settings, message):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0"}, "start with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, "start with torchrun"),
         (TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     ],

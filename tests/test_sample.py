@@ -282,7 +282,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--start=-", "standard input is not UTF-8 text: byte 2 is 0xff"),
         ("--prompts=empty.txt", "empty.txt contains no prompt"),
         ("--prompts=", "the name of the file to read is empty"),
-        ("--score=short.txt", "short.txt has 1 tokens; a score needs text after the first"),
+        ("--score=short.txt", "the text has 1 tokens; a score needs text after the first"),
         ("--out_dir=nowhere", r"no checkpoint nowhere/ckpt.pt; available: out"),
         ('--stop=["a",1]', r"--stop=.*: must be a string, or a JSON list of nonempty strings"),
         ("--device=cuda:99", "device=cuda:99, but"),

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from folio.completion import Completion, stop_texts
 from folio.errors import UserError
 from folio.fields import check_value, parse_value
-from folio.files import Text
 from folio.generate import context_start, scoring_starts, stride_of
 from folio.scoring import likely_next, score_text
 from sample import SampleConfig, completions_of, continued
@@ -205,7 +204,7 @@ def score(models, path, string):
             f"the text has {len(ids):,} tokens, and the page shows at most {MOST_TOKENS:,}: "
             f"use python sample.py --init_from={path} --score=FILE"
         )
-    scored = score_text(trained, Text(string, "the text", ""))
+    scored = score_text(trained, string)
     starts = [0, *scoring_starts(trained.model, len(ids))]
     tokens = list(map(Token, ids, pieces_of(trained.tokenizer, ids), starts, scored.logprobs))
     return Annotated(version, trained.checkpoint.summary, tokens, scored.summary)
