@@ -36,20 +36,15 @@ OPTIONS = {
 LEAST = 2  # positions that attention covers; torch.export takes a size of 1 for a constant
 KEPT = 4  # compiled files; each is as large as the model
 HINT = "compiling the model for later runs with --compile; Ctrl-C skips this"
-BATCH_HINT = (
-    "on a CPU, --compile applies to one text at a time: use --stream, or one prompt with "
-    "--num_samples=1"
-)
+BATCH_HINT = "on a CPU, --compile needs --stream, or one prompt with --num_samples=1"
 
 
 @contextmanager
 def compiled_step(trained, one_text):
     """A context in which texts of a TrainedModel on a CPU are continued by a compiled step.
 
-    If there is none yet, it is compiled when the context ends, for later runs.
-
-    Args:
-        one_text: whether each batch has only one text.
+    If there is none yet, it is compiled when the context ends, for later runs. `one_text`: whether
+    each batch has only one text; others are continued as usual.
     """
     path = None
     if kind_of(trained.machine.device) == "cpu":
@@ -65,9 +60,6 @@ def compiled_step(trained, one_text):
     if path and trained.decode is decode_one:
         with continue_on_failure("compilation"):
             compile_for_later(trained, path)
-
-
-# The cache
 
 
 def stored_path(trained):
@@ -123,9 +115,6 @@ def compile_for_later(trained, path):
     print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
-# The compiled step
-
-
 class CompiledStep:
     """A compiled decode_one, for one text and a cache of block_size + 1 positions.
 
@@ -152,8 +141,8 @@ class Step(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, size = model, model.config.block_size
-        self.cache = KVCache(model.config, 1, "cpu", length=size + 1)
+        self.model = model
+        self.cache = KVCache(model.config, 1, "cpu", length=model.config.block_size + 1)
 
     def forward(self, tail, position, visible, keys, values):
         cache, length = copy(self.cache), visible.shape[0]
@@ -161,13 +150,13 @@ class Step(nn.Module):
         return decode_one(self.model, cache, tail, position, length, elementwise_attention).float()
 
     def export(self):
-        """Returns the exported program."""
-        size, layers = self.model.config.block_size, self.model.config.n_layer
-        tail = torch.zeros(1, 1 + self.model.config.receptive_field, dtype=torch.int64)
-        position, visible = torch.zeros(1, dtype=torch.int64), torch.arange(size)
+        """Returns the exported program, for any length of `visible`."""
+        config, fixed = self.model.config, [None] * self.model.config.n_layer
+        tail = torch.zeros(1, 1 + config.receptive_field, dtype=torch.int64)
+        position, visible = tail[0, :1].clone(), torch.arange(config.block_size)
         example = (tail, position, visible, self.cache.keys, self.cache.values)
-        visible_shape = {0: torch.export.Dim("length", min=LEAST, max=size)}
-        shapes = (None, None, visible_shape, [None] * layers, [None] * layers)
+        length = torch.export.Dim("length", min=LEAST, max=config.block_size)
+        shapes = (None, None, {0: length}, fixed, fixed)
         return torch.export.export(self, example, dynamic_shapes=shapes)
 
 

@@ -2,8 +2,8 @@
 
 Standard library only, so that `--help` does not wait for torch.
 
-Exit status: 0 success, 2 UserError, 128 + n after signal n. Any other exception is a bug in folio
-and keeps its traceback.
+Exit status: 0 success, 2 an error of the user or the system, 128 + n after signal n. Any other
+exception is a bug in folio and keeps its traceback.
 """
 
 import gc

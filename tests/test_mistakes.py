@@ -87,12 +87,10 @@ class Hostile:
 
 MISTAKES = {
     "prepare.py": (
-        (None, ["--out_dir=x"], "--out_dir"),
         (None, ["--url=http://localhost"], "--url"),
         (None, [], "text.txt"),
         (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), [], "text.txt is not UTF-8"),
         (lambda: put("text.txt", b"rose\n"), [], "text.txt"),
-        (None, ["--input=verse.txt/text.txt"], "verse.txt/text.txt"),
         (None, ["--input=https://x.org/a.txt"], "https://x.org/a.txt"),
         (
             lambda: (put("texts/a", tiny.VERSE), put("texts/b.png", b"\x89PNG")),
@@ -109,27 +107,19 @@ MISTAKES = {
         ),
     ),
     "train.py": (
-        (None, ["--max-iters=3"], "--max_iters"),
-        (None, ["--"], "--help"),
-        (None, ["-max_iters=3"], "--name="),
         (None, [f"--max_iters={'9' * 5000}"], "--max_iters must be int"),
         (None, ["--init_from=gpt3"], "gpt2?"),
         (None, ["--n_embd=15"], "n_embd=15"),
-        (None, ["--n_embd=6", "--position=rotary"], "even head size"),
         (None, ["--smear=8"], "smear=8"),
         (None, ["--min_lr=0.1"], "learning_rate=0.01"),
         (None, ["--out_dir="], "out_dir"),
         (None, ["--out_dir=verse.txt/out"], "verse.txt/out"),
-        (None, [f"--out_dir={LONG}"], LONG[:100]),
         (None, ["--device=gpu"], "'gpu'"),
         (None, ["--n_layer=1000000000"], "memory"),
-        (lambda: put_folder("mine.py"), ["mine.py"], "mine.py"),
         (lambda: put("mine.py", b"out_dir = '\xff'"), ["mine.py"], "mine.py"),
         # Datasets
         (None, ["--dataset=vers"], "data/vers/train.bin"),
-        (None, [f"--dataset={LONG}"], "train.bin"),
         (None, ["--block_size=512"], "block_size"),
-        (lambda: put_folder(BIN), [], BIN),
         (lambda: cut(META), [], META),
         (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), [], TABLE),
         (lambda: put_table({"vocab_size": 10**15, "itos": "ab"}), [], TABLE),
@@ -150,11 +140,9 @@ MISTAKES = {
     ),
     "sample.py": (
         (None, ["--seed=9223372036854775808"], "--seed"),
-        (None, ["config/shakespeare_char.py"], "unknown setting"),
         (lambda: Path(BEST).unlink(), [], "last.pt exists"),
         (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), [], "24"),
         (lambda: without_tokenizer(".."), [], BEST),
-        (lambda: without_tokenizer("a\x1b[31m"), [], "24"),
         (lambda: (without_tokenizer(), put_table({"itos": Hostile()})), [], TABLE),
         (None, ["--start=\udcff"], "U+DCFF"),
         (None, ["--start=FILE:"], "empty"),
@@ -177,7 +165,6 @@ CHECKPOINTS = {
     "cut": cut,
     "hostile": lambda path: torch.save({"model": Hostile()}, path),
     "a folder": put_folder,
-    "a text": lambda path: put(path, tiny.VERSE),
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
     **{name: lambda path, f=change: alter(path, f) for name, change in CONTENTS.items()},
 }
