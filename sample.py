@@ -88,6 +88,7 @@ if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     process.start(parse_arguments, SampleConfig)  # --help must not wait for torch
 
+from folio.aot import compiled_step
 from folio.completion import (
     Completion,
     complete,
@@ -103,7 +104,6 @@ from folio.memory import explained_out_of_memory
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.scoring import score_text
-from folio.step_cache import compiled_step
 
 SEPARATOR = "---------------"
 
@@ -128,7 +128,7 @@ def main(argv=None):
 
 
 def read_inputs(settings):
-    """Returns the Text to score, or the list of prompts; None is the tokenizer's default prompt.
+    """Returns the text to score, or the list of prompts; None is the tokenizer's default prompt.
 
     Raises UserError for invalid inputs, also a stop text, before a model is loaded.
     """
@@ -137,7 +137,7 @@ def read_inputs(settings):
         return read_text(settings.score)
     if settings.prompts is None:
         return [read_prompt(settings.start)]
-    lines = read_text(settings.prompts).text.split("\n")
+    lines = read_text(settings.prompts).split("\n")
     prompts = [prompt for line in lines if (prompt := line.rstrip("\r"))]
     if not prompts:
         raise UserError(f"{settings.prompts} contains no prompt")

@@ -1,22 +1,26 @@
-"""Compilation of one step of generation ahead of time, for a CPU (AOTInductor).
+"""One step of generation, compiled ahead of time for a CPU (AOTInductor), in the user's cache.
 
-The compiled code contains the weights. It continues one text; for more texts, steps with packed
-linear layers (folio/compile.py) are as fast. folio/step_cache.py keeps compiled files.
+A compiled file contains the weights and code. So it is not stored next to a checkpoint, which can
+come from someone else. It continues one text; for more texts, steps with packed linear layers
+(folio/compile.py) are as fast.
 """
 
+import hashlib
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
+import time
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
 
 from folio import checkpoint as checkpoints
-from folio.device import DTYPES
+from folio.compile import continue_on_failure
+from folio.device import DTYPES, kind_of, useful_threads
 from folio.errors import UserError, cause_of
 from folio.generate import KVCache, decode_one
 from folio.initial import load_initial
@@ -29,19 +33,102 @@ OPTIONS = {
     "aot_inductor.precompile_headers": False,  # would take 6 s, for headers that are used once
 }
 LEAST = 2  # positions that attention covers; torch.export takes a size of 1 for a constant
+KEPT = 4  # compiled files; each is as large as the model
+HINT = "compiling the model for later runs with --compile; Ctrl-C skips this"
+BATCH_HINT = "on a CPU, --compile needs --stream, or one prompt with --num_samples=1"
+
+
+@contextmanager
+def compiled_step(trained, one_text):
+    """A context in which texts of a TrainedModel on a CPU are continued by a compiled step.
+
+    If there is none yet, it is compiled when the context ends, for later runs. `one_text`: whether
+    each batch has only one text; others are continued as usual.
+    """
+    path = None
+    if kind_of(trained.machine.device) == "cpu":
+        if one_text:
+            with continue_on_failure("loading the compiled step"):
+                path = stored_path(trained)
+                if path.exists():
+                    trained.decode = CompiledStep(path, trained.model.config)
+                    print("using the step that an earlier run compiled", file=sys.stderr)
+        else:
+            print(BATCH_HINT, file=sys.stderr)
+    yield
+    if path and trained.decode is decode_one:
+        with continue_on_failure("compilation"):
+            compile_for_later(trained, path)
+
+
+def stored_path(trained):
+    """Returns the path of the compiled step of a TrainedModel, which may not exist yet."""
+    source, files = Path(trained.checkpoint.path), []
+    if not source.exists():
+        raise UserError(f"on a CPU, --compile needs a checkpoint file, not {source}")
+    for file in sorted(source.iterdir()) if source.is_dir() else [source]:
+        stat = file.stat()
+        files.append((str(file.resolve()), stat.st_size, stat.st_mtime_ns))
+    code = [ROOT / "model.py", *sorted(Path(__file__).parent.glob("*.py"))]
+    machine = [trained.machine.dtype, torch.get_num_threads(), torch.__version__]
+    machine += sorted(torch.cpu.get_capabilities().items())
+    parts = [files, machine, [file.read_bytes() for file in code]]
+    return cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"
+
+
+def cache_folder():
+    """Returns the folder of compiled files, which is created if it does not exist.
+
+    Raises UserError if another user could have written a file, which would be executed.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (folder if folder.is_absolute() else Path.home() / ".cache") / "folio"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = folder.stat()
+    if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
+        raise UserError(f"other users own or can write to {folder}")
+    return folder
+
+
+def compile_for_later(trained, path):
+    """Compiles the step of a TrainedModel to a file. Raises UserError if the compiler fails.
+
+    Another process does it, which discards the compiler's messages.
+    """
+    print(HINT, file=sys.stderr, flush=True)
+    start, source = time.monotonic(), Path(trained.checkpoint.path).resolve()
+    with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
+        output = Path(folder, path.name)
+        child = subprocess.run(
+            [sys.executable, "-m", "folio.aot", source, trained.machine.dtype, output],
+            cwd=ROOT,
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TMPDIR": folder},
+            capture_output=True,
+        )
+        if child.returncode:
+            messages = child.stderr.decode(errors="replace").strip()
+            raise UserError(messages.splitlines()[-1] if messages else "the compiler crashed")
+        output.replace(path)
+    for old in sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)[:-KEPT]:
+        old.unlink(missing_ok=True)
+    print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
 class CompiledStep:
-    """A compiled decode_one, for one text and a cache of block_size + 1 positions."""
+    """A compiled decode_one, for one text and a cache of block_size + 1 positions.
+
+    torch._inductor.aoti_load_package would do the same, but it imports the compiler first, which
+    takes a second.
+    """
 
     def __init__(self, path, config):
-        self.runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
-        self.columns = torch.arange(max(config.block_size, LEAST))
+        self.runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        self.columns = torch.arange(config.block_size)
 
     def __call__(self, model, cache, tail, position, length):
         """See decode_one; `model` is ignored."""
         visible = self.columns[: max(length, LEAST)]
-        return self.runner.run([tail, position, visible, *cache.keys, *cache.values])[0]
+        return self.runner.boxed_run([tail, position, visible, *cache.keys, *cache.values])[0]
 
 
 class Step(nn.Module):
@@ -53,8 +140,8 @@ class Step(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, size = model, model.config.block_size
-        self.cache = KVCache(model.config, 1, "cpu", length=size + 1)
+        self.model = model
+        self.cache = KVCache(model.config, 1, "cpu", length=model.config.block_size + 1)
 
     def forward(self, tail, position, visible, keys, values):
         cache, length = copy(self.cache), visible.shape[0]
@@ -62,14 +149,14 @@ class Step(nn.Module):
         return decode_one(self.model, cache, tail, position, length, elementwise_attention).float()
 
     def export(self):
-        """Returns the exported program and the arguments of an example."""
-        size, layers = self.model.config.block_size, self.model.config.n_layer
-        tail = torch.zeros(1, 1 + self.model.config.receptive_field, dtype=torch.int64)
-        position, visible = torch.zeros(1, dtype=torch.int64), torch.arange(max(size, LEAST))
+        """Returns the exported program, for any length of `visible`."""
+        config, fixed = self.model.config, [None] * self.model.config.n_layer
+        tail = torch.zeros(1, 1 + config.receptive_field, dtype=torch.int64)
+        position, visible = tail[0, :1].clone(), torch.arange(config.block_size)
         example = (tail, position, visible, self.cache.keys, self.cache.values)
-        changing = {0: torch.export.Dim("length", min=LEAST, max=size)} if size > LEAST else None
-        shapes = (None, None, changing, [None] * layers, [None] * layers)
-        return torch.export.export(self, example, dynamic_shapes=shapes), example
+        length = torch.export.Dim("length", min=LEAST, max=config.block_size)
+        shapes = (None, None, {0: length}, fixed, fixed)
+        return torch.export.export(self, example, dynamic_shapes=shapes)
 
 
 def elementwise_attention(q, k, v, attn_mask):
@@ -83,44 +170,15 @@ def elementwise_attention(q, k, v, attn_mask):
 
 
 @torch.no_grad()
-def compile_checkpoint(source, dtype, threads, output):
+def compile_checkpoint(source, dtype, output):
     """Compiles the step of a checkpoint's model to the file `output`."""
-    torch.set_num_threads(int(threads))
     model = checkpoints.build_model(load_initial(source)).to(DTYPES[dtype]).eval()
-    program, example = Step(model.requires_grad_(False)).export()
-    options = OPTIONS | {"aot_inductor.output_path": output}
-    torch._inductor.aot_compile(program.module(), example, options=options)
+    program = Step(model.requires_grad_(False)).export()
+    with useful_threads(model.num_params()):
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=output, inductor_configs=OPTIONS
+        )
     CompiledStep(output, model.config)  # raises if it cannot be loaded
-
-
-def compile_in_process(source, dtype, threads, folder):
-    """Compiles in another process, for the compiler's memory and messages.
-
-    Returns the path of the result, in `folder`. Raises UserError if the compiler fails.
-    """
-    output = Path(folder, "step.so")
-    child = subprocess.Popen(
-        [sys.executable, "-m", "folio.aot", *map(str, (source, dtype, threads, output))],
-        cwd=ROOT,
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TMPDIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # to end it with the compiler's processes
-    )
-    try:
-        messages = child.communicate()[1].decode(errors="replace").strip()
-    except BaseException:
-        with suppress(ProcessLookupError):  # it has just ended
-            if hasattr(os, "killpg"):
-                os.killpg(child.pid, signal.SIGKILL)
-            else:
-                child.kill()
-        child.wait()
-        raise
-    if child.returncode:
-        raise UserError(messages.splitlines()[-1] if messages else "the compiler crashed")
-    return output
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def read_prompt(start):
     if start is None:
         return None
     if start.startswith("FILE:") or start == "-":
-        start = read_text(start.removeprefix("FILE:")).text
+        start = read_text(start.removeprefix("FILE:"))
     if not start:
         raise UserError("the prompt is empty; omit --start to begin with a newline")
     return start

@@ -15,6 +15,7 @@ import torch.distributed
 
 from folio.device import kind_of
 from folio.errors import RankError, UserError, cause_of
+from folio.process import is_launched
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed at once
@@ -119,7 +120,7 @@ def joined(device):
 
     Raises UserError if the processes cannot connect, RankError if one of them ends unexpectedly.
     """
-    if "RANK" not in os.environ:
+    if not is_launched():
         yield World(device=device)
         return
     world = _launched(device)
@@ -150,9 +151,9 @@ def _launched(device):
     """Returns the World that torchrun describes in the environment."""
     try:
         rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         raise UserError(
-            f"the environment has RANK, but is incomplete ({cause_of(error)}): start with torchrun"
+            f"RANK, WORLD_SIZE or LOCAL_RANK is invalid ({cause_of(error)}): start with torchrun"
         ) from error
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":

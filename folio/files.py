@@ -3,13 +3,12 @@
 Standard library and filelock only, so that `--help` does not wait for torch.
 """
 
-import hashlib
 import os
 import shutil
 import stat
 import sys
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from folio.errors import UserError, os_error
@@ -67,14 +66,12 @@ def move_aside(folder, names):
 
     Returns the new folder, or None if there are no such files. Raises OSError if moving fails.
     """
-    place = Path(os.path.realpath(folder))
-    found = [name for name in names if os.path.lexists(place / name)]
+    place = Path(folder).resolve()
+    found = [name for name in names if (place / name).exists()]
     if not found:
         return None
-    number = 1
-    while os.path.lexists(f"{place}.{number}"):
-        number += 1
-    aside = Path(f"{place}.{number}")
+    paths = (Path(f"{place}.{number}") for number in count(1))
+    aside = next(path for path in paths if not path.exists())
     aside.mkdir()
     for name in found:
         (place / name).rename(aside / name)
@@ -109,15 +106,11 @@ def is_file(path):
     return True
 
 
-class InUseError(UserError):
-    """Another process is writing to the folder."""
-
-
 @contextmanager
 def locked(folder):
     """Creates a folder if it does not exist, and holds its lock.
 
-    Raises InUseError if another process holds the lock, UserError if the folder cannot be written.
+    Raises UserError if another process holds the lock, or if the folder cannot be written.
     """
     from filelock import FileLock, Timeout  # imported here because it is too slow for --help
 
@@ -126,7 +119,7 @@ def locked(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout:
-        raise InUseError(
+        raise UserError(
             f"another process is writing to {folder}: wait for it, or choose another folder"
         ) from None
     except OSError as error:
@@ -138,28 +131,17 @@ def locked(folder):
 # Text
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text, where it came from, and the sha256 of its bytes."""
-
-    text: str
-    source: str
-    sha256: str
-
-
 def read_text(name):
-    """Returns the Text of a UTF-8 file, or of standard input if `name` is "-".
+    """Returns the text of a UTF-8 file, or of standard input if `name` is "-".
 
     Line endings are kept; a byte order mark is dropped.
     """
-    source = "standard input" if name == "-" else str(name)
+    source = "standard input" if name == "-" else name
     if not source:
         raise UserError("the name of the file to read is empty")
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        text = raw.decode("utf-8").removeprefix("\ufeff")
-        if "\0" in text:
-            raise UserError(f"{source} is not UTF-8 text: it contains null bytes")
+        return raw.decode("utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise os_error("read", source, error) from error
     except UnicodeDecodeError as error:
@@ -167,4 +149,3 @@ def read_text(name):
             f"{source} is not UTF-8 text: byte {error.start:,} is 0x{raw[error.start]:02x}; "
             "convert the file to UTF-8, or leave it out"
         ) from error
-    return Text(text, source, hashlib.sha256(raw).hexdigest())

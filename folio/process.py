@@ -2,11 +2,10 @@
 
 Standard library only, so that `--help` does not wait for torch.
 
-Exit status: 0 success, 2 UserError, 128 + n after signal n. Any other exception is a bug in folio
-and keeps its traceback.
+Exit status: 0 success, 2 an error of the user or the system, 128 + n after signal n. Any other
+exception is a bug in folio and keeps its traceback.
 """
 
-import errno
 import gc
 import os
 import signal
@@ -15,11 +14,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from folio.errors import RankError, UserError
+from folio.errors import UserError
 
 SIGPIPE = 13  # which Windows lacks
-SECONDS_TO_PRINT = 2  # for rank 0
+SECONDS_TO_PRINT = 2  # for rank 0, which raises the same errors
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
+
+_rank = None  # see use_ranks
 
 
 class Interrupted(KeyboardInterrupt):
@@ -34,7 +35,7 @@ def start(function, *args):
     """Calls a function that handles `--help` or invalid flags before a script imports torch."""
     if (status := _run(function, *args)) is not None:
         sys.exit(status)
-    gc.disable()  # until run(): collecting garbage takes a third of the time to import torch
+    gc.disable()  # until run(), because collecting garbage makes imports slower
 
 
 def run(main, has_threads=False):
@@ -46,7 +47,7 @@ def run(main, has_threads=False):
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
     status = _run(main)
-    if has_threads or "RANK" in os.environ:  # gloo has threads
+    if has_threads or _rank is not None:  # gloo has threads
         os._exit(status or 0)
     if status is not None:
         sys.exit(status)
@@ -54,62 +55,35 @@ def run(main, has_threads=False):
 
 def _run(function, *args):
     """Returns the exit status, or None if `function` returns."""
-    if sys.getfilesystemencoding() != "utf-8":  # start again: arguments and paths are decoded by it
-        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the parent; keep its descriptor in use
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        errors = "surrogateescape" if stream is sys.stdin else "backslashreplace"
         with suppress(AttributeError):  # a notebook's streams cannot be reconfigured
-            stream.reconfigure(encoding="utf-8", errors=errors)
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
+    error = status = None
     _set_handlers(_interrupt)
     try:
-        status = _status_of(function, *args)
-        sys.stdout.flush()
-    except OSError as error:
-        is_error = error.errno in (errno.ENOSPC, errno.EBADF)
-        if is_error:
-            print_error(f"cannot read the input or write the output: {error.strerror}")
-        elif error.errno not in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone
-            raise
-        for handle in (1, 2):  # otherwise Python reports the same error again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
-        status = 2 if is_error else 128 + SIGPIPE
-    return status
-
-
-def _status_of(function, *args):
-    """Returns the exit status, or None if `function` returns."""
-    try:
-        function(*args)
-    except SystemExit as error:
-        return error.code or 0
-    except UserError as error:
-        if is_main() or isinstance(error, RankError):
-            print_error(error)
-        else:  # rank 0 raises it, too; torchrun ends all processes as soon as one has ended
-            with suppress(KeyboardInterrupt):
-                time.sleep(SECONDS_TO_PRINT)
-        return 2
-    except MemoryError:
-        print_error("out of memory: use less data, or a machine with more memory")
-        return 2
-    except KeyboardInterrupt as error:
-        _set_handlers(_exit)
-        if is_main():
-            print_error(str(error) or "interrupted")
-        return 128 + getattr(error, "number", signal.SIGINT)
+        try:
+            function(*args)
+        finally:
+            print(end="", flush=True)
+    except SystemExit as found:
+        status = found.code or 0
+    except KeyboardInterrupt as found:
+        error, status = found, 128 + getattr(found, "number", signal.SIGINT)
+    except (UserError, MemoryError) as found:
+        error, status = found, 2
+    except OSError as found:
+        is_broken = isinstance(found, BrokenPipeError)  # the reader of the output has exited
+        error, status = (None, 128 + SIGPIPE) if is_broken else (found, 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
     finally:
         _set_handlers(_exit)
-    return None
-
-
-def is_main():
-    """Whether this is the process of a run that prints: the only one, or rank 0 of torchrun's."""
-    return os.environ.get("RANK", "0") == "0"
+    if error and not is_main() and type(error) in (UserError, Interrupted):
+        time.sleep(SECONDS_TO_PRINT)  # torchrun ends all processes as soon as one has ended
+    elif error:
+        print_error(str(error) or "out of memory: use less data, or a machine with more memory")
+    return status
 
 
 def print_error(message):
@@ -118,6 +92,26 @@ def print_error(message):
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     with suppress(OSError):  # the terminal may be gone, or the disk full
         print(line, file=sys.stderr, flush=True)
+
+
+# Processes of a run
+
+
+def use_ranks():
+    """Lets rank 0 print for all processes that torchrun has started. Only train.py calls this."""
+    global _rank
+    if is_launched():
+        _rank = os.environ["RANK"]
+
+
+def is_launched():
+    """Whether torchrun has started this process. Others may set RANK alone, such as Kubernetes."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+
+
+def is_main():
+    """Whether this is the process that prints: the only one, or rank 0."""
+    return _rank in (None, "0")
 
 
 # Signals

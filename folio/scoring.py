@@ -44,12 +44,12 @@ def likely_next(trained, ids, count):
 
 
 def score_text(trained, text, context_stride=None, allow_special=False):
-    """Returns a Text as ScoredText. Raises UserError if it has no token after the first."""
+    """Returns the ScoredText of a text. Raises UserError if it has no token after the first."""
     tokenizer = trained.tokenizer
-    ids = tokenizer.encode(text.text, allow_special)
+    ids = tokenizer.encode(text, allow_special)
     size = tokenizer.byte_lengths()[ids[1:]].sum().item()  # of scored tokens
     if not size:
-        raise UserError(f"{text.source} has {len(ids)} tokens; a score needs text after the first")
+        raise UserError(f"the text has {len(ids)} tokens; a score needs text after the first")
     # Ids of padding have no probability, as in generation.
     idx = torch.from_numpy(ids.astype("int64"))
     nll = token_nll(trained.model, idx, context_stride, tokenizer.vocab_size)

@@ -24,30 +24,22 @@ from folio.fields import check_value, parse_value, type_name
 ROOT = Path(__file__).parent.parent  # of the repository
 PRESETS = ROOT / "config"
 SYNONYMS = {  # setting: its names in other tools
-    "learning_rate": "lr max_lr peak_lr",
-    "max_iters": "epochs num_epochs steps max_steps num_steps iters n_iters iterations",
-    "minutes": "time_budget time_limit max_time max_minutes",
-    "batch_size": "bs batch micro_batch_size",
-    "block_size": "ctx n_ctx context context_length ctx_len seq_len max_seq_len sequence_length",
-    "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation_steps",
-    "n_layer": "layers n_layers num_layers depth",
-    "n_head": "heads n_heads num_heads",
-    "n_embd": "d_model dim hidden_size embed_dim n_embed width",
+    "learning_rate": "lr max_lr",
+    "max_iters": "epochs num_epochs steps max_steps num_steps iterations",
+    "batch_size": "bs micro_batch_size",
+    "block_size": "ctx n_ctx context_length seq_len max_seq_len sequence_length",
+    "gradient_accumulation_steps": "grad_accum grad_accum_steps",
+    "n_layer": "layers num_layers depth",
+    "n_head": "heads num_heads",
+    "n_embd": "d_model dim hidden_size embed_dim width",
     "weight_decay": "wd",
-    "warmup_iters": "warmup warmup_steps",
-    "grad_clip": "clip max_grad_norm",
-    "eval_interval": "eval_every eval_steps",
-    "checkpoint_interval": "save_every save_steps save_interval",
     "init_from": "resume",
-    "optimizer": "optim",
     "dtype": "precision",
-    "out_dir": "output_dir save_dir model checkpoint ckpt",
-    "temperature": "temp t",
-    "max_new_tokens": "max_tokens num_tokens length n_tokens",
-    "num_samples": "n samples",
+    "out_dir": "output_dir save_dir model checkpoint",
+    "max_new_tokens": "max_tokens num_tokens length",
     "start": "prompt text",
-    "input": "file path text data input_file",
-    "dataset": "data data_dir name",
+    "input": "file text",
+    "dataset": "data data_dir",
 }
 
 
@@ -67,7 +59,7 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     """Builds `settings_class` from config files and flags, applied left to right.
 
     A config file reads the values so far, and those of the flags to its right. Raises UserError for
-    an invalid argument, or a final value that is invalid.
+    an invalid argument or value.
 
     Args:
         argv: the arguments. Default: those of the process.
@@ -77,30 +69,23 @@ def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
             file assigns, or the text to use for the list of a flag's texts, separated by commas.
         quiet: suppresses what config files print.
     """
-    fields, resolvers = _fields(settings_class), resolvers or {}
+    fields = _fields(settings_class)
     values = {name: field.default for name, field in fields.items()}
-    labels = {name: name for name in fields}  # where each value is from, for errors
 
     def resolved(values):
-        return values | {
-            name: resolve(check_value(fields[name], values[name], labels[name]))
-            for name, resolve in resolvers.items()
-        }
+        found = {name: resolve(values[name]) for name, resolve in (resolvers or {}).items()}
+        return values | found
 
     steps = parse_arguments(settings_class, argv, choose)
     for place, (name, value) in enumerate(steps):
         if name is not None:
-            values[name], labels[name] = value, f"--{name}"
+            values[name] = value
             continue
         flags_to_the_right = {key: each for key, each in steps[place:] if key is not None}
-        seen = resolved(values | flags_to_the_right)
         with redirect_stdout(io.StringIO() if quiet else sys.stdout):
-            found = _run_config_file(fields, seen, value, choose)
-        values |= found
-        labels |= {name: f"{value}: {name}" for name in found if found[name] is not seen[name]}
-    values = {name: check_value(fields[name], values[name], labels[name]) for name in fields}
-    values = resolved(values)
-    return settings_class(**values)
+            seen = resolved(values | flags_to_the_right)
+            values |= _run_config_file(fields, seen, value, choose)
+    return settings_class(**resolved(values))
 
 
 def _fields(settings_class):
@@ -133,9 +118,8 @@ def parse_arguments(settings_class, argv=None, choose=None):
                 steps.append((None, _find_config_file(argument)))
             continue
         name, equals, text = argument[2:].partition("=")
-        if name not in fields or name == operands:
-            known = {key: field for key, field in fields.items() if key != operands}
-            hint = _hint(name, known, "; --help lists the settings", "--")
+        if name not in fields:
+            hint = _hint(name, fields, "; --help lists the settings", "--")
             raise UserError(f"unknown setting --{name}{hint}")
         field = fields[name]
         if not equals:
@@ -151,7 +135,7 @@ def parse_arguments(settings_class, argv=None, choose=None):
     return steps
 
 
-def _hint(name, known, otherwise, dashes=""):
+def _hint(name, known, otherwise="", dashes=""):
     """Returns a suggestion for an unknown name: a synonym from other tools, or a similar name."""
     name = name.lower().replace("-", "_")
     for setting, synonyms in SYNONYMS.items():
@@ -180,7 +164,7 @@ def _find_config_file(argument):
 
 
 def _run_config_file(fields, values, path, choose):
-    """Runs a config file with `values` as its global names. Returns their new values."""
+    """Runs a config file with `values` as its global names. Returns their new values, checked."""
     try:
         names = runpy.run_path(str(path), init_globals=values)
     except (KeyboardInterrupt, UserError):
@@ -195,9 +179,10 @@ def _run_config_file(fields, values, path, choose):
         if isinstance(value, types.ModuleType):
             continue
         if name in fields:
-            found[name] = choose(name, value) if choose else value
+            value = choose(name, value) if choose else value
+            found[name] = check_value(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or callable(value)):
-            hint = _hint(name, fields, "; names of helper variables start with _")
+            hint = f"{_hint(name, fields)}; names of helper variables start with _"
             raise UserError(f"{path}: unknown setting {name}{hint}")
     return found
 

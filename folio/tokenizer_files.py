@@ -110,7 +110,7 @@ def read(folder):
     path = Path(folder, FILES[0])
     if is_file(path):
         try:
-            return _tokenizer(bpe.encoder(read_text(path).text))
+            return _tokenizer(bpe.encoder(read_text(path)))
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
     for name in OTHER_FORMATS:

@@ -353,7 +353,6 @@ def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advi
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0"}, "start with torchrun"),
         ({"RANK": "0", "WORLD_SIZE": "x", "LOCAL_RANK": "0"}, "start with torchrun"),
         (TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "3"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     ],

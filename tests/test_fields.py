@@ -27,11 +27,6 @@ class Settings:
 FIELDS = {field.name: field for field in fields(Settings)}
 
 
-def test_the_name_of_a_type_is_a_text():
-    assert parse_value(FIELDS["name"], "<class 'str'>", "HERE") == "<class 'str'>"
-    assert error_of("name", str).startswith("HERE must be str or None")
-
-
 def error_of(name, value):
     with pytest.raises(UserError) as caught:
         check_value(FIELDS[name], value, "HERE")
@@ -62,16 +57,10 @@ def test_text_is_parsed_to_the_type_of_the_field(name, text, value):
     ("name", "text", "reason"),
     [
         ("steps", "1.5", "must be int, not '1.5'"),
-        ("steps", "-1", "must be in [0, inf), not -1"),
         ("steps", "9223372036854775808", "must be a 64-bit integer, not 9223372036854775808"),
-        ("warmup", "few", "must be int or None, not 'few'"),
         ("rate", "fast", "must be float, not 'fast'"),
-        ("rate", "0", "must be in (0, 1], not 0.0"),
         ("rate", "nan", "must be in (0, 1], not nan"),
         ("shift", "1e400", "must be in (-inf, inf), not inf"),
-        ("bias", "1", "must be True or False, not '1'"),
-        ("compile", "1", "must be auto, True or False, not '1'"),
-        ("norm", "batchnorm", "must be layernorm or rmsnorm, not 'batchnorm'"),
     ],
 )
 def test_invalid_text_is_an_error(name, text, reason):
@@ -85,14 +74,16 @@ def test_invalid_text_is_an_error(name, text, reason):
     [
         ("steps", 1.0, "must be int, not 1.0"),
         ("steps", True, "must be int, not True"),
-        ("rate", "0.1", "must be float, not '0.1'"),
-        ("rate", 2, "must be in (0, 1], not 2.0"),
+        ("steps", -1, "must be in [0, inf), not -1"),
+        ("warmup", [1, 2], "must be int or None, not [1, 2]"),
+        ("rate", 0, "must be in (0, 1], not 0.0"),
         ("bias", 1, "must be True or False, not 1"),
-        ("norm", None, "must be layernorm or rmsnorm, not None"),
-        ("steps", [1, 2], "must be int, not [1, 2]"),
+        ("compile", 1, "must be auto, True or False, not 1"),
+        ("norm", "batchnorm", "must be layernorm or rmsnorm, not 'batchnorm'"),
+        ("name", str, "must be str or None, not <class 'str'>"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_an_error(name, value, reason):
+def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, reason):
     assert error_of(name, value) == f"HERE {reason}"
 
 

@@ -271,7 +271,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--start=-", "standard input is not UTF-8 text: byte 2 is 0xff"),
         ("--prompts=empty.txt", "empty.txt contains no prompt"),
         ("--prompts=", "empty"),
-        ("--score=short.txt", "short.txt has 1 tokens"),
+        ("--score=short.txt", "has 1 tokens"),
         ("--out_dir=nowhere", "nowhere/ckpt.pt; available: out"),
         ("--out_dir=nowhere --score=nope", "nope"),  # before a model is loaded
         ('--stop=["a",1]', "--stop="),

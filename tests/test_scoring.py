@@ -9,7 +9,6 @@ import torch
 from folio import scoring
 from folio.completion import Completion, complete
 from folio.errors import UserError
-from folio.files import Text
 from folio.generate import context_start, scoring_starts, stride_of
 from folio.sampling import Controls
 from folio.scoring import likely_next, score_text
@@ -38,7 +37,7 @@ def probability_of(trained, token, context):
 @pytest.mark.parametrize("length", [2, 8, 9, 10, 29])
 def test_a_scored_token_has_the_probability_of_the_next_token(trained, length, stride):
     ids = (tiny.random_ids(trained.model, rows=1, length=length)[0] % 37).tolist()
-    scored = score_text(trained, Text(trained.tokenizer.decode(ids), "text", ""), stride)
+    scored = score_text(trained, trained.tokenizer.decode(ids), stride)
     logprobs, starts = scored.logprobs, [0, *scoring_starts(trained.model, length, stride)]
     assert (scored.ids, logprobs[0], len(logprobs)) == (ids, None, length)
     for at in range(1, length):
@@ -83,7 +82,7 @@ def test_score_is_the_mean_loss_of_the_model(trained):
     ids = torch.from_numpy(trained.tokenizer.encode("9 letters").astype("int64"))
     logits = trained.model.logits(ids[None, :-1])[0, :, :37]
     loss = torch.nn.functional.cross_entropy(logits, ids[1:]).item()
-    assert score_text(trained, Text("9 letters", "text", "")).totals == {
+    assert score_text(trained, "9 letters").totals == {
         "tokens": 8,
         "loss": pytest.approx(loss),
         "perplexity": pytest.approx(math.exp(loss)),
@@ -95,25 +94,25 @@ def test_bits_per_byte_exclude_the_first_token(trained, gpt2_of_bytes, monkeypat
     monkeypatch.setattr(scoring, "token_nll", lambda model, ids, *_: torch.ones(len(ids) - 1))
     trained.tokenizer = gpt2_of_bytes
     for content in ("éa", "🦶", "ab"):
-        found = score_text(trained, Text(content, "text", "")).totals
+        found = score_text(trained, content).totals
         assert found["tokens"] == len(content.encode()) - 1
         assert found["bits_per_byte"] == pytest.approx(1 / math.log(2))
 
 
 def test_bits_per_byte_count_no_bytes_of_end_of_text_tokens(trained, gpt2_of_bytes, monkeypatch):
     monkeypatch.setattr(scoring, "token_nll", lambda model, ids, *_: torch.ones(len(ids) - 1))
-    trained.tokenizer, text = gpt2_of_bytes, Text("a<|endoftext|>bc", "text", "")
+    trained.tokenizer, text = gpt2_of_bytes, "a<|endoftext|>bc"
     assert score_text(trained, text).totals["tokens"] == 15
     found = score_text(trained, text, allow_special=True).totals
     assert found["tokens"] == 3
     assert found["bits_per_byte"] == pytest.approx(3 / math.log(2) / 2)
     with pytest.raises(UserError, match="has 2 tokens"):
-        score_text(trained, Text("a<|endoftext|>", "text", ""), allow_special=True)
+        score_text(trained, "a<|endoftext|>", allow_special=True)
 
 
 def test_output_that_is_not_finite_is_a_user_error(trained):
     trained.model.transformer.ln_f.weight.data.fill_(math.inf)
     with pytest.raises(UserError, match="not finite: try --dtype=float32"):
-        score_text(trained, Text("abc", "text", ""))
+        score_text(trained, "abc")
     with pytest.raises(UserError, match="not finite: try --dtype=float32"):
         likely_next(trained, [1], 1)

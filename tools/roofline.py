@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from folio.aot import compiled_step
 from folio.batches import Batches
 from folio.completion import load_trained
 from folio.device import DTYPES, kind_of, resolve_device
@@ -18,7 +19,6 @@ from folio.errors import UserError
 from folio.initial import load_best
 from folio.run_dir import RunDir
 from folio.settings import load
-from folio.step_cache import compiled_step
 from sample import SampleConfig, completions_of, continued, read_inputs
 from tools.count import SCORES, parts
 from train import TrainConfig, setup

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from folio.completion import Completion, load_trained, stop_texts
 from folio.errors import UserError
-from folio.files import Text
 from folio.generate import context_start, scoring_starts, stride_of
 from folio.initial import load_initial
 from folio.scoring import likely_next, score_text
@@ -146,7 +145,7 @@ def score(models, path, string):
     trained = models.newest(path)
     ids = trained.tokenizer.encode(string).tolist()
     check_length(ids)
-    scored = score_text(trained, Text(string, "the text", ""))
+    scored = score_text(trained, string)
     starts = [0, *scoring_starts(trained.model, len(ids))]
     tokens = map(Token, ids, pieces_of(trained.tokenizer, ids), starts, scored.logprobs)
     return TokenText(trained, list(tokens), scored.summary)
