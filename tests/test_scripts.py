@@ -68,17 +68,16 @@ def test_constraints_pin_every_required_package():
 # Imports
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
-    {"advice", "dropout", "errors", "split_writer"},
+    {"advice", "dropout", "errors"},
     {"attention", "bpe", "fields"},
     {"model"},
-    {"settings", "files", "formats", "tokenizers", "device", "hub", "architectures", "size"}
+    {"settings", "files", "sources", "tokenizers", "device", "hub", "architectures", "size"}
     | {"recompute"},
-    {"process", "memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
+    {"process", "memory", "corpus"} | {"dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "storage", "trackers"},
     {"optim", "scoring"},
     {"divergence"},
-    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"}
-    | {"tensor_file", "tokenizer_files"},
+    {"budget", "checkpoint", "dataset_writer", "downloads"} | {"tensor_file", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"distill", "initial", "saving"},
     {"aot"},
