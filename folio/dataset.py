@@ -29,7 +29,7 @@ DATA = Path("data")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 READ_BYTES = 64 * 2**20  # of a split at most, which is read completely when it is loaded
 SAMPLES, SAMPLE_TOKENS = 32, 2**15  # blocks that are read of a larger split, and their length
-VERIFY_TOKENS = 2**22  # that are read at once
+READ_TOKENS = 2**22  # that are read at once
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,25 @@ def meta_checksum(meta):
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def load_dataset(name):
+def load_dataset(name, verify=False):
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
-    Small splits are read completely. Of larger ones, the sizes of the files and a sample of the ids
+    Small splits are read completely. Of larger ones, the size of the file and a sample of the ids
     are checked. Raises UserError if a file is missing, damaged or does not match the others.
+
+    Args:
+        verify: read large splits completely, too.
     """
     folder = dataset_folder(name)
-    _check_prepared(folder)
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
     for split in SPLITS:
         with _reading(folder / f"{split}.bin") as path:
             ids = splits[split] = _map_ids(path, meta, split)
-            found = _check_split(ids, tokenizer.vocab_size, meta.get(split))
+            is_sampled = ids.nbytes > READ_BYTES and not verify
+            found = _check_ids(ids, tokenizer.vocab_size, is_sampled)
+            if meta and not is_sampled and found != meta[split]["crc32"]:
+                raise ValueError("it does not match meta.json")
         fingerprint[split] = meta[split]["crc32"] if meta else found
     return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
 
@@ -111,34 +116,17 @@ def verify_dataset(name):
 
     Raises UserError if a file is missing or damaged.
     """
-    from tqdm import tqdm
-
-    folder = dataset_folder(name)
-    _check_prepared(folder)
-    meta, tokenizer = _read_meta(folder)
-    counts = {}
-    for split in SPLITS:
-        with _reading(folder / f"{split}.bin") as path:
-            ids, crc = _map_ids(path, meta, split), 0
-            counts[split] = len(ids)
-            blocks = range(0, len(ids), VERIFY_TOKENS)
-            with open(path, "rb") as file:  # a map would count as memory of the process
-                for _ in tqdm(blocks, path.name, leave=False, disable=None):
-                    block = np.fromfile(file, ids.dtype, VERIFY_TOKENS)
-                    crc = zlib.crc32(block, crc)
-                    _check_ids(block, tokenizer.vocab_size)
-            if meta and crc != meta[split]["crc32"]:
-                raise ValueError("it does not match meta.json")
-    checked = "checksums and ids are correct" if meta else "ids are correct; it has no checksums"
+    data = load_dataset(name, verify=True)
+    has_checksums = is_file(dataset_folder(name) / "meta.json")
     return (
-        f"{folder}: {counts['train']:,} training and {counts['val']:,} validation tokens, {checked}"
+        f"{DATA / name}: {len(data.train):,} training and {len(data.val):,} validation tokens, "
+        + ("checksums and ids are correct" if has_checksums else "ids are correct; no checksums")
     )
 
 
 def dataset_size(name):
     """Returns the DatasetSize of data/NAME without reading its tokens. Raises UserError."""
     folder = dataset_folder(name)
-    _check_prepared(folder)
     meta, tokenizer = _read_meta(folder)
     counts = []
     for split in SPLITS:
@@ -158,15 +146,6 @@ def fingerprint(name):
 def load_tokenizer(name):
     """Returns the tokenizer of data/NAME: from meta.json, nanoGPT's meta.pkl, or else GPT-2's."""
     return _read_meta(dataset_folder(name))[1]
-
-
-def _check_prepared(folder):
-    if not is_file(folder / "train.bin"):
-        raise UserError(
-            f"{folder}/train.bin is missing; prepare it with python prepare.py "
-            f"--dataset={folder.name} (and --input=FILE_OR_FOLDER for your own text), or start "
-            "with a preset: python prepare.py && python train.py config/shakespeare_char_fast.py"
-        )
 
 
 def _read_meta(folder):
@@ -192,7 +171,13 @@ def _read_meta(folder):
 @contextmanager
 def _reading(path):
     """Yields `path`. Turns errors in the file, which may contain anything, into UserErrors."""
-    is_file(path)  # raises if it is a pipe, which would block
+    if not is_file(path):  # a pipe is an error, too, because reading it would block
+        name = path.parent.name
+        raise UserError(
+            f"{path} is missing; prepare it with python prepare.py --dataset={name} (and "
+            "--input=FILE_OR_FOLDER for your own text), or start with a preset: python prepare.py "
+            "&& python train.py config/shakespeare_char_fast.py"
+        )
     try:
         yield path
     except OSError as error:
@@ -214,30 +199,22 @@ def _map_ids(path, meta, split):
     return ids
 
 
-def _check_split(ids, vocab_size, entry):
-    """Checks all ids of a small split, or a sample of a large one. Returns its fingerprint.
+def _check_ids(ids, vocab_size, is_sampled):
+    """Returns the CRC-32 of all ids, or of their size and a sample of blocks.
 
-    Args:
-        entry: the split's part of meta.json, or None.
+    Raises ValueError for ids that are not in the vocabulary.
     """
-    if ids.nbytes <= READ_BYTES:
-        crc = zlib.crc32(ids)
-        if entry and crc != entry["crc32"]:
-            raise ValueError("it does not match meta.json")
-        _check_ids(ids, vocab_size)
-        return crc
-    crc = zlib.crc32(b"%d" % ids.nbytes)
-    for start in np.linspace(0, max(0, len(ids) - SAMPLE_TOKENS), SAMPLES).astype(int):
-        block = ids[start : start + SAMPLE_TOKENS]
-        _check_ids(block, vocab_size)
+    if is_sampled:
+        crc, length = zlib.crc32(b"%d" % ids.nbytes), SAMPLE_TOKENS
+        starts = np.linspace(0, max(0, len(ids) - SAMPLE_TOKENS), SAMPLES).astype(int)
+    else:
+        crc, length, starts = 0, READ_TOKENS, range(0, len(ids), READ_TOKENS)
+    for start in starts:
+        block = ids[start : start + length]
         crc = zlib.crc32(block, crc)
+        if (largest := block.max()) >= vocab_size:
+            raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
     return crc
-
-
-def _check_ids(ids, vocab_size):
-    """Raises ValueError for ids that are not in the vocabulary."""
-    if (largest := ids.max()) >= vocab_size:
-        raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -64,16 +64,12 @@ def download(urls, path):
     Raises UserError with the alternatives if none does; `path` is where a user can put the file.
     """
     import requests  # imported here because it is too slow for --help
-    from requests.adapters import HTTPAdapter, Retry
 
-    retry = Retry(2, status_forcelist=(429, 500, 502, 503, 504), respect_retry_after_header=False)
-    session, reasons = requests.Session(), []
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(max_retries=retry))
+    reasons = []
     for url in urls:
         shown = re.sub(r"//[^/]*@", "//", url)  # without a password
         try:
-            response = session.get(url, timeout=TIMEOUT_S)
+            response = requests.get(url, timeout=TIMEOUT_S)
             response.raise_for_status()
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             reasons.append(f"{shown}: {type(error).__name__}")

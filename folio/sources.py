@@ -3,7 +3,6 @@
 A file of text is one document. A table (JSON lines, CSV or Parquet) has one per row.
 """
 
-import codecs
 import glob
 import hashlib
 import io
@@ -26,7 +25,7 @@ TABLES = (
     ".parquet",
     *(kind + suffix for kind in (".jsonl", ".csv") for suffix in ("", *COMPRESSIONS)),
 )
-CHUNK = 2**19  # bytes of a text that are read at once; larger arrays are slower to write
+CHUNK = 2**19  # characters of a text that are read at once; larger arrays are slower to write
 BLOCK = 2**25  # bytes of JSON lines or CSV that are read at once; a longer row is an error
 ROWS = 1000  # of a Parquet table that are read at once
 
@@ -109,33 +108,23 @@ def reading(name):
 
 def _text(source, whole_words):
     """Yields the Chunks of a UTF-8 file. Line endings are kept; a byte order mark is dropped."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with open(source.local_path(), "rb") as file:
-        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-            file.seek(0)
-        start, rest, raw = file.tell(), "", None
-        while raw != b"":
-            raw = file.read(CHUNK)
-            text = rest + _decoded(source, decoder, raw, start)
-            start += len(raw)
-            cut = bpe.last_cut(text) if raw and whole_words else len(text)
+    count, rest, new = 0, "", None
+    with open(source.local_path(), encoding="utf-8-sig", newline="") as file:
+        while new != "":
+            try:
+                new = file.read(CHUNK)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{source.name} is not UTF-8 text: after {count:,} characters or more, it has "
+                    f"byte 0x{error.object[error.start]:02x}; convert it to UTF-8, or leave it out"
+                ) from error
+            if "\0" in new:
+                raise UserError(f"{source.name} is not UTF-8 text: it contains null bytes")
+            count += len(new)
+            text = rest + new
+            cut = bpe.last_cut(text) if new and whole_words else len(text)
             text, rest = text[:cut], text[cut:]
-            yield Chunk(text, not raw, start)
-
-
-def _decoded(source, decoder, raw, start):
-    """Returns the next text of a decoder. `start` is the place of `raw` in the file."""
-    before = len(decoder.getstate()[0])  # bytes of an incomplete character
-    try:
-        text = decoder.decode(raw, not raw)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{source.name} is not UTF-8 text: byte {start - before + error.start:,} is "
-            f"0x{error.object[error.start]:02x}; convert the file to UTF-8, or leave it out"
-        ) from error
-    if "\0" in text:
-        raise UserError(f"{source.name} is not UTF-8 text: it contains null bytes")
-    return text
+            yield Chunk(text, not new, file.buffer.tell())
 
 
 # Tables

@@ -93,11 +93,11 @@ def url_of(server, path):
 @pytest.mark.parametrize(
     ("path", "reason", "count"),
     [
-        ("stalls", "ConnectionError", 3),
+        ("stalls", "ReadTimeout", 1),
         ("stalls_in_body", "ConnectionError", 1),
         ("cut", "ChunkedEncodingError", 1),
         ("refused", "ConnectionError", 0),
-        ("500", "RetryError", 3),
+        ("500", "HTTPError", 1),
         ("404", "HTTPError", 1),
         ("wrong_bytes", "unexpected content", 1),
     ],
