@@ -5,15 +5,14 @@
     python prepare.py --dataset=pydocs                       Python's documentation, no network
     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME  your own text
     python prepare.py --input=FILE --dataset=NAME --tokenizer=bpe --vocab_size=4096
+    python prepare.py --input=hf:ORG/NAME --dataset=NAME --tokenizer=gpt2
     python prepare.py --dataset=fineweb_edu --max_tokens=1000000000
 
-Files of any size are read in constant memory: text, and by suffix .jsonl, .jsonl.gz, .jsonl.zst and
-.parquet. If the process is killed, the same command continues. folio/corpus.py defines the
+Files of any size are read in constant memory: text, and by suffix .jsonl, .csv (both may be .gz or
+.zst) and .parquet. A dataset is replaced when the new one is complete. folio/corpus.py defines the
 validation split, folio/dataset.py the format.
 """
 
-import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,6 @@ KNOWN = {  # name: tokenizer
     "openwebtext": "gpt2",
     "fineweb_edu": "gpt2",
 }
-ON_THE_HUB = ("openwebtext", "fineweb_edu")
-
 KINDS = ("char", "byte", "bpe", "gpt2")  # of tokenizers
 
 
@@ -47,11 +44,15 @@ class PrepareConfig:
     )
     input: str | None = setting(
         None,
-        "your own UTF-8 text, JSON lines or Parquet: a file, folder or glob pattern; the "
-        "validation split is the last 10% of a text, or documents chosen by hash (about 20 MB, at "
-        "most 10%)",
+        "your own UTF-8 text, JSON lines, CSV or Parquet: a file, folder or glob pattern, or "
+        "hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub; the validation split is the "
+        "last 10% of a text, or documents chosen by hash (about 20 MB, at most 10%)",
     )
-    text_key: str = setting("text", "field of JSON lines, or column of Parquet, with the text")
+    text_key: str = setting("text", "column or field with the text in JSON lines, CSV or Parquet")
+    subset: str | None = setting(
+        None, "hf: folder of the files, such as that of a configuration; None: the only one"
+    )
+    split: str = setting("train", "hf: split of the dataset that is read")
     max_tokens: int | None = setting(None, "stop after about as many tokens", "[1, inf)")
     tokenizer: str | None = setting(
         None,
@@ -75,6 +76,9 @@ class PrepareConfig:
             self.input or self.dataset not in (None, "shakespeare_char", "shakespeare")
         ):
             raise UserError("--url applies to tiny Shakespeare only")
+        is_hub = self.input and self.input.startswith("hf:")
+        if (self.subset or self.split != "train") and not is_hub:
+            raise UserError("--subset and --split apply to --input=hf:ORG/NAME only")
         if self.kind not in KINDS and not os.path.exists(self.kind):
             known = ", ".join(KINDS)
             raise UserError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
@@ -94,56 +98,87 @@ class PrepareConfig:
 if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
-from folio.corpus import Corpus, Position
+from folio.corpus import Corpus, Extent
 from folio.dataset import dataset_folder, verify_dataset
-from folio.dataset_writer import DatasetWriter, unfinished
+from folio.dataset_writer import dataset_writer
+from folio.downloads import ON_THE_HUB, hub_sources, shakespeare
 from folio.encoding import encode_corpus, progress_bar
-from folio.known_texts import python_docs, shakespeare
-from folio.sources import find_sources
+from folio.sources import find_sources, python_docs
 from folio.tokenizers import BPE_SIZE, TOKENIZERS, BPETokenizer
 
 
 def main(argv=None):
+    """Reads a corpus and writes a dataset.
+
+    Where the tokenizer or the boundary of the splits depends on the text, all of it is read once
+    before. Then it is read, divided into splits, encoded in threads, and written in order.
+    """
     settings = load(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
     if settings.verify:
         print(verify_dataset(name))
         return
-    corpus = own_corpus(settings, folder) if settings.input else known_corpus(name, settings)
-    key = identity(corpus, settings)
-    resumed = unfinished(folder, key)
-    if resumed:
-        tokenizer, start = resumed.tokenizer, Position(**resumed.position)
-    else:
-        tokenizer, start = tokenizer_and_start(corpus, settings)
-    with DatasetWriter(folder, tokenizer, key, resumed) as writer:
-        if start.tokens:
-            print(f"continuing {folder} after {start.tokens:,} tokens", flush=True)
-        max_tokens = None if corpus.in_order else settings.max_tokens
-        end = encode_corpus(corpus, tokenizer, writer, start, max_tokens)
-        meta = writer.finish(corpus.description, corpus.sha256(end))
+    corpus = corpus_of(name, folder, settings)
+    tokenizer, extent = tokenizer_and_extent(corpus, settings)
+    max_tokens = None if corpus.in_order else settings.max_tokens
+    with dataset_writer(folder, tokenizer) as writer:
+        characters, num_sources = encode_corpus(corpus, tokenizer, writer, extent, max_tokens)
+        meta = writer.finish(corpus.description, corpus.sha256(num_sources))
     print(
-        f"{folder}: {end.characters:,} characters of {corpus.description}, "
+        f"{folder}: {characters:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
 
 
-def identity(corpus, settings):
-    """Returns plain data that differs if the tokens could differ."""
-    stamps = json.dumps([source.stamp() for source in corpus.sources])
-    names = ("kind", "vocab_size", "allow_special", "max_tokens", "text_key")
-    sources = {"sources": hashlib.sha256(stamps.encode()).hexdigest()}
-    return sources | {name: getattr(settings, name) for name in names}
+def corpus_of(name, folder, settings):
+    """Returns the Corpus of --input or of a dataset that folio provides."""
+    sources = own_sources(folder, settings) if settings.input else known_sources(name, settings)
+    is_single = len(sources) == 1
+    label = sources[0].name if is_single else f"{settings.input or name} ({len(sources)} files)"
+    whole_words = settings.allow_special or settings.kind not in ("char", "byte")
+    return Corpus(sources, label, settings.allow_special, whole_words)
 
 
-def tokenizer_and_start(corpus, settings):
-    """Returns the tokenizer of a Corpus, and the Position from which to encode.
+def own_sources(folder, settings):
+    """Returns the Sources of --input. `folder` is that of the dataset."""
+    if settings.input.startswith("hf:"):
+        names = settings.subset, settings.split, settings.text_key
+        return hub_sources(settings.input, *names, settings.max_tokens)
+    check_output([settings.input], folder)
+    sources = find_sources(settings.input, settings.text_key)
+    check_output([source.path for source in sources], folder)
+    return sources
+
+
+def known_sources(name, settings):
+    """Returns the Sources of a dataset that folio provides."""
+    if name not in KNOWN:
+        hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
+        raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
+    if name in ON_THE_HUB:
+        return hub_sources(*ON_THE_HUB[name], "train", settings.text_key, settings.max_tokens)
+    return [python_docs() if name == "pydocs" else shakespeare(settings.url)]
+
+
+def check_output(paths, folder):
+    """Raises UserError if a dataset in `folder` would replace its text or become part of it."""
+    target = Path(os.path.realpath(folder))
+    for path in paths:
+        real = Path(os.path.realpath(path))
+        if target.is_relative_to(real):
+            raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
+        if real.parent == target and real.suffix in (".bin", ".json", ".tmp"):
+            raise UserError(f"{path} would be replaced by the dataset: rename it")
+
+
+def tokenizer_and_extent(corpus, settings):
+    """Returns the tokenizer of a Corpus, and the Extent to encode.
 
     A BPE is trained on the training split only.
     """
-    kind, start = settings.kind, Position()
+    kind, extent = settings.kind, Extent()
     size = settings.vocab_size or BPE_SIZE
     tokenizer = None if kind in ("char", "bpe") else existing_tokenizer(kind)
     if corpus.in_order or kind in ("char", "bpe"):
@@ -153,11 +188,11 @@ def tokenizer_and_start(corpus, settings):
             trained = tokenizer or BPETokenizer.train([sample], size)
             limit = limit * len(sample) // max(len(trained.encode(sample)), 1)
         with progress_bar(corpus, "reading") as progress:
-            start, characters = corpus.survey(kind, limit, progress)
+            extent, characters = corpus.survey(kind, limit, progress)
         tokenizer = tokenizer or characters
     if kind == "bpe":
-        tokenizer = BPETokenizer.train(corpus.training_texts(start), size)
-    return tokenizer, start
+        tokenizer = BPETokenizer.train(corpus.training_texts(extent), size)
+    return tokenizer, extent
 
 
 def existing_tokenizer(kind):
@@ -168,48 +203,6 @@ def existing_tokenizer(kind):
     from folio.initial import load_initial
 
     return checkpoint_tokenizer(load_initial(kind))
-
-
-# Sources of text
-
-
-def own_corpus(settings, folder):
-    """Returns the Corpus of --input. `folder` is that of the dataset."""
-    check_output([settings.input], folder)
-    sources = find_sources(settings.input, settings.text_key)
-    check_output([source.path for source in sources], folder)
-    return corpus_of(sources, settings, settings.input)
-
-
-def corpus_of(sources, settings, name):
-    description = sources[0].name if len(sources) == 1 else f"{name} ({len(sources)} files)"
-    whole_words = settings.allow_special or settings.kind not in ("char", "byte")
-    return Corpus(sources, description, settings.allow_special, whole_words)
-
-
-def check_output(paths, folder):
-    """Raises UserError if a dataset in `folder` would replace its text or become part of it."""
-    target = Path(os.path.realpath(folder))
-    for path in paths:
-        real = Path(os.path.realpath(path))
-        if target.is_relative_to(real):
-            raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-        if real.parent == target and real.suffix in (".bin", ".json", ".part"):
-            raise UserError(f"{path} would be replaced by the dataset: rename it")
-
-
-def known_corpus(name, settings):
-    """Returns the Corpus of a dataset that folio provides."""
-    if name not in KNOWN:
-        hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
-        raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
-    if name in ON_THE_HUB:
-        from folio.hub_corpora import hub_sources  # imported here because it is optional
-
-        sources = hub_sources(name, settings.max_tokens, settings.text_key)
-        return corpus_of(sources, settings, name)
-    source = python_docs() if name == "pydocs" else shakespeare(settings.url)
-    return corpus_of([source], settings, name)
 
 
 if __name__ == "__main__":

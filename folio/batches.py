@@ -9,7 +9,6 @@ import torch
 from folio.device import kind_of
 from folio.dist import ALONE
 from folio.memory import memory_bytes
-from folio.shards import Shards
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part, times 2^64
 DATA_SHARE = 1 / 8  # of a GPU's memory; weights, optimizer state and activations need the rest
@@ -71,12 +70,12 @@ class Split:
     """
 
     def __init__(self, ids, device):
-        """ids: (N,) uint16 or uint32, usually a memory map, or Shards."""
-        self.ids, self.device = ids if isinstance(ids, Shards) else Shards([ids]), device
+        """ids: (N,) uint16 or uint32, usually a memory map."""
+        self.ids, self.device = ids, device
         self.resident = None
         room = min(RESIDENT_BYTES, DATA_SHARE * (memory_bytes(device) or 0))
         if kind_of(device) != "cpu" and 4 * len(ids) <= room:
-            self.resident = torch.from_numpy(self.ids[:].astype(np.int32)).to(device)
+            self.resident = torch.from_numpy(ids.astype(np.int32)).to(device)
 
     def __len__(self):
         return len(self.ids)
@@ -84,7 +83,10 @@ class Split:
     def windows(self, starts, block_size):
         """Returns inputs and targets, (B, block_size) int64 each, for `starts`, (B,) int64."""
         if self.resident is None:
-            tokens = self._to_device(self.ids.windows(starts, block_size + 1))
+            length = block_size + 1
+            windows = [self.ids[start : start + length] for start in starts.tolist()]
+            ids = np.concatenate(windows, dtype=np.int64).reshape(len(starts), length)
+            tokens = self._to_device(ids)
         else:
             offsets = torch.arange(block_size + 1, device=self.device)
             tokens = self.resident[self._to_device(starts)[:, None] + offsets].long()

@@ -1,14 +1,13 @@
 """A stream of documents, divided into training and validation split.
 
 The first 90% of the characters of texts are the training split, so a document may be cut. In a
-corpus with JSON lines or Parquet, the hash of a document decides: identical documents are in the
-same split, and validation has about as many documents as 20 MB of the files hold, but between 0.05%
-and 10% of the corpus.
+corpus with tables (JSON lines, CSV or Parquet), the hash of a document decides: identical documents
+are in the same split, and validation has about as many documents as 20 MB of the files hold, but
+between 0.05% and 10% of the corpus.
 """
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,47 +19,28 @@ VAL_SHARES = (0.0005, 0.1)  # least and largest
 SAMPLE = 2**20  # characters from which the length of tokens is estimated
 
 
-@dataclass
-class Position:
-    """Where reading a Corpus continues.
+class Extent(NamedTuple):
+    """How much of a Corpus is read, and where it is divided.
 
-    place: `start` of Source.read, in sources[source].
-    inside: whether the document has begun.
-    split: of the document.
-    begun: splits that contain documents.
-    characters: number that were read.
-    left: number that belong to training from here on; None: hashes decide.
-    limit: number of characters to read in total; None: all.
-    tokens: number that were written.
-    sha256s: of the sources that are known.
+    characters: number to read in total; None: all.
+    train: number of characters that come first and are the training split; None: hashes decide.
     """
 
-    source: int = 0
-    place: int = 0
-    inside: bool = False
-    split: str = "train"
-    begun: tuple = ()
-    characters: int = 0
-    left: int | None = None
-    limit: int | None = None
-    tokens: int = 0
-    sha256s: list = field(default_factory=list)
-
-    @property
-    def rest(self):
-        """Number of characters that may still be read; None: all."""
-        return None if self.limit is None else self.limit - self.characters
+    characters: int | None = None
+    train: int | None = None
 
 
 class Piece(NamedTuple):
     """A text for a split.
 
     separated: whether a separator precedes it, because it begins a document, not the split's first.
+    source: number of its source.
     """
 
     split: str
     separated: bool
     text: str
+    source: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +50,8 @@ class Corpus:
     description: what messages and meta.json call it.
     allow_special: END_OF_TEXT ends a document.
     whole_words: cut texts only where the cut does not change their tokens.
+
+    `progress` is a function of a source's number and the bytes read of it.
     """
 
     sources: list
@@ -87,34 +69,38 @@ class Corpus:
         """Bytes of all sources."""
         return sum(source.size for source in self.sources)
 
+    def sha256(self, count):
+        """Returns the hash of the first of `count` sources, or that of the hashes of several."""
+        hashes = [source.sha256() for source in self.sources[:count]]
+        if len(self.sources) == 1:
+            return hashes[0]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    def sample(self):
+        """Returns the first SAMPLE characters."""
+        text = ""
+        for source in self.sources:
+            for chunk in source.read(self.whole_words):
+                text += chunk.text
+                if len(text) >= SAMPLE:
+                    return text[:SAMPLE]
+        return text
+
     def survey(self, kind, limit, progress):
-        """Reads everything once. Returns a Position at the start, and a CharTokenizer or None.
+        """Reads everything once. Returns an Extent, and a CharTokenizer or None.
 
         Args:
             kind: "char" for a CharTokenizer.
             limit: number of characters to read in total, or None.
-            progress: a function that is called with the source's number and the bytes read of it.
         """
-        at, documents = Position(limit=limit), 0
+        characters = documents = 0
 
         def texts():
-            nonlocal documents
-            for index, source in enumerate(self.sources):
-                with ThreadPoolExecutor(1) as thread:
-                    sha256 = thread.submit(source.sha256)
-                    for chunk in source.read(whole_words=self.whole_words):
-                        for text in self._parts(chunk.text):
-                            text = text[: at.rest]
-                            at.characters += len(text)
-                            yield text
-                            documents += 1
-                        documents -= not chunk.ends
-                        progress(index, chunk.num_read)
-                        if at.rest == 0:
-                            break
-                    at.sha256s.append(sha256.result())
-                if at.rest == 0:
-                    break
+            nonlocal characters, documents
+            for _, _, text, ends in self._texts(limit, progress):
+                characters += len(text)
+                documents += ends
+                yield text
             if documents > 1:
                 yield BLANK_LINE
 
@@ -124,82 +110,61 @@ class Corpus:
             tokenizer = None
             for _ in texts():
                 pass
-        if self.in_order:
-            at.left = int(TRAIN_SHARE * at.characters)
-        return replace(at, characters=0), tokenizer
+        return Extent(limit, int(TRAIN_SHARE * characters) if self.in_order else None), tokenizer
 
-    def sample(self):
-        """Returns the first SAMPLE characters."""
-        text = ""
-        for source in self.sources:
-            for chunk in source.read(whole_words=self.whole_words):
-                text += chunk.text
-                if len(text) >= SAMPLE:
-                    return text[:SAMPLE]
-        return text
+    def read(self, extent, progress=lambda number, num_read: None):
+        """Yields the Pieces of both splits, in the order of the sources."""
+        split_of = None if self.in_order else self._split_by_hash
+        left, begun, is_inside, split = extent.train, set(), False, "train"
+        for source, hashed, text, ends in self._texts(extent.characters, progress, split_of):
+            if self.in_order:
+                parts = [("train", text[:left]), ("val", text[left:])]
+                left -= len(text[:left])
+            else:
+                parts = [(hashed, text)]
+            parts = [(name, part) for name, part in parts if part]
+            if ends and not (is_inside or parts):
+                parts = [(hashed or split, "")]  # an empty document
+            for name, part in parts:
+                begins = not is_inside or name != split
+                yield Piece(name, begins and name in begun, part, source)
+                is_inside, split = True, name
+                begun.add(name)
+            is_inside = is_inside and not ends
 
-    def read(self, at, progress=lambda index, num_read: None):
-        """Yields a list of Pieces for each chunk of the sources, and moves a Position behind it."""
-        for index in range(at.source, len(self.sources)):
-            source = self.sources[index]
-            if index == len(at.sha256s):
-                at.sha256s.append(source.sha256())
-            for chunk in source.read(at.place, self.whole_words):
-                if at.left is None and (source.suffix or not at.place):
-                    at.split = self._split_by_hash(source, chunk)
-                is_last = chunk.ends and not source.suffix
-                at.source, at.place = (index + 1, 0) if is_last else (index, chunk.place)
-                parts, pieces = self._parts(chunk.text), []
-                for number, text in enumerate(parts, start=1):
-                    if at.rest != 0:
-                        pieces += self._pieces(at, text, number < len(parts) or chunk.ends)
-                progress(index, chunk.num_read)
-                yield pieces
-                if at.rest == 0:
-                    return
-            at.source, at.place = index + 1, 0
-
-    def training_texts(self, start):
-        """Yields the texts of the training split from a Position on."""
-        at = replace(start)
-        for pieces in self.read(at):
-            yield from (piece.text for piece in pieces if piece.split == "train")
-            if at.left == 0:
+    def training_texts(self, extent):
+        """Yields the texts of the training split."""
+        for piece in self.read(extent):
+            if piece.split == "train":
+                yield piece.text
+            elif self.in_order:
                 return
 
-    def sha256(self, at):
-        """Returns the hash of the file, or that of the hashes of several, up to a Position."""
-        known = at.sha256s[: at.source + (at.place > 0)]  # reading may have been ahead
-        if len(self.sources) == 1:
-            return known[0]
-        return hashlib.sha256("".join(known).encode()).hexdigest()
+    def _texts(self, limit, progress, split_of=None):
+        """Yields number of the source, split of the document, text, and whether a document ends.
 
-    def _parts(self, text):
-        return text.split(END_OF_TEXT) if self.allow_special else [text]
-
-    def _pieces(self, at, text, ends):
-        """Returns the Pieces of the next text of a document."""
-        text = text[: at.rest]
-        at.characters += len(text)
-        if at.left is None:
-            parts = [(at.split, text)]
-        else:
-            parts = [("train", text[: at.left]), ("val", text[at.left :])]
-            at.left -= len(parts[0][1])
-        pieces = [self._piece(at, split, part) for split, part in parts if part]
-        if ends and not at.inside:  # an empty document
-            pieces.append(self._piece(at, at.split, ""))
-        at.inside = at.inside and not ends
-        return pieces
-
-    @staticmethod
-    def _piece(at, split, text):
-        begins = not at.inside or split != at.split
-        separated = begins and split in at.begun
-        at.inside, at.split = True, split
-        if split not in at.begun:
-            at.begun = (*at.begun, split)  # a new one: copies of the Position keep theirs
-        return Piece(split, separated, text)
+        Args:
+            limit: number of characters after which it stops, or None.
+            split_of: returns the split of a document from its Source and first Chunk. None: the
+                split is None.
+        """
+        rest = limit
+        for number, source in enumerate(self.sources):
+            split = None
+            for chunk in source.read(self.whole_words):
+                if split_of and not split:
+                    split = split_of(source, chunk)
+                parts = chunk.text.split(END_OF_TEXT) if self.allow_special else [chunk.text]
+                for place, text in enumerate(parts, 1):
+                    text = text[:rest]
+                    yield number, split, text, place < len(parts) or chunk.ends
+                    if rest is not None:
+                        rest -= len(text)
+                    if rest == 0:
+                        return
+                progress(number, chunk.num_read)
+                if chunk.ends:
+                    split = None
 
     def _split_by_hash(self, source, chunk):
         least, largest = VAL_SHARES

@@ -1,17 +1,17 @@
 """The format of a dataset folder: data/NAME/{train.bin, val.bin, meta.json}.
 
 The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
-ids. A split of more than split_writer.SHARD_TOKENS is in several files (shards): train_00000.bin,
-train_00001.bin, and so on. meta.json holds the format version, the tokenizer, the vocabulary size,
-the type of the ids (default: uint16), token counts, byte counts and CRC-32 of each split (and token
-counts and CRC-32 of its shards), the source of the text, and a CRC-32 of itself. nanoGPT's folders
-have a meta.pkl with the character table, or neither file if they hold GPT-2 tokens.
+ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids
+(default: uint16), token counts, byte counts and CRC-32 of each split, the source of the text, and a
+CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character table, or neither file if
+they hold GPT-2 tokens.
 """
 
 import io
 import json
 import pickle
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,24 +19,24 @@ from typing import Any
 
 import numpy as np
 
-from folio.errors import UserError
+from folio.errors import UserError, cause_of, os_error
 from folio.files import is_file
-from folio.shards import Shards, bin_names, check_ids, check_split, dtype_of, map_split, reading
 from folio.tokenizers import CharTokenizer, GPT2Tokenizer, from_dict
 
-FORMAT = 2  # the newest; it is 1 if no split has shards
+FORMAT = 1
 SPLITS = ("train", "val")
 DATA = Path("data")
-JOURNAL = "unfinished.json"  # of a preparation; see dataset_writer
-VERIFY_TOKENS = 2**22  # that are read at once
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+READ_BYTES = 64 * 2**20  # of a split at most, which is read completely when it is loaded
+SAMPLES, SAMPLE_TOKENS = 32, 2**15  # blocks that are read of a larger split, and their length
+READ_TOKENS = 2**22  # that are read at once
 
 
 @dataclass(frozen=True)
 class Dataset:
     """A prepared dataset.
 
-    train, val: (N,) uint16 or uint32 ids, memory-mapped, in an array or Shards; after
-        batches.to_device, a Split each.
+    train, val: (N,) uint16 or uint32 ids, memory-mapped; after batches.to_device, a Split each.
     fingerprint: CRC-32 of each split's bytes. For nanoGPT's splits of more than READ_BYTES, it is
         that of the size as decimal digits and of SAMPLES evenly spaced blocks of SAMPLE_TOKENS.
     """
@@ -88,22 +88,26 @@ def meta_checksum(meta):
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def load_dataset(name):
+def load_dataset(name, verify=False):
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
-    Small splits are read completely. Of larger ones, the sizes of the files and a sample of the ids
+    Small splits are read completely. Of larger ones, the size of the file and a sample of the ids
     are checked. Raises UserError if a file is missing, damaged or does not match the others.
+
+    Args:
+        verify: read large splits completely, too.
     """
     folder = dataset_folder(name)
-    _check_prepared(folder)
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
     for split in SPLITS:
-        files = map_split(folder, split, meta)
-        found = check_split(files, tokenizer.vocab_size)
+        with _reading(folder / f"{split}.bin") as path:
+            ids = splits[split] = _map_ids(path, meta, split)
+            is_sampled = ids.nbytes > READ_BYTES and not verify
+            found = _check_ids(ids, tokenizer.vocab_size, is_sampled)
+            if meta and not is_sampled and found != meta[split]["crc32"]:
+                raise ValueError("it does not match meta.json")
         fingerprint[split] = meta[split]["crc32"] if meta else found
-        arrays = [ids for _, ids, _ in files]
-        splits[split] = arrays[0] if len(arrays) == 1 else Shards(arrays)
     return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
 
 
@@ -112,42 +116,23 @@ def verify_dataset(name):
 
     Raises UserError if a file is missing or damaged.
     """
-    from tqdm import tqdm
-
-    folder = dataset_folder(name)
-    _check_prepared(folder)
-    meta, tokenizer = _read_meta(folder)
-    splits = [map_split(folder, split, meta) for split in SPLITS]
-    counts = [sum(len(ids) for _, ids, _ in files) for files in splits]
-    size = sum(counts) * dtype_of(meta).itemsize
-    with tqdm(total=size, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for path, ids, crc in sum(splits, []):
-            with reading(path), open(path, "rb") as file:
-                found = 0
-                while len(block := np.fromfile(file, ids.dtype, VERIFY_TOKENS)):
-                    found = zlib.crc32(block, found)
-                    check_ids(block, tokenizer.vocab_size)
-                    bar.update(block.nbytes)
-                if crc not in (None, found):
-                    raise ValueError("it does not match meta.json")
-    checked = "checksums and ids are correct" if meta else "ids are correct; it has no checksums"
-    return f"{folder}: {counts[0]:,} training and {counts[1]:,} validation tokens, {checked}"
+    data = load_dataset(name, verify=True)
+    has_checksums = is_file(dataset_folder(name) / "meta.json")
+    return (
+        f"{DATA / name}: {len(data.train):,} training and {len(data.val):,} validation tokens, "
+        + ("checksums and ids are correct" if has_checksums else "ids are correct; no checksums")
+    )
 
 
 def dataset_size(name):
     """Returns the DatasetSize of data/NAME without reading its tokens. Raises UserError."""
     folder = dataset_folder(name)
-    _check_prepared(folder)
     meta, tokenizer = _read_meta(folder)
-    counts = dict.fromkeys(SPLITS, 0)
+    counts = []
     for split in SPLITS:
-        for bin_name in bin_names(split, meta.get(split, {})):
-            with reading(folder / bin_name) as path:
-                count = path.stat().st_size // dtype_of(meta).itemsize
-                if not count:
-                    raise ValueError("it is empty")
-                counts[split] += count
-    return DatasetSize(*counts.values(), tokenizer.vocab_size)
+        with _reading(folder / f"{split}.bin") as path:
+            counts.append(len(_map_ids(path, meta, split)))
+    return DatasetSize(*counts, tokenizer.vocab_size)
 
 
 def fingerprint(name):
@@ -163,21 +148,10 @@ def load_tokenizer(name):
     return _read_meta(dataset_folder(name))[1]
 
 
-def _check_prepared(folder):
-    if not (is_file(folder / "train.bin") or is_file(folder / "train_00000.bin")):
-        if is_file(folder / JOURNAL):
-            raise UserError(f"{folder} is unfinished: run the same prepare.py command to continue")
-        raise UserError(
-            f"{folder}/train.bin is missing; prepare it with python prepare.py "
-            f"--dataset={folder.name} (and --input=FILE_OR_FOLDER for your own text), or start "
-            "with a preset: python prepare.py && python train.py config/shakespeare_char_fast.py"
-        )
-
-
 def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
     if is_file(folder / "meta.json"):
-        with reading(folder / "meta.json") as path:
+        with _reading(folder / "meta.json") as path:
             meta = json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
                 raise UserError(f"it is from a later version of folio (format {meta['format']})")
@@ -185,13 +159,62 @@ def _read_meta(folder):
                 raise ValueError("its checksum is wrong")
             return meta, from_dict(meta["tokenizer"])
     if is_file(folder / "meta.pkl"):
-        with reading(folder / "meta.pkl") as path:
+        with _reading(folder / "meta.pkl") as path:
             table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
             characters = [table["itos"][i] for i in range(table["vocab_size"])]
             if any(len(character) != 1 for character in characters):
                 raise ValueError("it has tokens that are not single characters")
             return {}, CharTokenizer("".join(characters))
     return {}, GPT2Tokenizer()
+
+
+@contextmanager
+def _reading(path):
+    """Yields `path`. Turns errors in the file, which may contain anything, into UserErrors."""
+    if not is_file(path):  # a pipe is an error, too, because reading it would block
+        name = path.parent.name
+        raise UserError(
+            f"{path} is missing; prepare it with python prepare.py --dataset={name} (and "
+            "--input=FILE_OR_FOLDER for your own text), or start with a preset: python prepare.py "
+            "&& python train.py config/shakespeare_char_fast.py"
+        )
+    try:
+        yield path
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"{path} is damaged ({cause_of(error)}); prepare the dataset again"
+        ) from error
+
+
+def _map_ids(path, meta, split):
+    """Returns the memory-mapped ids of a split. Raises ValueError if their number is wrong."""
+    # a plain view, because every slice of an np.memmap calls Python code
+    ids = np.asarray(np.memmap(path, DTYPES[meta.get("dtype", "uint16")], mode="r"))
+    if meta and len(ids) != meta[split]["tokens"]:
+        raise ValueError("it does not match meta.json")
+    return ids
+
+
+def _check_ids(ids, vocab_size, is_sampled):
+    """Returns the CRC-32 of all ids, or of their size and a sample of blocks.
+
+    Raises ValueError for ids that are not in the vocabulary.
+    """
+    if is_sampled:
+        crc, length = zlib.crc32(b"%d" % ids.nbytes), SAMPLE_TOKENS
+        starts = np.linspace(0, max(0, len(ids) - SAMPLE_TOKENS), SAMPLES).astype(int)
+    else:
+        crc, length, starts = 0, READ_TOKENS, range(0, len(ids), READ_TOKENS)
+    for start in starts:
+        block = ids[start : start + length]
+        crc = zlib.crc32(block, crc)
+        if (largest := block.max()) >= vocab_size:
+            raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
+    return crc
 
 
 class _PlainUnpickler(pickle.Unpickler):

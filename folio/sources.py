@@ -1,26 +1,52 @@
-"""The files of a corpus: what a user names, and how each is read."""
+"""The files of a corpus: what a user names, and how the text of each is read in constant memory.
+
+A file of text is one document. A table (JSON lines, CSV or Parquet) has one per row.
+"""
 
 import glob
 import hashlib
+import io
 import os
+import platform
 import shutil
 import sys
 import tempfile
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from folio.errors import UserError, os_error
-from folio.formats import FORMATS, chunks, reading
+from folio import bpe
+from folio.errors import UserError, cause_of, os_error
 
-HASHED = 2**23  # bytes that are hashed at once; a thread waits for the GIL after each
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TABLES = (
+    ".parquet",
+    *(kind + suffix for kind in (".jsonl", ".csv") for suffix in ("", *COMPRESSIONS)),
+)
+CHUNK = 2**19  # characters of a text that are read at once; larger arrays are slower to write
+BLOCK = 2**25  # bytes of JSON lines or CSV that are read at once; a longer row is an error
+ROWS = 1000  # of a Parquet table that are read at once
+
+
+class Chunk(NamedTuple):
+    """A part of a document.
+
+    ends: whether the document ends after it.
+    num_read: bytes of the file up to there, about.
+    """
+
+    text: str
+    ends: bool
+    num_read: int
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of documents: a text, which is one document, JSON lines, or a Parquet table.
+    """A file of documents.
 
-    text_key: the field or column with the text.
+    text_key: the column of a table that contains the text.
     label: its name in messages; None: the path.
     """
 
@@ -34,17 +60,14 @@ class Source:
 
     @property
     def suffix(self):
-        """The one of FORMATS, or "" for a text."""
-        return next((s for s in FORMATS if str(self.path).lower().endswith(s)), "")
+        """The one of TABLES, or "" for a text."""
+        return next((s for s in TABLES if str(self.path).lower().endswith(s)), "")
 
     @property
     def size(self):
         """Bytes of the file. Raises UserError if it cannot be accessed."""
-        return self._stat().st_size
-
-    def stamp(self):
-        """Returns plain data that changes if the file does."""
-        return [self.name, self.size, self._stat().st_mtime_ns]
+        with reading(self.name):
+            return os.stat(self.path).st_size
 
     def local_path(self):
         """Returns the path of the file."""
@@ -52,26 +75,136 @@ class Source:
 
     def sha256(self):
         """Returns the hash of the file's bytes."""
-        digest = hashlib.sha256()
-        with reading(self.name), open(self.local_path(), "rb", buffering=0) as file:
-            while raw := file.read(HASHED):
-                digest.update(raw)
-        return digest.hexdigest()
+        with reading(self.name), open(self.local_path(), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def read(self, start=0, whole_words=True):
-        """Returns an iterator of the Chunks from a place on. The last of each document ends it.
+    def read(self, whole_words=True):
+        """Yields the Chunks of the file. The last of each document ends it.
 
-        Raises UserError for content that is not text, with the byte, line or row.
+        Raises UserError for content that is not text.
 
         Args:
-            start: `place` of the last chunk that was used.
             whole_words: cut a text only where the cut does not change its tokens.
         """
-        return chunks(self, start, whole_words)
-
-    def _stat(self):
         with reading(self.name):
-            return os.stat(self.path)
+            yield from _rows(self) if self.suffix else _text(self, whole_words)
+
+
+@contextmanager
+def reading(name):
+    """Turns errors in a file, which may contain anything, into UserErrors."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except OSError as error:
+        raise os_error("read", name, error) from error
+    except Exception as error:  # the libraries have many types of errors
+        raise UserError(f"{name} is damaged ({cause_of(error)})") from error
+
+
+# Text
+
+
+def _text(source, whole_words):
+    """Yields the Chunks of a UTF-8 file. Line endings are kept; a byte order mark is dropped."""
+    count, rest, new = 0, "", None
+    with open(source.local_path(), encoding="utf-8-sig", newline="") as file:
+        while new != "":
+            try:
+                new = file.read(CHUNK)
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{source.name} is not UTF-8 text: after {count:,} characters or more, it has "
+                    f"byte 0x{error.object[error.start]:02x}; convert it to UTF-8, or leave it out"
+                ) from error
+            if "\0" in new:
+                raise UserError(f"{source.name} is not UTF-8 text: it contains null bytes")
+            count += len(new)
+            text = rest + new
+            cut = bpe.last_cut(text) if new and whole_words else len(text)
+            text, rest = text[:cut], text[cut:]
+            yield Chunk(text, not new, file.buffer.tell())
+
+
+# Tables
+
+
+def _rows(source):
+    """Yields a Chunk for each row of a table."""
+    try:
+        import pyarrow  # imported here because it is optional
+    except ImportError as error:
+        raise UserError(f"{source.name} needs a package: pip install pyarrow") from error
+    fix = (
+        f"the text is read from column {source.text_key!r}, or that of --text_key; a row of JSON "
+        f"lines or CSV has at most {BLOCK / 1e6:.0f} MB"
+    )
+    number = 0
+    try:
+        for column, num_read in _columns(source):
+            for text in column.to_pylist():
+                number += 1
+                if not isinstance(text, str):
+                    raise UserError(
+                        f"{source.name}, row {number:,} has {text!r:.20} in place of a text; {fix}"
+                    )
+                yield Chunk(text, True, num_read)
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{source.name} cannot be read after row {number:,} ({cause_of(error)}); {fix}"
+        ) from error
+
+
+def _columns(source):
+    """Yields parts of the column with the text, and the bytes of the file up to each, about."""
+    if source.suffix == ".parquet":
+        return _parquet_columns(source)
+    return _streamed_columns(source)
+
+
+def _parquet_columns(source):
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(source.local_path()) as file:
+        names = file.schema_arrow.names
+        if source.text_key not in names:
+            raise UserError(
+                f"{source.name} has no column {source.text_key!r} but {', '.join(names)}; name "
+                "that of the text with --text_key"
+            )
+        num_rows = 0
+        for batch in file.iter_batches(ROWS, columns=[source.text_key]):
+            num_rows += len(batch)
+            yield batch.column(0), source.size * num_rows // file.metadata.num_rows
+
+
+def _streamed_columns(source):
+    """For JSON lines and CSV. Values of other columns may have any type."""
+    import pyarrow
+    from pyarrow import csv, json
+
+    schema = pyarrow.schema({source.text_key: pyarrow.string()})
+    with pyarrow.OSFile(str(source.local_path())) as file:
+        if not file.size():
+            return
+        compression = COMPRESSIONS.get(Path(source.suffix).suffix)
+        stream = pyarrow.CompressedInputStream(file, compression) if compression else file
+        if source.suffix.startswith(".csv"):
+            batches = csv.open_csv(
+                stream,
+                csv.ReadOptions(block_size=BLOCK),
+                csv.ParseOptions(newlines_in_values=True),
+                csv.ConvertOptions(include_columns=schema.names, column_types=schema),
+            )
+        else:
+            batches = json.open_json(
+                stream,
+                json.ReadOptions(block_size=BLOCK),
+                json.ParseOptions(schema, unexpected_field_behavior="ignore"),
+            )
+        for batch in batches:
+            yield batch.column(0), file.tell()
 
 
 # Finding files
@@ -80,8 +213,8 @@ class Source:
 def find_sources(name, text_key):
     """Returns the Sources of a file, of a folder, of a glob pattern, or of standard input ("-").
 
-    They are sorted by path. Hidden files are skipped. Any other file that is not UTF-8 text or of
-    a known format is an error when it is read.
+    They are sorted by path. Hidden files are skipped. Any other file that is not UTF-8 text or a
+    table is an error when it is read.
     """
     if "://" in name:
         raise UserError(f"--input takes a local file or folder: download {name} first")
@@ -128,3 +261,12 @@ def spooled(file, label):
     with reading(label), open(handle, "wb") as copy:
         shutil.copyfileobj(file, copy)
     return source
+
+
+def python_docs():
+    """Returns a Source of the language reference that Python includes for help()."""
+    from pydoc_data import topics
+
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    label = f"pydoc_data.topics of Python {platform.python_version()}"
+    return spooled(io.BytesIO(text.encode()), label)

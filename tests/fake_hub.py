@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 COMMIT = "a" * 40
 KNOWN = r"/api/models/(org/model|openai-community/gpt2)/revision/(main|v1)"
+DATASETS = r"/api/datasets/[\w.-]+/[\w.-]+(/revision/.+)?"
 UNRELATED = "/api/agent-harnesses"  # which the client reads to name itself
 WEIGHTS = "model.safetensors"
 FILES = {
@@ -66,6 +67,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send(status, b"", {"X-Error-Code": code} if code else {})
         elif re.fullmatch(KNOWN, path):
             self.send(200, json.dumps({"id": "org/model", "sha": COMMIT}).encode())
+        elif re.fullmatch(DATASETS, path):
+            self.send(200, json.dumps({"id": "org/data", "sha": COMMIT}).encode())
         elif "/tree/" in path:
             self.send(200, json.dumps([entry(*each) for each in hub.files.items()]).encode())
         elif f"/resolve/{COMMIT}/" in path:

@@ -87,9 +87,7 @@ def test_a_bfloat16_model_with_a_float32_cache_agrees_for_int_and_tensor_positio
 # Whole texts
 
 
-@pytest.mark.parametrize(
-    ("stride", "accelerate"), [(1, None), (3, fixed_shapes), ("all", None)], ids=str
-)
+@pytest.mark.parametrize(("stride", "accelerate"), [(1, None), (3, fixed_shapes), ("all", None)])
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 def test_a_batch_of_prompts_equals_an_uncached_sliding_window(changes, stride, accelerate):
     """A stride of 1 is nanoGPT's sampling."""

@@ -170,7 +170,6 @@ def test_names_in_older_files_are_known(change):
         (write_own, {"position": "rotary"}, "transformer.wpe.weight"),
         (write_own, {"ngrams": 2}, "transformer.context.ngrams.2.weight', which is missing"),
     ],
-    ids=str,
 )
 def test_config_of_another_model_is_refused(write, changes, words):
     path = write()

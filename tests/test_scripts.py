@@ -68,14 +68,14 @@ def test_constraints_pin_every_required_package():
 # Imports
 
 LEVELS = (  # of folio/ and model.py; each module imports from lower levels only
-    {"errors", "split_writer"},
+    {"errors"},
     {"bpe", "fields", "process"},
     {"model"},
-    {"settings", "files", "formats", "tokenizers", "device", "hub", "kernels"},
-    {"memory", "corpus", "shards", "sources"} | {"dist", "sampling", "sharding"},
+    {"settings", "files", "sources", "tokenizers", "device", "hub", "kernels"},
+    {"memory", "corpus", "dist", "sampling", "sharding"},
     {"dataset", "encoding", "batches", "compile", "generate", "muon", "trackers"},
     {"optim", "scoring"},
-    {"budget", "checkpoint", "dataset_writer", "hub_corpora", "known_texts"} | {"tokenizer_files"},
+    {"budget", "checkpoint", "dataset_writer", "downloads", "tokenizer_files"},
     {"completion", "hf", "plan", "run_dir", "tracking"},
     {"distill", "initial", "saving"},
     {"aot"},

@@ -18,7 +18,6 @@ from folio.tokenizers import (
     END_OF_TEXT,
     TOKENIZERS,
     BPETokenizer,
-    ByteTokenizer,
     CharTokenizer,
     GPT2Tokenizer,
     from_dict,
@@ -43,7 +42,7 @@ def kind(request, gpt2_of_bytes):
 
 
 @for_any_text
-def test_decode_inverts_encode(kind, text):
+def test_tokens_are_the_text(kind, text):
     tokenizer = tiny.new_tokenizer(kind, text)
     ids, none = tokenizer.encode(text), tokenizer.encode("")
     assert ids.dtype == none.dtype == np.uint16
@@ -51,22 +50,16 @@ def test_decode_inverts_encode(kind, text):
     assert ids.max() < tokenizer.vocab_size
     assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
     assert tokenizer.decode(none) == tokenizer.decode([]) == ""
-
-
-@for_any_text
-def test_token_bytes_concatenate_to_the_bytes_of_the_text(kind, text):
-    tokenizer = tiny.new_tokenizer(kind, text)
-    pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text).tolist()]
-    assert b"".join(pieces) == text.encode()
-
-
-@for_any_text
-def test_from_dict_inverts_to_dict_through_json(kind, text):
-    before = tiny.new_tokenizer(kind, text)
-    after = from_dict(json.loads(json.dumps(before.to_dict())))
+    assert b"".join(tokenizer.token_bytes(token) for token in ids.tolist()) == text.encode()
+    lengths = tokenizer.byte_lengths()
+    assert (lengths.dtype, lengths.shape) == (np.int64, (tokenizer.padded_vocab_size,))
+    assert lengths[ids].sum() == len(text.encode())
+    assert not lengths[tokenizer.vocab_size :].any()
+    assert tokenizer.end is None or lengths[tokenizer.end] == 0
+    after = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
     assert type(after) is TOKENIZERS[kind]
-    assert (after.to_dict(), after.vocab_size) == (before.to_dict(), before.vocab_size)
-    assert after.encode(text).tolist() == before.encode(text).tolist()
+    assert (after.to_dict(), after.vocab_size) == (tokenizer.to_dict(), tokenizer.vocab_size)
+    assert after.encode(text).tolist() == ids.tolist()
 
 
 @with_fixtures
@@ -93,16 +86,6 @@ def test_attributes_are_consistent(kind):
         assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT
 
 
-@for_any_text
-def test_byte_lengths_add_up_to_the_bytes_of_the_text(kind, text):
-    tokenizer = tiny.new_tokenizer(kind, text)
-    lengths = tokenizer.byte_lengths()
-    assert (lengths.dtype, lengths.shape) == (np.int64, (tokenizer.padded_vocab_size,))
-    assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
-    assert not lengths[tokenizer.vocab_size :].any()
-    assert tokenizer.end is None or lengths[tokenizer.end] == 0
-
-
 @pytest.mark.parametrize("text", ["\udcff", "ab\ud800c"])
 def test_lone_surrogate_is_a_user_error(kind, text):
     with pytest.raises(UserError):
@@ -123,20 +106,16 @@ def test_first_unknown_character_is_named(vocabulary, text):
     at, c = unknown[0]
     with pytest.raises(UserError) as caught:
         tokenizer.encode(text)
-    assert str(caught.value) == (
-        f"character {c!r} (U+{ord(c):04X}) at position {at} is not among the "
-        f"{len(set(vocabulary))} characters of the vocabulary"
-    )
+    assert f"{c!r} (U+{ord(c):04X}) at position {at} is" in str(caught.value)
 
 
 def test_character_ids_follow_the_order_of_code_points():
     tokenizer = CharTokenizer.from_text("b🦶a\nb")
     assert (tokenizer.characters, tokenizer.vocab_size) == ("\nab🦶", 4)
     assert tokenizer.encode("ab\n🦶").tolist() == [1, 2, 0, 3]
-
-
-def test_default_prompt_is_a_newline_if_the_vocabulary_has_one():
     assert (CharTokenizer("\t\na").start, CharTokenizer(" ab").start) == ("\n", " ")
+    assert CharTokenizer.from_text(["bé", "a", "é🦶", "ab"]).characters == "abé🦶"
+    assert CharTokenizer.from_text(iter([])).characters == ""
 
 
 def test_ids_of_a_large_character_vocabulary_are_uint32():
@@ -147,16 +126,7 @@ def test_ids_of_a_large_character_vocabulary_are_uint32():
         assert tokenizer.decode(ids) == text[0] + text[-1]
 
 
-def test_characters_of_several_texts():
-    assert CharTokenizer.from_text(["bé", "a", "é🦶", "ab"]).characters == "abé🦶"
-    assert CharTokenizer.from_text(iter([])).characters == ""
-
-
 # Bytes and trained byte-pair encodings
-
-
-def test_ids_of_bytes():
-    assert ByteTokenizer().encode("é\n").tolist() == [0xC3, 0xA9, 10]
 
 
 def test_bpe_merges_frequent_pairs_and_has_every_byte():
@@ -168,9 +138,6 @@ def test_bpe_merges_frequent_pairs_and_has_every_byte():
         bytes([byte]) for byte in range(256)
     ]
     assert tokenizer.end == 0
-
-
-def test_bpe_of_texts_that_are_too_short_is_smaller():
     assert BPETokenizer.train(["ab"], 1000).vocab_size == 258
     assert BPETokenizer.train([], 1000).vocab_size == 257
 

@@ -11,12 +11,11 @@ import prepare
 import train
 from folio import checkpoint as checkpoints
 from folio.corpus import Corpus
-from folio.dataset_writer import DatasetWriter
+from folio.dataset_writer import dataset_writer
 from folio.encoding import encode_corpus
-from folio.formats import Chunk
 from folio.optim import make_optimizers
 from folio.settings import load
-from folio.sources import Source
+from folio.sources import Chunk, Source
 from folio.tokenizers import TOKENIZERS, BPETokenizer, CharTokenizer
 from model import GPT, GPTConfig
 
@@ -103,11 +102,8 @@ class Document(Source):
 
     size, suffix = 0, ""
 
-    def sha256(self):
-        return "5a"
-
-    def read(self, start=0, whole_words=True):
-        yield Chunk(self.path, True, len(self.path), 0)
+    def read(self, whole_words=True):
+        yield Chunk(self.path, True, 0)
 
 
 def corpus(*documents):
@@ -117,10 +113,10 @@ def corpus(*documents):
 
 def write_dataset(folder, documents, tokenizer):
     """Writes a Corpus as prepare.py does. Returns the content of meta.json."""
-    start, _ = documents.survey("byte", None, lambda *_: None)
-    with DatasetWriter(folder, tokenizer, None) as writer:
-        end = encode_corpus(documents, tokenizer, writer, start)
-        return writer.finish("own.txt", documents.sha256(end))
+    extent, _ = documents.survey("byte", None, lambda *_: None)
+    with dataset_writer(folder, tokenizer) as writer:
+        encode_corpus(documents, tokenizer, writer, extent)
+        return writer.finish("own.txt", "5a")
 
 
 def new_tokenizer(kind, text, vocab_size=300):

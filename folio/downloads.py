@@ -1,0 +1,188 @@
+"""Texts to download: tiny Shakespeare, and datasets of the Hugging Face hub.
+
+The files of a dataset are kept in the cache of the hub's client; the variables in folio/hub.py
+apply.
+"""
+
+import hashlib
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from folio.dataset import DATA
+from folio.errors import UserError
+from folio.files import is_file, locked, replacing
+from folio.hub import check_download, client, explained
+from folio.sources import TABLES, Source
+
+SHAKESPEARE_URLS = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
+)
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+TIMEOUT_S = (10, 30)  # to connect, and between received bytes
+
+ON_THE_HUB = {  # dataset: (address, subset)
+    "openwebtext": (
+        "hf:Skylion007/openwebtext@79d93d786212f7344586290adb811d4ae6a1762c",
+        "plain_text",
+    ),
+    "fineweb_edu": (
+        "hf:HuggingFaceFW/fineweb-edu@87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
+        "sample/10BT",
+    ),
+}
+SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+FILE_BYTES = 6  # per token; no format needs more
+SHOWN = 20  # names in a message at most
+
+
+# Tiny Shakespeare
+
+
+def shakespeare(url=None):
+    """Returns a Source of tiny Shakespeare, which is downloaded if it is missing or has a URL."""
+    path = DATA / "shakespeare_char" / "input.txt"  # for all tokenizers
+    if url or not is_file(path):
+        raw = download((url,) if url else SHAKESPEARE_URLS, path)
+        with locked(path.parent), replacing(path) as [file]:
+            file.write(raw)
+    source = Source(path)
+    if (sha256 := source.sha256()) != SHAKESPEARE_SHA256:
+        raise UserError(
+            f"{path} is not tiny Shakespeare (sha256 {sha256[:8]}…, expected "
+            f"{SHAKESPEARE_SHA256[:8]}…): move it away, or use --input={path} --dataset=NAME"
+        )
+    return source
+
+
+def download(urls, path):
+    """Returns the bytes of tiny Shakespeare from the first address that provides them.
+
+    Raises UserError with the alternatives if none does; `path` is where a user can put the file.
+    """
+    import requests  # imported here because it is too slow for --help
+
+    reasons = []
+    for url in urls:
+        shown = re.sub(r"//[^/]*@", "//", url)  # without a password
+        try:
+            response = requests.get(url, timeout=TIMEOUT_S)
+            response.raise_for_status()
+        except (OSError, ValueError) as error:  # requests' errors are OSErrors
+            reasons.append(f"{shown}: {type(error).__name__}")
+            continue
+        if hashlib.sha256(response.content).hexdigest() == SHAKESPEARE_SHA256:
+            return response.content
+        reasons.append(f"{shown}: unexpected content")
+    raise UserError(
+        f"tiny Shakespeare could not be downloaded ({'; '.join(reasons)}). Put the file at {path}, "
+        "or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
+    )
+
+
+# The Hugging Face hub
+
+
+@dataclass(frozen=True)
+class HubSource(Source):
+    """A table of a dataset on the hub, which is downloaded when it is first read.
+
+    repository, revision: of the dataset.
+    num_bytes, digest: size and hash of the file.
+    """
+
+    repository: str = ""
+    revision: str = ""
+    num_bytes: int = 0
+    digest: str = ""
+
+    @property
+    def size(self):
+        return self.num_bytes
+
+    def sha256(self):
+        """Returns the hash of the file's bytes, without a download."""
+        return self.digest
+
+    def local_path(self):
+        """Returns the path of the file in the cache. Raises UserError if the download fails."""
+        started = time.time()
+        with explained(self.name, f"datasets/{self.repository}", self.revision):
+            found = client(self.name, "huggingface_hub").hf_hub_download(
+                self.repository, str(self.path), repo_type="dataset", revision=self.revision
+            )
+        check_download(Path(found), started)
+        return Path(found)
+
+
+def hub_sources(address, subset, split, text_key, max_tokens=None):
+    """Returns the HubSources of a split of a dataset, sorted by path.
+
+    Raises UserError if the hub cannot be reached or has no such dataset, subset or split.
+
+    Args:
+        address: such as hf:ORG/NAME or hf:ORG/NAME@REVISION.
+        subset: folder of the dataset, usually named after a configuration. None: the only one.
+        split: "train" or another word in the names of the files or of their folders.
+        max_tokens: return the first files only, which contain at least as many tokens. None: all.
+    """
+    repository, _, revision = address.removeprefix("hf:").partition("@")
+    library = client(address, "huggingface_hub pyarrow")
+    with explained(address, f"datasets/{repository}", revision):
+        hub = library.HfApi()
+        commit = hub.dataset_info(repository, revision=revision or None).sha
+        found = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
+        files = {PurePosixPath(each.path): each for each in found if hasattr(each, "size")}
+    sources, num_bytes = [], 0
+    for path in data_files(files, address, subset, split):
+        if max_tokens and num_bytes >= FILE_BYTES * max_tokens:
+            break
+        file, label = files[path], f"{repository}/{path}"
+        digest = file.lfs.sha256 if file.lfs else file.blob_id
+        sources.append(
+            HubSource(path, text_key, label, repository, commit, file.size, digest),
+        )
+        num_bytes += file.size
+    return sources
+
+
+def data_files(paths: Iterable[PurePosixPath], address, subset, split):
+    """Returns the sorted paths of the tables of a split, by the conventions of the hub.
+
+    The name of a split is a word in the name of a file or of its folder, such as
+    plain_text/train-00000-of-00002.parquet; without such words, all files are training data. Where
+    there are several formats, they are copies of each other. Raises UserError if none is found.
+    """
+    for suffix in TABLES:
+        tables = [path for path in paths if path.name.lower().endswith(suffix)]
+        if tables:
+            break
+    else:
+        raise UserError(
+            f"{address} has no files with {', '.join(TABLES)}; the hub has a converted copy of "
+            f"most datasets: --input={address.partition('@')[0]}@refs/convert/parquet"
+        )
+    inside = [path for path in tables if path.is_relative_to(subset or "")]
+    if not inside:
+        _raise_choice(address, "subset", subset, {path.parent for path in tables})
+    words = {path: set(re.split(r"[\W_]+", str(path.relative_to(subset or "")))) for path in inside}
+    known = set(SPLITS).intersection(set.union(*words.values()))
+    chosen = [path for path in inside if split in words[path]]
+    if split == "train" and not known:
+        chosen = inside
+    if not chosen:
+        _raise_choice(address, "split", split, known or {"train"})
+    folders = {path.parent for path in chosen}
+    if subset is None and len(folders) > 1:
+        _raise_choice(address, "subset", None, folders)
+    return sorted(chosen)
+
+
+def _raise_choice(address, name, value, choices):
+    """Raises a UserError that lists the choices of a setting."""
+    shown = ", ".join(sorted(map(str, choices))[:SHOWN]) + (", …" if len(choices) > SHOWN else "")
+    problem = f"has no {name} {value!r}" if value else f"has several {name}s"
+    raise UserError(f"{address} {problem}; choose --{name} from: {shown}")

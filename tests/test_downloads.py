@@ -1,0 +1,253 @@
+"""Tests of folio/downloads.py: tiny Shakespeare and datasets of the hub, from local servers."""
+
+import hashlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
+
+import pytest
+from fake_hub import COMMIT
+
+import prepare
+from folio import downloads
+from folio.dataset import load_dataset, load_tokenizer
+from folio.downloads import data_files
+from folio.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+CORPUS = b"Now is the winter of our discontent\n" * 3000  # in place of tiny Shakespeare
+BODIES = {
+    "cut": CORPUS[:1000],
+    "stalls_in_body": CORPUS[:1000],
+    "wrong_bytes": CORPUS[::-1],
+}
+
+
+def error_of(*argv):
+    with pytest.raises(UserError) as caught:
+        prepare.main(argv)
+    return str(caught.value)
+
+
+def text_of(name):
+    """Returns the text of a prepared dataset."""
+    data = load_dataset(name)
+    return data.tokenizer.decode(data.train) + data.tokenizer.decode(data.val)
+
+
+# Tiny Shakespeare
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves CORPUS at /good; a number is a status, and other paths fail as their names say."""
+
+    def do_GET(self):
+        path = self.path.strip("/")
+        self.server.paths.append(path)
+        if path == "stalls":
+            self.server.closing.wait(30)
+            return
+        self.send_response(int(path) if path.isdecimal() else 200)
+        body = BODIES.get(path, CORPUS)
+        self.send_header("Content-Length", str(max(len(body), len(CORPUS))))
+        self.end_headers()
+        with suppress(ConnectionError):  # the client may close the connection first
+            self.wfile.write(body)
+        if path == "stalls_in_body":
+            self.server.closing.wait(30)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(folder, monkeypatch):
+    """A server of CORPUS, which prepare.py takes for tiny Shakespeare."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        server.paths, server.closing = [], threading.Event()
+        server.url = f"http://127.0.0.1:{server.server_port}/"
+        server.refusing_url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setenv("NO_PROXY", "*")
+        monkeypatch.setenv("no_proxy", "*")
+        digest = hashlib.sha256(CORPUS).hexdigest()
+        monkeypatch.setattr(downloads, "SHAKESPEARE_SHA256", digest)
+        yield server
+        server.closing.set()
+        server.shutdown()
+        thread.join()
+
+
+def url_of(server, path):
+    return server.refusing_url if path == "refused" else f"{server.url}{path}"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "count"),
+    [
+        ("stalls", "ReadTimeout", 1),
+        ("stalls_in_body", "ConnectionError", 1),
+        ("cut", "ChunkedEncodingError", 1),
+        ("refused", "ConnectionError", 0),
+        ("500", "HTTPError", 1),
+        ("404", "HTTPError", 1),
+        ("wrong_bytes", "unexpected content", 1),
+    ],
+)
+def test_failed_download_is_explained_and_leaves_no_files(path, reason, count, server, monkeypatch):
+    monkeypatch.setattr(downloads, "TIMEOUT_S", (30, 0.3 if "stalls" in path else 30))
+    url = url_of(server, path)
+    message = error_of(f"--url={url.replace('//', '//user:secret@')}")
+    assert f"({url}: {reason})" in message
+    assert "data/shakespeare_char/input.txt" in message
+    assert server.paths == [path] * count
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["nowhere", "file:///etc/hosts", "http://[", "http://a.example/"])
+def test_invalid_address_is_named(url, folder):
+    assert f"({url}: " in error_of(f"--url={url}")
+
+
+def test_shakespeare_is_downloaded_once_from_the_second_address(
+    server, capsys, monkeypatch, gpt2_of_bytes
+):
+    monkeypatch.setattr(downloads, "SHAKESPEARE_URLS", [f"{server.url}404", f"{server.url}good"])
+    for _ in range(2):
+        prepare.main([])
+        assert capsys.readouterr() == (
+            "data/shakespeare_char: 108,000 characters of data/shakespeare_char/input.txt, "
+            "vocabulary 16 (char), 97,200 training and 10,800 validation tokens\n",
+            "",
+        )
+    prepare.main(["--dataset=shakespeare"])
+    assert server.paths == ["404", "good"]
+    assert Path("data/shakespeare_char/input.txt").read_bytes() == CORPUS
+    assert load_tokenizer("shakespeare").kind == "gpt2"
+    assert text_of("shakespeare_char") == text_of("shakespeare") == CORPUS.decode()
+    prepare.main([f"--url={server.url}good"])
+    assert server.paths == ["404", "good", "good"]
+
+
+def test_other_file_in_place_of_shakespeare_is_refused_and_kept(server):
+    Path("data/shakespeare_char").mkdir(parents=True)
+    Path("data/shakespeare_char/input.txt").write_text("another text")
+    assert "--input=data/shakespeare_char/input.txt" in error_of()
+    assert Path("data/shakespeare_char/input.txt").read_text() == "another text"
+    assert server.paths == []
+
+
+# The Hugging Face hub
+
+
+@pytest.mark.parametrize(
+    ("names", "subset", "split", "expected"),
+    [
+        ("b.jsonl a.jsonl README.md", None, "train", "a.jsonl b.jsonl"),
+        ("train.csv test.csv", None, "train", "train.csv"),
+        ("train.csv test.csv test.parquet", None, "test", "test.parquet"),
+        ("data/train-0-of-1.parquet data/validation-0-of-1.parquet", None, "validation",
+         "data/validation-0-of-1.parquet"),
+        ("en/train/0.parquet fr/train/0.parquet", "fr", "train", "fr/train/0.parquet"),
+        ("en/train/0.parquet fr/train/0.parquet", ".", "train",
+         "en/train/0.parquet fr/train/0.parquet"),
+        ("sample/10BT/0.parquet data/0.parquet", "sample/10BT", "train", "sample/10BT/0.parquet"),
+        ("train/data.jsonl.gz test/data.jsonl.gz", None, "train", "train/data.jsonl.gz"),
+    ],
+)  # fmt: skip
+def test_files_of_a_split(names, subset, split, expected):
+    paths = [PurePosixPath(name) for name in names.split()]
+    assert " ".join(map(str, data_files(paths, "hf:a/b", subset, split))) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "subset", "split", "parts"),
+    [
+        ("a.txt b.py", None, "train", ["hf:a/b", ".jsonl", "refs/convert/parquet"]),
+        ("en/train.csv fr/train.csv", None, "train", ["--subset", "en, fr"]),
+        ("en/train.csv fr/train.csv", "de", "train", ["'de'", "en, fr"]),
+        ("dev.csv test.csv", None, "train", ["'train'", "--split", "dev, test"]),
+        ("a.csv", None, "dev", ["'dev'", "--split", "train"]),
+    ],
+)
+def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, parts):
+    with pytest.raises(UserError) as caught:
+        data_files([PurePosixPath(name) for name in names.split()], "hf:a/b", subset, split)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def table(*texts):
+    """Returns the bytes of a Parquet file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"body": texts, "id": list(texts)}), file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def prepare_hub(hub, folder):
+    """A function that runs prepare.py with the hub, and the client's cache in `folder`.
+
+    Returns the line that it prints, of the result or the error.
+    """
+    pytest.importorskip("huggingface_hub")
+    names = [f"plain_text/train-{n}.parquet" for n in (1, 0, 2)]
+    hub.files = {name: table(*(f"{name} {row}" for row in range(50))) for name in names}
+    hub.files |= {"plain_text/test.parquet": table("no"), "README.md": b"no"}
+
+    def run(*flags, **variables):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+        environment |= {"HF_HOME": "hf", "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | variables
+        flags = [*flags, "--text_key=body", "--tokenizer=byte"]
+        command = [sys.executable, str(ROOT / "prepare.py"), *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode in (0, 2), done.stderr
+        line = done.stdout + done.stderr
+        assert line.count("\n") == 1, line
+        return line
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_dataset_of_the_hub(hub, prepare_hub):
+    flags = ["--input=hf:org/data@v1", "--dataset=own"]
+    assert "hf:org/data@v1 (3 files)" in prepare_hub(*flags)
+    documents = text_of("own").split("\n\n")
+    names = [name for name in sorted(hub.files) if "train" in name]
+    expected = [f"{name} {row}" for name in names for row in range(50)]
+    assert sorted("".join(documents)) == sorted("".join(expected))
+    assert hub.downloads() == names
+    assert hub.requests[0][1].endswith("/api/datasets/org/data/revision/v1")
+    hub.requests.clear()
+    assert "(2 files)" in prepare_hub(*flags, "--max_tokens=300")
+    assert not hub.downloads()  # they are in the cache
+    prepare_hub("--dataset=openwebtext", "--max_tokens=300")
+    path = f"/datasets/Skylion007/openwebtext/resolve/{COMMIT}/{names[0]}"
+    assert path in [path for _, path, _ in hub.requests]
+
+
+@pytest.mark.slow
+def test_errors_of_the_hub_are_one_line(hub, prepare_hub):
+    name = "plain_text/train-0.parquet"
+    flags = ["--input=hf:org/data", "--dataset=own"]
+    hub.bodies[name] = bytes(len(hub.files[name]))
+    assert "wrong sha256" in prepare_hub(*flags)
+    hub.bodies.clear()
+    hub.answers[f"/datasets/org/data/resolve/{COMMIT}/{name}"] = (403, None)
+    assert f"org/data/{name}" in prepare_hub(*flags)
+    hub.answers["/api/datasets/org/data"] = (401, "RepoNotFound")
+    assert "cannot download hf:org/data: the hub has no such dataset" in prepare_hub(*flags)
+    assert "HF_HUB_OFFLINE" in prepare_hub(*flags, HF_HUB_OFFLINE="1")
+    assert "'de'" in prepare_hub("--input=hf:org/data@v1", "--dataset=own", "--subset=de")
