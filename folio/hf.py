@@ -125,19 +125,22 @@ def _read_tensors(folder):
             "could execute code), convert them in Python with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
-    load_file = _safetensors().load_file
+    safetensors, tensors = _load_library(), {}
     try:
-        return {name: tensor for f in files for name, tensor in load_file(folder / f).items()}
-    except Exception as error:  # the library raises OSError and a type of its own
+        for name in files:
+            tensors |= safetensors.torch.load_file(folder / name)
+    except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot read the weights in {folder}: {cause_of(error)}") from error
+    return tensors
 
 
-def _safetensors():
+def _load_library():
+    """Returns the module safetensors. Raises UserError if it is not installed."""
     try:
         import safetensors.torch  # imported here because it is optional
     except ImportError as error:
         raise UserError("Hugging Face folders need: pip install safetensors") from error
-    return safetensors.torch
+    return safetensors
 
 
 # Writing
@@ -161,7 +164,7 @@ def write_pretrained(folder, checkpoint, tokenizer):
     texts = tokenizer_files.contents(tokenizer) | {CONFIG: json.dumps(fields, indent=2)}
     texts |= {path.name: path.read_text(encoding="utf-8") for path in code}
     contents = {name: text.encode() for name, text in texts.items()}
-    contents[WEIGHTS] = _safetensors().save(tensors, metadata={"format": "pt"})
+    contents[WEIGHTS] = _load_library().torch.save(tensors, metadata={"format": "pt"})
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from folio.tokenizers import (
     GPT2Tokenizer,
 )
 
-FILES = ("tokenizer.json", "tokenizer_config.json")
+FILE = "tokenizer.json"
 # A normalizer, or a pre-tokenizer that adds or removes characters, changes this text.
 SAMPLE = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
@@ -34,17 +34,14 @@ GPT2_VOCABULARY = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a65173
 
 
 def contents(tokenizer):
-    """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads.
-
-    Raises UserError if the tokenizer cannot be represented.
-    """
+    """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json as it is
         "clean_up_tokenization_spaces": False,  # would remove spaces before punctuation
     }
     if tokenizer.end is not None:
         config["bos_token"] = config["eos_token"] = END_OF_TEXT
-    return dict(zip(FILES, (definition(tokenizer), json.dumps(config, indent=1)), strict=True))
+    return {FILE: definition(tokenizer), "tokenizer_config.json": json.dumps(config, indent=1)}
 
 
 def definition(tokenizer):
@@ -57,11 +54,6 @@ def definition(tokenizer):
 
 def _char(library, tokenizer):
     characters = tokenizer.characters
-    if surrogates := [c for c in characters if "\ud800" <= c <= "\udfff"]:
-        raise UserError(
-            f"the vocabulary contains U+{ord(surrogates[0]):04X}, half of a character, which "
-            "transformers cannot read: prepare the text as valid UTF-8, and train again"
-        )
     unknown = "?" if "?" in characters else characters[0]
     vocabulary = {character: i for i, character in enumerate(characters)}
     built = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
@@ -104,10 +96,10 @@ def read(folder):
 
     Raises UserError if it has no tokenizer.json, or one that is damaged or not supported.
     """
-    path = Path(folder, FILES[0])
+    path = Path(folder, FILE)
     if not is_file(path):
         raise UserError(
-            f"{folder} has no {FILES[0]}; write it in Python with transformers: "
+            f"{folder} has no {FILE}; write it in Python with transformers: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
     try:

@@ -1,23 +1,20 @@
-"""Tests of folio/hf.py: reading folders that transformers wrote, and wrong ones.
-
-tests/test_export.py has the tests of writing.
-"""
+"""Tests of folio/hf.py, against transformers: reading its folders, and writing folders for it."""
 
 import json
-from dataclasses import asdict
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from folio import hf, tokenizer_files
-from folio.checkpoint import Progress, build_model
+from folio.checkpoint import Checkpoint, Progress, build_model
 from folio.errors import UserError
-from folio.hf import read_pretrained
-from folio.tokenizers import ByteTokenizer
+from folio.hf import read_pretrained, write_pretrained
+from folio.tokenizers import BPETokenizer, ByteTokenizer
 from model import GPTConfig
 
 pytestmark = [
@@ -31,8 +28,22 @@ SHAPES = (
 UNTIED = {"tie_word_embeddings": False}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def transformers(tmp_path_factory):
+    """The module, imported here because it is slow. It copies the code of models to a folder."""
+    import transformers
+    from transformers import dynamic_module_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        yield transformers
+
+
 def transformers_model(**changes):
     """Returns a GPT-2 of transformers with random weights, norms and biases too."""
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.GPT2Config(**(SHAPES[0] | changes))
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -44,8 +55,7 @@ def transformers_model(**changes):
 def save(model, path="theirs", **options):
     """Writes a model of transformers, and a tokenizer. Returns the folder."""
     model.save_pretrained(path, **options)
-    for name, text in tokenizer_files.contents(ByteTokenizer()).items():
-        Path(path, name).write_text(text, encoding="utf-8")
+    Path(path, "tokenizer.json").write_text(tokenizer_files.definition(ByteTokenizer()))
     return Path(path)
 
 
@@ -183,3 +193,145 @@ def test_missing_and_pickled_weights_are_refused():
     path = save(transformers_model())
     (path / hf.WEIGHTS).rename(path / "pytorch_model.bin")
     assert refused(path, hf.WEIGHTS, "could execute code", "save_pretrained")
+
+
+# Writing
+
+GPT2 = (
+    {},
+    {"activation": "gelu_tanh", "dropout": 0.2},
+    {"bias": False, "activation": "relu2"},
+    {"tie_weights": False, "activation": "relu"},
+    {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12},
+    {"n_layer": 0},
+)
+OWN = (
+    tiny.SWITCHES,
+    {"position": "rotary", "bias": False},
+    {"norm": "rmsnorm", "qk_norm": True},
+    {"activation": "swiglu"},
+    {"ngrams": 4},
+    {"smear": 2, "n_layer": 0},
+    {"window": 3},
+)
+
+
+def write(model, folder="ours", tokenizer=None):
+    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
+    write_pretrained(folder, checkpoint, tokenizer or ByteTokenizer())
+
+
+def exported(**changes):
+    """Exports a random model. Returns it, and the model that transformers reads."""
+    ours = tiny.random_model(**changes)
+    write(ours)
+    return ours, load("ours")
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(info.values())
+    return theirs
+
+
+def greedy(model, ids, count):
+    """Returns ids, (B, T), and `count` more, with the last block_size tokens as context."""
+    for _ in range(count):
+        logits = model.logits(ids[:, -model.config.block_size :])
+        ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("changes", [*GPT2, *OWN], ids=str)
+def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes, transformers):
+    ours, theirs = exported(**changes)
+    is_gpt2 = changes in GPT2
+    assert isinstance(theirs, transformers.GPT2LMHeadModel) == is_gpt2
+    idx = tiny.random_ids(ours)
+    atol = 1e-4 if is_gpt2 else 0
+    torch.testing.assert_close(theirs(idx).logits, ours.logits(idx), rtol=0, atol=atol)
+    prompt = idx[:, :3]
+    longest = ours.config.block_size if is_gpt2 else 13  # GPT-2's context ends there
+    for cached in (True, False):
+        ids = theirs.generate(prompt, max_length=longest, do_sample=False, use_cache=cached)
+        assert torch.equal(ids, greedy(ours, prompt, longest - 3))
+    theirs.save_pretrained("again")
+    shutil.copy("ours/tokenizer.json", "again")
+    for folder in ("ours", "again"):
+        again = read_pretrained(folder)
+        assert replace(again.config, dropout=ours.config.dropout) == ours.config
+        assert tiny.same(again.weights, dict(ours.state_dict()))
+    assert torch.equal(load("again")(idx).logits, theirs(idx).logits)
+
+
+def test_loss_and_gradients_of_a_model_with_its_own_code():
+    ours, theirs = exported(**tiny.SWITCHES)
+    idx = tiny.random_ids(ours)
+    labels = idx.masked_fill(idx == idx[0, 0], -100)
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-1)
+    loss, expected = theirs(idx, labels=labels).loss, ours(idx, targets.clamp(min=-1))
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(theirs.gpt.get_parameter(name).grad, parameter.grad)
+
+
+def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):
+    ours, theirs = exported(position="rotary", tie_weights=True)
+    new = transformers.AutoModelForCausalLM.from_config(theirs.config, trust_remote_code=True)
+    assert new.gpt.lm_head.weight is new.gpt.transformer.wte.weight
+    assert 0.015 < new.gpt.transformer.wte.weight.std() < 0.025
+    assert torch.equal(new.gpt.cos, ours.cos)
+
+
+def test_beams_and_padding_of_a_model_with_its_own_code():
+    ours, theirs = exported(**tiny.SWITCHES)
+    idx = tiny.random_ids(ours)
+    beams = {"num_beams": 3, "do_sample": False, "max_length": 13}
+    with_cache = theirs.generate(idx[:, :3], **beams)
+    assert torch.equal(with_cache, theirs.generate(idx[:, :3], use_cache=False, **beams))
+    seen = torch.ones_like(idx)
+    seen[0, 5:] = 0
+    logits = theirs(idx, attention_mask=seen).logits
+    assert torch.equal(logits[0, :5], ours.logits(idx[:, :5])[0])
+    with pytest.raises(ValueError, match="padding on the left"):
+        theirs.generate(idx[:, :3], attention_mask=torch.tensor([[0, 1, 1]] * 3))
+
+
+def test_norms_of_tiny_embeddings_are_the_same_in_transformers():
+    """The norms' epsilon dominates the variance of such embeddings."""
+    ours = tiny.random_model(tie_weights=False)
+    for name, parameter in ours.named_parameters():
+        parameter.data *= 1e-3 if "wte" in name or "wpe" in name else 1
+    write(ours)
+    idx = tiny.random_ids(ours)
+    torch.testing.assert_close(load("ours")(idx).logits, ours.logits(idx), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_generation_ends_at_the_end_token(position):
+    tokenizer = BPETokenizer.train(["a text"], vocab_size=300)
+    write(tiny.random_model(vocab_size=300, position=position), tokenizer=tokenizer)
+    assert load("ours").generation_config.eos_token_id == tokenizer.end is not None
+
+
+def test_weights_of_another_shape_are_not_exported():
+    model = tiny.random_model()
+    model.config = replace(model.config, n_embd=32)
+    with pytest.raises(UserError, match="transformer.wte.weight"):
+        write(model)
+    assert not Path("ours").exists()
+
+
+def test_existing_files_are_not_touched():
+    Path("notes.txt").write_text("mine")
+    for folder in (".", "notes.txt"):
+        with pytest.raises(UserError, match=f"^[^\n]*{folder}[^\n]*$"):
+            write(tiny.random_model(), folder)
+    assert [path.name for path in Path().iterdir()] == ["notes.txt"]
+    assert Path("notes.txt").read_text() == "mine"
