@@ -147,15 +147,15 @@ def _load_library():
 
 
 def write_pretrained(folder, checkpoint, tokenizer):
-    """Writes a checkpoint and its tokenizer to a new or empty folder. Returns the kind of model.
+    """Writes a checkpoint and its tokenizer to a new or empty folder.
 
-    Raises UserError if the folder has files, if the weights do not fit the model, or if writing
-    fails; no file is written then.
+    Returns the name of the class that transformers loads. Raises UserError if the folder is not
+    empty, if the weights do not fit the model, or if writing fails; no file is written then.
     """
     config, weights = checkpoint.config, build_model(checkpoint).state_dict()
     if config.tie_weights:
         del weights[HEAD]
-    if is_gpt2(config):
+    if _fits_gpt2(config):
         fields, tensors, code = _gpt2_fields(config), _to_gpt2(weights), ()
     else:
         tensors = {PREFIX + name: weight for name, weight in weights.items()}
@@ -178,7 +178,7 @@ def write_pretrained(folder, checkpoint, tokenizer):
     return fields["architectures"][0]
 
 
-def is_gpt2(config):
+def _fits_gpt2(config):
     """Whether GPT2LMHeadModel computes the same function as a GPT."""
     known = {name: getattr(config, name) for name in (*GPT2_FIELDS, "dropout")}
     return config == GPTConfig(**known) and config.activation != "swiglu"

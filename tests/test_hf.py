@@ -21,11 +21,8 @@ pytestmark = [
     pytest.mark.usefixtures("folder"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-SHAPES = (
-    {"n_positions": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16},
-    {"n_positions": 12, "vocab_size": 11, "n_layer": 3, "n_head": 5, "n_embd": 30},
-)
-UNTIED = {"tie_word_embeddings": False}
+SHAPE = {"n_positions": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
+OTHER = {"n_positions": 12, "n_layer": 3, "n_head": 5, "n_embd": 30, "tie_word_embeddings": False}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +42,7 @@ def transformers_model(**changes):
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.GPT2Config(**(SHAPES[0] | changes))
+    config = transformers.GPT2Config(**(SHAPE | changes))
     model = transformers.GPT2LMHeadModel(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.2)
@@ -80,7 +77,7 @@ def refused(path, *words):
 # Reading what transformers wrote
 
 
-@pytest.mark.parametrize("changes", [*SHAPES, UNTIED], ids=str)
+@pytest.mark.parametrize("changes", [SHAPE, OTHER], ids=str)
 def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
     theirs = transformers_model(**changes)
     ours = build_model(read_pretrained(save(theirs))).eval()
@@ -99,7 +96,7 @@ def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
 
 
 def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():
-    path = save(transformers_model())
+    path = save(transformers_model().bfloat16())
     checkpoint = read_pretrained(str(path))
     assert (checkpoint.progress, checkpoint.settings, checkpoint.path) == (Progress(), {}, path)
     assert checkpoint.config == GPTConfig(**tiny.SMALL, activation="gelu_tanh")
@@ -132,18 +129,12 @@ def with_head(tensors):
     return tensors | {hf.HEAD: tensors[hf.EMBEDDING].clone()}
 
 
-def as_bfloat16(tensors):
-    return {name: tensor.bfloat16() for name, tensor in tensors.items()}
-
-
-@pytest.mark.parametrize("change", [without_prefix, with_masks, with_head, as_bfloat16])
-def test_other_names_and_types_of_tensors(change):
+@pytest.mark.parametrize("change", [without_prefix, with_masks, with_head])
+def test_names_in_older_files_are_known(change):
     path = save(transformers_model())
     before = read_pretrained(path).weights
-    expected = {n: w.bfloat16().float() for n, w in before.items()}
     rewrite_weights(path, change)
-    after = read_pretrained(path).weights
-    assert tiny.same(after, expected if change is as_bfloat16 else before)
+    assert tiny.same(read_pretrained(path).weights, before)
 
 
 # Refusals
@@ -167,18 +158,10 @@ def test_config_of_another_model_is_refused(changes, words):
     assert refused(path, f"{path}/{hf.CONFIG}", words)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: {k: v for k, v in t.items() if "wpe" not in k},
-        lambda t: t | {"transformer.wpe.weight": torch.ones(16, 8)},
-        lambda t: t | {"transformer.wpe.weight.more": torch.ones(1)},
-    ],
-)
-def test_wrong_tensors_are_named(change):
+def test_weights_that_do_not_fit_are_named():
     path = save(transformers_model())
-    rewrite_weights(path, change)
-    assert refused(path, str(path), "transformer.wpe.weight")
+    rewrite_weights(path, lambda t: {k: v for k, v in t.items() if k != hf.EMBEDDING})
+    assert refused(path, str(path), hf.EMBEDDING)
 
 
 @pytest.mark.parametrize("name", [hf.CONFIG, hf.WEIGHTS])
@@ -268,17 +251,13 @@ def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes,
     assert torch.equal(load("again")(idx).logits, theirs(idx).logits)
 
 
-def test_loss_and_gradients_of_a_model_with_its_own_code():
+def test_loss_of_a_model_with_its_own_code():
     ours, theirs = exported(**tiny.SWITCHES)
     idx = tiny.random_ids(ours)
     labels = idx.masked_fill(idx == idx[0, 0], -100)
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-1)
-    loss, expected = theirs(idx, labels=labels).loss, ours(idx, targets.clamp(min=-1))
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    expected.backward()
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(theirs.gpt.get_parameter(name).grad, parameter.grad)
+    expected = ours(idx, targets.clamp(min=-1))
+    torch.testing.assert_close(theirs(idx, labels=labels).loss, expected)
 
 
 def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):
@@ -318,14 +297,6 @@ def test_generation_ends_at_the_end_token(position):
     tokenizer = BPETokenizer.train(["a text"], vocab_size=300)
     write(tiny.random_model(vocab_size=300, position=position), tokenizer=tokenizer)
     assert load("ours").generation_config.eos_token_id == tokenizer.end is not None
-
-
-def test_weights_of_another_shape_are_not_exported():
-    model = tiny.random_model()
-    model.config = replace(model.config, n_embd=32)
-    with pytest.raises(UserError, match="transformer.wte.weight"):
-        write(model)
-    assert not Path("ours").exists()
 
 
 def test_existing_files_are_not_touched():

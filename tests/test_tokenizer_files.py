@@ -30,11 +30,6 @@ MAKE = {"char": lambda: CharTokenizer.from_text(BOOK), "byte": ByteTokenizer, "b
 GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
 
 
-def write(folder, tokenizer):
-    for name, text in tokenizer_files.contents(tokenizer).items():
-        (folder / name).write_bytes(text.encode())
-
-
 def write_changed(folder, tokenizer, **changes):
     """Writes a tokenizer.json with changes."""
     plain = json.loads(tokenizer_files.definition(tokenizer)) | changes
@@ -52,8 +47,9 @@ def auto_tokenizer(tmp_path):
     import transformers  # here because it is slow
 
     def load(tokenizer):
-        write(tmp_path, tokenizer)
-        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+        files = tokenizer_files.contents(tokenizer) | {"config.json": '{"model_type": "gpt2"}'}
+        for name, text in files.items():
+            (tmp_path / name).write_bytes(text.encode())
         return transformers.AutoTokenizer.from_pretrained(tmp_path)
 
     return load
@@ -73,9 +69,7 @@ def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path)
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
     theirs.save_pretrained(tmp_path / "saved")
     for folder in (tmp_path, tmp_path / "saved"):  # both are read again
-        again = tokenizer_files.read(folder)
-        assert again.to_dict() == tokenizer.to_dict()
-        assert again.encode(DIFFICULT).tolist() == tokenizer.encode(DIFFICULT).tolist()
+        assert tokenizer_files.read(folder).to_dict() == tokenizer.to_dict()
 
 
 @pytest.mark.parametrize("kind", ["bpe", GPT2])
@@ -114,9 +108,6 @@ def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
     assert tokenizer.encode(DIFFICULT).tolist() == gpt2.encode(DIFFICULT).tolist()
 
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -125,7 +116,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
         {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}},
         {"normalizer": {"type": "NFC"}},
         {"pre_tokenizer": None},
-        {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
     ],
     ids=str,
 )
@@ -139,12 +130,3 @@ def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UserError, match="^[^\n]*tokenizer.json[^\n]*$"):
         tokenizer_files.read(tmp_path)
-
-
-def test_pre_tokenizers_that_cut_a_text_are_read(tmp_path):
-    digits = {"type": "Digits", "individual_digits": True}
-    steps = {"type": "Sequence", "pretokenizers": [digits, BYTE_LEVEL]}
-    write_changed(tmp_path, bpe(), pre_tokenizer=steps)
-    tokenizer = tokenizer_files.read(tmp_path)
-    assert tokenizer.decode(tokenizer.encode(BOOK)) == BOOK
-    assert len(tokenizer.encode("1234")) == 4
