@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import torch
-
 from folio import checkpoint as checkpoints
 from folio.errors import UserError, nearest
 from folio.files import is_file
@@ -13,7 +11,6 @@ from folio.hub import MODELS, is_model_id, pretrained_folder
 from folio.run_dir import BEST
 
 RESUMING = ("resume", "auto")
-WORDS = ("scratch", *RESUMING, *MODELS)
 POSITIONS = "transformer.wpe.weight"
 
 
@@ -45,7 +42,7 @@ def load_initial(init_from):
     if is_file(init_from):
         return checkpoints.load(init_from, optimizers=False)
     if init_from.endswith(".pt") or not is_model_id(init_from):
-        hint = nearest(init_from, WORDS, f"; known names: {', '.join(WORDS)}")
+        hint = nearest(init_from, ("scratch", *RESUMING, *MODELS))
         raise UserError(f"init_from={init_from} is not a file, a folder or a hub id{hint}")
     checkpoint = read_pretrained(pretrained_folder(init_from))
     checkpoint.path = Path(init_from)  # shorter in messages than a folder of the cache
@@ -54,6 +51,6 @@ def load_initial(init_from):
 
 def crop(checkpoint, block_size):
     """Removes the learned positions from `block_size` on, if there are any."""
-    positions = checkpoint.weights.get(POSITIONS)
-    if isinstance(positions, torch.Tensor) and positions.dim():  # load_weights() checks the shape
-        checkpoint.weights[POSITIONS] = positions[:block_size].clone()  # not a view: it is saved
+    if POSITIONS in checkpoint.weights:
+        positions = checkpoint.weights[POSITIONS][:block_size]
+        checkpoint.weights[POSITIONS] = positions.clone()  # the whole tensor of a view is saved

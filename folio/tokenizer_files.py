@@ -23,9 +23,9 @@ from folio.tokenizers import (
     GPT2Tokenizer,
 )
 
-FILES = ("tokenizer.json", "tokenizer_config.json")
-OTHER_FORMATS = ("vocab.json", "vocab.txt", "tokenizer.model")
-CUTS = ("Digits", "Split")  # pre-tokenizers
+FILE = "tokenizer.json"
+# A normalizer, or a pre-tokenizer that adds or removes characters, changes this text.
+SAMPLE = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 GPT2_VOCABULARY = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # sha256
 
@@ -34,17 +34,14 @@ GPT2_VOCABULARY = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a65173
 
 
 def contents(tokenizer):
-    """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads.
-
-    Raises UserError if the tokenizer cannot be represented.
-    """
+    """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json as it is
         "clean_up_tokenization_spaces": False,  # would remove spaces before punctuation
     }
     if tokenizer.end is not None:
         config["bos_token"] = config["eos_token"] = END_OF_TEXT
-    return dict(zip(FILES, (definition(tokenizer), json.dumps(config, indent=1)), strict=True))
+    return {FILE: definition(tokenizer), "tokenizer_config.json": json.dumps(config, indent=1)}
 
 
 def definition(tokenizer):
@@ -57,11 +54,6 @@ def definition(tokenizer):
 
 def _char(library, tokenizer):
     characters = tokenizer.characters
-    if surrogates := [c for c in characters if "\ud800" <= c <= "\udfff"]:
-        raise UserError(
-            f"the vocabulary contains U+{ord(surrogates[0]):04X}, half of a character, which "
-            "transformers cannot read: prepare the text as valid UTF-8, and train again"
-        )
     unknown = "?" if "?" in characters else characters[0]
     vocabulary = {character: i for i, character in enumerate(characters)}
     built = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
@@ -70,7 +62,8 @@ def _char(library, tokenizer):
 
 
 def _byte(library, tokenizer):
-    return _byte_level(library, library.models.BPE(_byte_vocabulary(), []), split_words=False)
+    vocabulary = {character: byte for byte, character in enumerate(bpe.byte_characters())}
+    return _byte_level(library, library.models.BPE(vocabulary, []), split_words=False)
 
 
 def _gpt2(library, tokenizer):
@@ -95,31 +88,24 @@ def _byte_level(library, model, split_words=True):
     return built
 
 
-def _byte_vocabulary():
-    return {character: byte for byte, character in enumerate(bpe.byte_characters())}
-
-
 # Reading
 
 
 def read(folder):
-    """Returns the tokenizer of a Hugging Face folder, or None if it has no tokenizer files.
+    """Returns the tokenizer of a Hugging Face folder.
 
-    Raises UserError if the files are damaged, or are not a byte-level BPE or written by folio.
+    Raises UserError if it has no tokenizer.json, or one that is damaged or not supported.
     """
-    path = Path(folder, FILES[0])
-    if is_file(path):
-        try:
-            return _tokenizer(bpe.encoder(read_text(path)))
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
-    for name in OTHER_FORMATS:
-        if is_file(Path(folder, name)):
-            raise UserError(
-                f"{folder} has {name}, but no {FILES[0]}; convert it in Python with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
-    return None
+    path = Path(folder, FILE)
+    if not is_file(path):
+        raise UserError(
+            f"{folder} has no {FILE}; write it in Python with transformers: "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        )
+    try:
+        return _tokenizer(bpe.encoder(read_text(path)))
+    except UserError as error:
+        raise UserError(f"{path}: {error}; only byte-level BPE, as of GPT-2, is read") from error
 
 
 def _tokenizer(built):
@@ -129,35 +115,16 @@ def _tokenizer(built):
     built.post_processor = None  # would add tokens, and is not used here
     text = built.to_str()
     plain = json.loads(text)
-    model, decoder, added = plain["model"], plain["decoder"] or {}, plain["added_tokens"]
-    if model["type"] != "BPE" or plain["normalizer"]:
-        raise UserError(_unsupported(model["type"]))
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    if decoder.get("type") == "Fuse" and tokens:
-        tokenizer = CharTokenizer("".join(tokens))
-        if text == definition(tokenizer):
-            return tokenizer
-    if decoder.get("type") != "ByteLevel":
-        raise UserError(_unsupported("BPE"))
-    if model["vocab"] == _byte_vocabulary() and not added:
-        return ByteTokenizer()
+    if (kind := plain["model"]["type"]) != "BPE":
+        raise UserError(f"the tokenizer is of type {kind}")
+    tokens = sorted(plain["model"]["vocab"], key=plain["model"]["vocab"].get)
+    for written in (ByteTokenizer(), CharTokenizer("".join(tokens))):
+        if text == definition(written):
+            return written
     fingerprint = hashlib.sha256("\n".join(tokens).encode()).hexdigest()
-    if fingerprint == GPT2_VOCABULARY and len(added) == 1:
+    if fingerprint == GPT2_VOCABULARY and len(plain["added_tokens"]) == 1:
         return GPT2Tokenizer()
-    if not _keeps_text(plain["pre_tokenizer"] or {}):
-        raise UserError("it has a pre_tokenizer that changes the text, or is not byte-level")
-    return BPETokenizer(text)
-
-
-def _keeps_text(pre_tokenizer):
-    """Whether a pre-tokenizer only cuts a text before it maps its bytes to characters."""
-    *cuts, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    is_removed = [cut["type"] not in CUTS or cut.get("behavior") == "Removed" for cut in cuts]
-    return last.get("type") == "ByteLevel" and not (last.get("add_prefix_space") or any(is_removed))
-
-
-def _unsupported(kind):
-    return (
-        f"it is a tokenizer of type {kind}; only byte-level BPE without a normalizer, as of GPT-2, "
-        "is supported"
-    )
+    tokenizer = BPETokenizer(text)
+    if tokenizer.decode(tokenizer.encode(SAMPLE)) != SAMPLE:
+        raise UserError("the tokenizer changes the text")
+    return tokenizer

@@ -1,11 +1,9 @@
 """Tests of folio/tokenizer_files.py, against the tokenizers library and transformers."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-import transformers
 
 from folio import tokenizer_files
 from folio.errors import UserError
@@ -28,17 +26,8 @@ def bpe():
     return BPETokenizer.train([BOOK], vocab_size=400)
 
 
-MAKE = {
-    "char": lambda: CharTokenizer.from_text(BOOK),
-    "byte": ByteTokenizer,
-    "bpe": bpe,
-}
-every_kind = pytest.mark.parametrize("kind", [*MAKE, "gpt2"])
-
-
-def write(folder, tokenizer):
-    for name, text in tokenizer_files.contents(tokenizer).items():
-        (folder / name).write_bytes(text.encode())
+MAKE = {"char": lambda: CharTokenizer.from_text(BOOK), "byte": ByteTokenizer, "bpe": bpe}
+GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
 
 
 def write_changed(folder, tokenizer, **changes):
@@ -55,10 +44,12 @@ def tokenizer(kind, request):
 @pytest.fixture
 def auto_tokenizer(tmp_path):
     """A function that writes a tokenizer, and loads it with transformers."""
+    import transformers  # here because it is slow
 
     def load(tokenizer):
-        write(tmp_path, tokenizer)
-        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+        files = tokenizer_files.contents(tokenizer) | {"config.json": '{"model_type": "gpt2"}'}
+        for name, text in files.items():
+            (tmp_path / name).write_bytes(text.encode())
         return transformers.AutoTokenizer.from_pretrained(tmp_path)
 
     return load
@@ -67,7 +58,7 @@ def auto_tokenizer(tmp_path):
 # Writing
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [*MAKE, GPT2])
 def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path):
     theirs = auto_tokenizer(tokenizer)
     assert len(theirs) == tokenizer.vocab_size
@@ -78,23 +69,10 @@ def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path)
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
     theirs.save_pretrained(tmp_path / "saved")
     for folder in (tmp_path, tmp_path / "saved"):  # both are read again
-        again = tokenizer_files.read(folder)
-        assert again.to_dict() == tokenizer.to_dict()
-        assert again.encode(DIFFICULT).tolist() == tokenizer.encode(DIFFICULT).tolist()
+        assert tokenizer_files.read(folder).to_dict() == tokenizer.to_dict()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
-def test_transformers_tokenizes_shakespeare_alike(tokenizer, auto_tokenizer):
-    if not (path := os.environ.get("FOLIO_SHAKESPEARE")):
-        pytest.skip("FOLIO_SHAKESPEARE names no copy of tiny Shakespeare")
-    text = Path(path).read_text(encoding="utf-8")[:200_000]
-    theirs, ids = auto_tokenizer(tokenizer), tokenizer.encode(text).tolist()
-    assert theirs(text)["input_ids"] == ids
-    assert theirs.decode(ids) == tokenizer.decode(ids) == text
-
-
-@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+@pytest.mark.parametrize("kind", ["bpe", GPT2])
 def test_transformers_reads_the_end_token_in_a_text(tokenizer, auto_tokenizer):
     theirs, text = auto_tokenizer(tokenizer), f"a{END_OF_TEXT}b"
     ids = tokenizer.encode(text, allow_special=True).tolist()
@@ -109,12 +87,6 @@ def test_unknown_characters_become_question_marks(vocabulary, read, auto_tokeniz
     assert theirs.decode(theirs("aéb🦶")["input_ids"]) == read
 
 
-def test_half_a_character_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"U\+D83E"):
-        write(tmp_path, CharTokenizer("a\ud83e"))
-    assert not any(tmp_path.iterdir())
-
-
 # Reading
 
 
@@ -125,6 +97,7 @@ def test_texts_are_not_truncated(tmp_path):
     assert tokenizer_files.read(tmp_path).encode(BOOK).tolist() == tokenizer.encode(BOOK).tolist()
 
 
+@pytest.mark.slow
 def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
     added = json.loads(tokenizer_files.definition(gpt2))["added_tokens"]
     write_changed(
@@ -135,30 +108,15 @@ def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
     assert tokenizer.encode(DIFFICULT).tolist() == gpt2.encode(DIFFICULT).tolist()
 
 
-def test_a_folder_without_tokenizer_files_has_no_tokenizer(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert tokenizer_files.read(tmp_path) is None
-
-
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-REMOVING = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False}
-GAP = {"type": "BPE", "vocab": {"a": 0, "b": 2}, "merges": []}  # an id is missing
-UNIGRAM = {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"model": []},
-        {"model": GAP},
-        {"model": UNIGRAM},
-        {"model": {"type": "BPE", "vocab": {}, "merges": []}, "decoder": {"type": "Fuse"}},
-        {"decoder": {"type": "Fuse"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}, "merges": []}},  # an id is missing
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}},
         {"normalizer": {"type": "NFC"}},
         {"pre_tokenizer": None},
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [REMOVING, BYTE_LEVEL]}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
     ],
     ids=str,
 )
@@ -168,26 +126,7 @@ def test_damaged_and_other_tokenizers_are_refused(changes, tmp_path):
         tokenizer_files.read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("tokenizer.json", "{"),
-        ("tokenizer.json", "[]"),
-        ("vocab.json", "{}"),
-        ("tokenizer.model", ""),
-        ("vocab.txt", ""),
-    ],
-)
-def test_files_that_are_no_tokenizer_json_are_refused(name, text, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=f"^[^\n]*{name}[^\n]*$"):
+def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UserError, match="^[^\n]*tokenizer.json[^\n]*$"):
         tokenizer_files.read(tmp_path)
-
-
-def test_pre_tokenizers_that_cut_a_text_are_read(tmp_path):
-    digits = {"type": "Digits", "individual_digits": True}
-    steps = {"type": "Sequence", "pretokenizers": [digits, BYTE_LEVEL]}
-    write_changed(tmp_path, bpe(), pre_tokenizer=steps)
-    tokenizer = tokenizer_files.read(tmp_path)
-    assert tokenizer.decode(tokenizer.encode(BOOK)) == BOOK
-    assert len(tokenizer.encode("1234")) == 4
