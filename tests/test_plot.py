@@ -202,17 +202,19 @@ def test_mistakes_raise_user_error(argv, message):
 def test_attention_weights_are_those_of_the_model(changes):
     model = tiny.random_model(**changes)
     idx = tiny.random_ids(model, rows=1)[0]
-    weights = attention.attention_weights(model, idx)
     config, T = model.config, len(idx)
-    assert weights.shape == (config.n_layer, config.n_head, T, T)
-    assert torch.allclose(weights.sum(dim=-1), torch.ones(weights.shape[:3]))
-    assert (weights.triu(1) == 0).all()
-    if config.window:
-        assert (weights.tril(-config.window) == 0).all()
+    layers = range(config.n_layer)
+    found = attention.attention_weights(model, idx, layers)
     packed = optimize_for_inference(copy.deepcopy(model))
-    assert torch.allclose(attention.attention_weights(packed, idx), weights, atol=1e-5)
-    last = attention.attention_weights(model, idx, [*range(config.n_layer)][-1:])
-    assert torch.equal(last, weights[-1:])
+    assert sorted(found) == [*layers]
+    for layer, weights in found.items():
+        assert weights.shape == (config.n_head, T, T)
+        assert torch.allclose(weights.sum(dim=-1), torch.ones(config.n_head, T))
+        assert (weights.triu(1) == 0).all()
+        if config.window:
+            assert (weights.tril(-config.window) == 0).all()
+        [(_, same)] = attention.attention_weights(packed, idx, [layer]).items()
+        assert torch.allclose(same, weights, atol=1e-5)
 
 
 def heads_of(figure):

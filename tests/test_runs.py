@@ -11,10 +11,8 @@ from tools import runs
 from tools.runs import Run, grouped
 
 
-def run(folder, loss=None, bits=None):
-    val = [{"step": 0, "loss": loss}] if loss is not None else []
-    val = val if bits is None else [val[0] | {"bits_per_byte": bits}]
-    return Run(folder, val=val)
+def run(folder, loss):
+    return Run(folder, val=[{"step": 0, "loss": loss}] if loss else [])
 
 
 def test_runs_that_differ_in_their_seed_only_are_grouped_best_first():
@@ -22,16 +20,6 @@ def test_runs_that_differ_in_their_seed_only_are_grouped_best_first():
     found = grouped([run(name, loss) for name, loss in zip(names, (3, 4, 1, None, 5), strict=True)])
     assert [group.name for group in found] == ["a/seed=1,n=4", "a/seed=*,n=2", "b/seed=1,n=2"]
     assert [group.mean for group in found] == [1, 4, math.inf]
-
-
-def test_groups_are_sorted_by_their_measure():
-    runs = [run(f"a/seed={seed}", 1 + seed / 9, bits=2 + seed / 9) for seed in (1, 2, 3)]
-    runs += [run(f"b/seed={seed}", 1.0, bits=1.0) for seed in (1, 2)]
-    runs += [run("b/seed=3", 0.0)]  # without bits per byte
-    best, other = grouped(runs, "bits_per_byte")
-    assert (best.losses, other.mean) == ([1.0, 1.0], pytest.approx(2 + 2 / 9))
-    best, other = grouped(runs)
-    assert best.losses == [1.0, 1.0, 0.0]
 
 
 def test_log_of_train_is_read(verse):

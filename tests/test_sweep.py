@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from folio.errors import UserError
 from folio.files import locked
 from folio.settings import ROOT
 from tools import runs, sweep, workers
-from tools.workers import promoted, rung_steps
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -153,21 +151,17 @@ def test_mistakes_are_reported_before_training(argv, wrong, verse):
 # Halving
 
 
-@pytest.mark.parametrize(("count", "expected"), [(27, 9), (9, 3), (5, 1), (2, 1), (1, 1)])
-def test_the_best_third_is_promoted(count, expected):
-    losses = {f"run {number}": -number for number in range(count)}
-    best = [f"run {number}" for number in reversed(range(count))]
-    assert promoted(losses, 3) == best[:expected]
-    assert promoted(dict.fromkeys(losses, math.inf), 3) == []  # failed runs
-
-
 def test_rungs_are_multiples_of_the_evaluation_interval():
     settings = tiny.settings(max_iters=1000, eval_interval=150)
-    assert rung_steps(settings, 3) == [150, 300, 1000]
-    assert rung_steps(settings, None) == [1000]
-    assert rung_steps(tiny.settings(max_iters=1000, eval_interval=200), 2) == [200, 400, 1000]
+    assert workers.rung_steps(settings, 3) == [150, 300, 1000]
+    assert workers.rung_steps(settings, None) == [1000]
+    assert workers.rung_steps(tiny.settings(max_iters=1000, eval_interval=200), 2) == [
+        200,
+        400,
+        1000,
+    ]
     with pytest.raises(UserError, match="eval_interval=201"):
-        rung_steps(tiny.settings(max_iters=1000, eval_interval=201), 3)
+        workers.rung_steps(tiny.settings(max_iters=1000, eval_interval=201), 3)
 
 
 # Training

@@ -15,24 +15,22 @@ MAX_COLUMNS = 4  # of the heads of a single layer
 
 
 @torch.inference_mode()
-def attention_weights(model, idx, layers=None):
-    """Returns the attention weights of the heads of some layers. Default: all.
+def attention_weights(model, idx, layers):
+    """Returns {layer: attention weights of its heads} for some layers.
 
-    idx: (T,) int64 -> (len(layers), n_head, T, T) float32 on the CPU. Element [l, h, t, s] is the
-    weight of position s in the output for position t.
+    idx: (T,) int64 -> (n_head, T, T) float32 on the CPU. Element [h, t, s] is the weight of
+    position s in the output for position t.
     """
-    T, config = len(idx), model.config
+    T, window, found = len(idx), model.config.window, {}
     positions = torch.arange(T, device=idx.device)
     distance = positions[:, None] - positions
-    hidden = (distance < 0) | (distance >= (config.window or T))
-    layers = range(config.n_layer) if layers is None else layers
-    found = torch.zeros(len(layers), config.n_head, T, T)
+    hidden = (distance < 0) | (distance >= (window or T))
 
     def attend(layer, q, k, v):
         scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])  # Vaswani et al. 2017, 3.2.1
         weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
         if layer in layers:
-            found[layers.index(layer)] = weights[0]
+            found[layer] = weights[0].cpu()
         return (weights @ v.float()).to(v.dtype)
 
     model.trunk(idx[None], attend=attend)
@@ -65,7 +63,7 @@ def draw(trained, ids, title, layers=None):
     for number, (layer, head) in enumerate(maps):
         axes = figure.add_subplot(grid[number // columns, number % columns])
         axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-        image = draw_head(axes, weights[layers.index(layer), head].numpy(), labels)
+        image = draw_head(axes, weights[layer][head].numpy(), labels)
         cells.append(axes)
     bar = figure.colorbar(image, ax=cells, shrink=0.6, aspect=40, location="bottom")
     bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)

@@ -28,17 +28,6 @@ class Run:
     val: list = field(default_factory=list)  # events of evaluations
     seconds: float | None = None  # that the run has taken
 
-    def add(self, event):
-        """Adds an event of the log."""
-        match event["split"]:
-            case "start":
-                self.settings, self.parameters = event["settings"], event["parameters"]
-            case "resume":
-                self.settings |= {name: new for name, (_, new) in event["changed"].items()}
-            case "train" | "val" as split:
-                getattr(self, split).append(event)
-                self.seconds = event["elapsed_s"]
-
     def best(self, measure="loss"):
         """Returns the evaluation with the lowest `measure`, which all must have."""
         return min(self.val, key=lambda event: event[measure])
@@ -59,7 +48,14 @@ def read(folder):
             event = json.loads(line)
         except ValueError:
             continue  # it is incomplete, such as the last line while a process writes it
-        run.add(event)
+        match event["split"]:
+            case "start":
+                run.settings, run.parameters = event["settings"], event["parameters"]
+            case "resume":
+                run.settings |= {name: new for name, (_, new) in event["changed"].items()}
+            case "train" | "val" as split:
+                getattr(run, split).append(event)
+                run.seconds = event["elapsed_s"]
     return run
 
 

@@ -5,9 +5,8 @@
     python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
         --eval_interval=200 --halving=3
 
-In a config file, several values are a list: learning_rate = [1e-3, 3e-4]. The same command
-continues a sweep that was stopped: finished runs are kept, stopped and failed runs are resumed.
-`python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
+The same command continues a sweep that was stopped: finished runs are kept, stopped and failed runs
+are resumed. `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
 import dataclasses

@@ -59,14 +59,9 @@ def train_all(combinations, factor, jobs):
         losses, failed = train_runs(tasks, jobs)
         errors |= failed
         means = {each: fmean(losses[folder] for folder, _ in each) for each in combinations}
-        combinations = promoted(means, factor or 1)
+        best = sorted(means, key=means.get)[: max(1, len(means) // (factor or 1))]
+        combinations = [each for each in best if math.isfinite(means[each])]
     return errors
-
-
-def promoted(losses, factor):
-    """Returns the combinations that continue, from {combination: loss}; not those that failed."""
-    best = sorted(losses, key=losses.get)[: max(1, len(losses) // factor)]
-    return [each for each in best if math.isfinite(losses[each])]
 
 
 def rung_steps(settings, factor):
