@@ -78,27 +78,16 @@ def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
     assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
 
 
-BITS_TABLE = """\
-| run   | best val bits per byte | at step | time, s | tokens/s | parameters | steps |
-| ----- | ---------------------: | ------: | ------: | -------: | ---------: | ----: |
-| out-b |                 1.2500 |      20 |       6 |      510 |      1,000 |    20 |
-| out-a |                 2.0000 |      10 |       4 |      505 |      1,000 |    10 |
-| out-c |                        |         |       4 |      505 |      1,000 |       |
-"""
-
-
 def test_table_of_bits_per_byte_has_their_best_first(capsys):
     write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0])
     write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25])
     write_run("out-c", [4.0, 0.5])
     plot.main(["out-a", "out-b", "out-c", "--y=bits_per_byte"])
-    assert capsys.readouterr().out.startswith(BITS_TABLE)
-    plot.main(["out-a", "out-b", "out-c", "--out=here.png"])
-    assert Path("here.png").read_bytes().startswith(b"\x89PNG")
-    rows = capsys.readouterr().out.splitlines()[2:5]
-    assert [row[:24].split()[1:4:2] for row in rows] == [
-        ["out-c", "0.5000"], ["out-a", "1.0000"], ["out-b", "3.0000"]
-    ]  # fmt: skip
+    head, _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert "| best val bits per byte |" in head
+    cells = [row.split("|") for row in rows]
+    assert [each[1].strip() for each in cells] == ["out-b", "out-a", "out-c"]
+    assert [each[2].strip() for each in cells] == ["1.2500", "2.0000", ""]
 
 
 # Loss curves
@@ -198,7 +187,10 @@ def test_mistakes_raise_user_error(argv, message):
 # Attention
 
 
-@pytest.mark.parametrize("changes", tiny.SHAPES, ids=str)
+SWITCHES = ({}, {"n_layer": 0}, {"position": "rotary", "qk_norm": True}, {"window": 3})
+
+
+@pytest.mark.parametrize("changes", SWITCHES, ids=str)
 def test_attention_weights_are_those_of_the_model(changes):
     model = tiny.random_model(**changes)
     idx = tiny.random_ids(model, rows=1)[0]

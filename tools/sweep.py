@@ -9,13 +9,11 @@ The same command continues a sweep that was stopped: finished runs are kept, sto
 are resumed. `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
-import dataclasses
 import itertools
 import math
 import random
 import re
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -69,7 +67,7 @@ from folio.plan import MODEL_SETTINGS
 from folio.run_dir import RunDir
 from tools.runs import grouped, read
 from tools.table import aligned, compared
-from tools.workers import RUN_SETTINGS, rung_steps, train_all
+from tools.workers import RUN_SETTINGS, last_line, rung_steps, train_all
 from train import TrainConfig
 
 LIMIT = 200  # values of a range; without --trials, combinations are fewer
@@ -90,9 +88,6 @@ class SweepConfig(TrainConfig, SweepSettings):
             raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
 
 
-FIELD_TYPES = {field.name: field.type for field in dataclasses.fields(SweepConfig)}
-
-
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
@@ -107,14 +102,14 @@ def main(argv=None):
         check_earlier(folder, settings, data[settings.dataset])
     with locked(sweep.sweep_dir):
         print(f"{len(planned)} runs", flush=True)
-        errors = train_all(combinations, sweep.halving, sweep.jobs)
+        failed = train_all(combinations, sweep.halving, sweep.jobs)
         trained = [read(folder) for folder, _ in planned if is_file(RunDir(folder).log)]
         if trained:
             print("", *aligned(compared(grouped(trained))), sep="\n")
-    if errors:
-        failed = "; ".join(f"{folder.name}: {error}" for folder, error in errors.items())
+    if failed:
+        errors = "; ".join(f"{folder.name}: {last_line(folder)}" for folder in failed)
         raise UserError(
-            f"{len(errors)} of {len(planned)} runs failed: {failed}; to try them again, run the "
+            f"{len(failed)} of {len(planned)} runs failed: {errors}; to try them again, run the "
             "same command"
         )
 
@@ -216,7 +211,7 @@ def values_of(name, value):
     except ValueError as error:
         rule = "LOW < HIGH" if kind == "uniform" else "0 < LOW < HIGH"
         raise UserError(f"{values[0]} is not a range: write {kind}:LOW:HIGH, {rule}") from error
-    is_integer = int in (FIELD_TYPES[name], *typing.get_args(FIELD_TYPES[name]))
+    is_integer = type(getattr(SweepConfig, name)) is int  # the default value
     return list(dict.fromkeys(round(x) if is_integer else float(f"{x:.4g}") for x in numbers))
 
 

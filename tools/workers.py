@@ -42,26 +42,26 @@ class Task(NamedTuple):
 
 
 def train_all(combinations, factor, jobs):
-    """Trains combinations, `jobs` runs at a time. Returns {folder: error} of the runs that failed.
+    """Trains combinations, `jobs` runs at a time. Returns the folders of the runs that failed.
 
     Args:
         combinations: tuples of (folder, settings), a run for each seed; they are compared by the
             mean validation loss of their runs.
         factor: the best 1 / factor of those compared continue. None: all are trained to the end.
     """
-    errors = {}
+    failed = []
     for rung in range(3 if factor else 1):
         tasks = [
             Task(folder, settings, rung_steps(settings, factor)[rung])
             for combination in combinations
             for folder, settings in combination
         ]
-        losses, failed = train_runs(tasks, jobs)
-        errors |= failed
+        losses = train_runs(tasks, jobs)
+        failed += [folder for folder, loss in losses.items() if loss == math.inf]
         means = {each: fmean(losses[folder] for folder, _ in each) for each in combinations}
         best = sorted(means, key=means.get)[: max(1, len(means) // (factor or 1))]
         combinations = [each for each in best if math.isfinite(means[each])]
-    return errors
+    return failed
 
 
 def rung_steps(settings, factor):
@@ -88,12 +88,11 @@ def rung_steps(settings, factor):
 def train_runs(tasks, jobs):
     """Trains the runs of tasks, up to `jobs` at a time, even if one fails.
 
-    Returns {folder: best validation loss up to the step; infinity if the run failed} and
-    {folder: error}. After a stop signal, waits until the processes have saved their state, and
-    raises Interrupted.
+    Returns {folder: best validation loss up to the step, infinity if the run failed}. After a stop
+    signal, waits until the processes have saved their state, and raises Interrupted.
     """
-    losses, errors = {task.folder: known_loss(task) for task in tasks}, {}
-    waiting, active = deque(task for task in tasks if losses[task.folder] is None), {}
+    losses, active = {task.folder: known_loss(task) for task in tasks}, {}
+    waiting = deque(task for task in tasks if losses[task.folder] is None)
     total = len(waiting)
     with StopSignal() as stop:
         try:
@@ -107,9 +106,8 @@ def train_runs(tasks, jobs):
                 for number, (task, process) in list(active.items()):
                     if process.poll() is not None:
                         del active[number]
-                        about = end(task, process.returncode, losses, errors)
                         place = f"{total - len(waiting) - len(active)} of {total}"
-                        print(f"{place}: {task.folder.name}: {about}", flush=True)
+                        losses[task.folder] = end(task, process.returncode, place)
         finally:
             for _, process in active.values():
                 process.terminate()
@@ -117,7 +115,7 @@ def train_runs(tasks, jobs):
                 process.wait()
     if stop:
         raise Interrupted(stop.number, "stopped; to continue, run the same command")
-    return losses, errors
+    return losses
 
 
 def start(task, variables):
@@ -156,17 +154,20 @@ def environment(device, number, jobs):
     return variables
 
 
-def end(task, status, losses, errors):
-    """Records the loss or the error of a run whose process has ended. Returns it as text."""
-    folder = task.folder
+def end(task, status, place):
+    """Returns the loss of a run whose process has ended, and prints it after `place`."""
+    name = task.folder.name
     if status:
-        output = (folder / OUTPUT).read_text(errors="replace").strip() or "no output"
-        last_line = output.rpartition("\n")[2]
-        errors[folder] = f"{last_line} (status {status})"
-        losses[folder] = math.inf
-        return f"failed: {errors[folder]}"
-    losses[folder] = best_loss(task)
-    return f"val loss {losses[folder]:.4f}, trained to step {task.step:,}"
+        print(f"{place}: {name}: failed: {last_line(task.folder)} (status {status})", flush=True)
+        return math.inf
+    loss = best_loss(task)
+    print(f"{place}: {name}: val loss {loss:.4f}, trained to step {task.step:,}", flush=True)
+    return loss
+
+
+def last_line(folder):
+    """Returns the last line that a process has printed."""
+    return (folder / OUTPUT).read_text(errors="replace").strip().rpartition("\n")[2]
 
 
 # Losses
