@@ -47,8 +47,6 @@ class PlotConfig:
     def __post_init__(self):
         if not self.runs or self.attention and len(self.runs) > 1:
             raise UserError("specify the run folders to compare, or one with --attention")
-        if self.out is not None and not self.out.endswith(".png"):
-            raise UserError(f"--out must end in .png, not {self.out}")
 
 
 if __name__ == "__main__":

@@ -94,18 +94,19 @@ def train_runs(tasks, jobs):
     losses, active = {task.folder: known_loss(task) for task in tasks}, {}
     waiting = deque(task for task in tasks if losses[task.folder] is None)
     total = len(waiting)
+    free = list(range(min(jobs, total)))  # numbers of jobs
     with StopSignal() as stop:
         try:
             while (waiting or active) and not stop:
-                for number in set(range(min(jobs, total))) - active.keys():
-                    if waiting:
-                        task = waiting.popleft()
-                        variables = environment(task.settings.device, number, jobs)
-                        active[number] = task, start(task, variables)
+                while waiting and free:
+                    task, number = waiting.popleft(), free.pop()
+                    variables = environment(task.settings.device, number, jobs)
+                    active[number] = task, start(task, variables)
                 time.sleep(POLL_SECONDS)
                 for number, (task, process) in list(active.items()):
                     if process.poll() is not None:
                         del active[number]
+                        free.append(number)
                         place = f"{total - len(waiting) - len(active)} of {total}"
                         losses[task.folder] = end(task, process.returncode, place)
         finally:
