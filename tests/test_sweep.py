@@ -302,7 +302,7 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
 
 @pytest.mark.slow
 def test_interrupted_sweep_continues_to_the_same_results(verse):
-    settings = {"max_iters": 100, "eval_interval": 20}
+    settings = {"max_iters": 500, "eval_interval": 100}
     argv = [*flags(**settings, dropout="0,0.1"), "--jobs=2", "--halving=3"]
     stopped = start(*argv)
     wait_for(Path("out-sweep/dropout=0.0/last.pt").exists)
@@ -313,6 +313,6 @@ def test_interrupted_sweep_continues_to_the_same_results(verse):
     with locked("out-sweep/dropout=0.0"):  # its process has ended
         pass
     sweep.main(argv)
-    [best] = [run for run in runs.read_all(["out-sweep"]) if run.val[-1]["step"] == 100]
+    [best] = [run for run in runs.read_all(["out-sweep"]) if run.val[-1]["step"] == 500]
     train.main(tiny.flags(**settings, dropout=best.settings["dropout"]))
     assert tiny.differences("out", best.folder) == []
