@@ -15,15 +15,25 @@ import train
 from folio.compile import optimize_for_inference
 from folio.errors import UserError
 from folio.scoring import likely_next
+from folio.settings import load
 from tools import attention, plot, runs
 from tools.runs import grouped
-from tools.table import compared, table
+from tools.table import aligned, compared
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("folder")
 
 
+def groups_of(*folders, measure="loss"):
+    return grouped(runs.read_all(folders), measure)
+
+
 # Tables
+
+
+def table(*folders):
+    return aligned(compared(groups_of(*folders)))
+
 
 TABLE = """\
 | run   | best val loss | at step | time, s | tokens/s | parameters | steps | n_layer | seed |
@@ -32,86 +42,44 @@ TABLE = """\
 | out-a |        2.0000 |      20 |       8 |      515 |      1,000 |    30 |       2 |    1 |
 | out-c |               |         |         |          |      1,000 |       |       2 |    1 |
 """
-WIDTH = TABLE.index("\n")
 
 
 def test_table_has_best_run_first_and_only_settings_that_differ():
     write_run("out-a", [4.0, 2.5, 2.0, 2.25])
     write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
     write_run("out-c", [])
-    lines = table(grouped(runs.read_all(["out-a", "out-b", "out-c"])))
-    assert "\n".join(lines) == TABLE.strip()
-    header, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert compared(grouped(runs.read_all(["out-a", "out-b", "out-c"]))) == [header, *rows]
-
-
-def headings(lines):
-    return [cell.strip() for cell in lines[0].split("|")[1:-1]]
-
-
-@pytest.mark.parametrize(("columns", "shown"), [(WIDTH, 9), (WIDTH - 1, 8), (60, 5), (1, 2)])
-def test_table_fits_into_the_terminal(columns, shown, monkeypatch, capsys):
-    write_run("out-a", [4.0, 2.5])
-    write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
-    found = grouped(runs.read_all(["out-a", "out-b"]))
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert table(found) == table(found, fit=False)  # not a terminal
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    whole, lines = table(found, fit=False), table(found)
-    assert headings(lines) == headings(whole)[:shown]
-    assert len(lines) == len(whole) + (shown < 9)  # a line says how to see all
-    plot.main(["out-a", "out-b", "--all"])
-    assert capsys.readouterr().out.splitlines()[:4] == whole
-
-
-def write_seeds(name, losses, **settings):
-    """Writes a run for each seed, whose last loss is one of `losses`."""
-    for seed, loss in enumerate(losses):
-        write_run(f"{name},seed={seed}", [4.0 + seed, loss], seed=seed, **settings)
+    assert table("out-a", "out-b", "out-c") == TABLE.splitlines()
 
 
 REPEATED_TABLE = """\
-| run            |   best val loss | seeds | at step |
-| -------------- | --------------: | ----: | ------: |
-| out-s/a,seed=* | 1.5000 ± 0.0100 |     3 |      10 |
-| out-s/b,seed=* | 1.5050 ± 0.0100 |     3 |      10 |
-| out-s/d,seed=0 | 1.5100          |     1 |      10 |
-| out-s/c,seed=* | 1.6000 ± 0.0100 |     3 |      10 |
+| run            |   best val loss | seeds | at step | time, s |
+| -------------- | --------------: | ----: | ------: | ------: |
+| out-s/a,seed=* | 1.5000 ± 0.0100 |     3 |      10 |       4 |
+| out-s/c,seed=0 | 1.5100          |     1 |      10 |       4 |
+| out-s/b,seed=* | 1.6000 ± 0.0100 |     3 |      10 |       4 |
 """
 
 
 def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
-    write_seeds("out-s/a", [1.49, 1.5, 1.51])
-    write_seeds("out-s/b", [1.495, 1.505, 1.515], n_layer=4, wandb_run_name="b")
-    write_seeds("out-s/c", [1.61, 1.6, 1.59], n_layer=6)
-    write_seeds("out-s/d", [1.51], n_layer=8)
-    lines = table(grouped(runs.read_all(["out-s"])))
-    assert "n_layer" in headings(lines)
+    for name, losses in {"a": [1.49, 1.5, 1.51], "b": [1.61, 1.6, 1.59], "c": [1.51]}.items():
+        for seed, loss in enumerate(losses):
+            write_run(f"out-s/{name},seed={seed}", [4.0 + seed, loss], seed=seed, n_head=name)
+    lines = table("out-s")
+    assert lines[0].endswith("| n_head |")
     width = REPEATED_TABLE.index("\n")
     assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
-
-
-BITS_TABLE = """\
-| run   | best val bits per byte | at step | time, s | tokens/s | parameters | steps |
-| ----- | ---------------------: | ------: | ------: | -------: | ---------: | ----: |
-| out-b |                 1.2500 |      20 |       6 |      510 |      1,000 |    20 |
-| out-a |                 2.0000 |      10 |       4 |      505 |      1,000 |    10 |
-| out-c |                        |         |       4 |      505 |      1,000 |       |
-"""
 
 
 def test_table_of_bits_per_byte_has_their_best_first(capsys):
     write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0])
     write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25])
-    write_run("out-c", [4.0, 0.5], bits=[4.0])  # the last evaluation has none
+    write_run("out-c", [4.0, 0.5])
     plot.main(["out-a", "out-b", "out-c", "--y=bits_per_byte"])
-    assert capsys.readouterr().out.startswith(BITS_TABLE)
-    plot.main(["out-a", "out-b", "out-c", "--out=here.png"])
-    assert Path("here.png").read_bytes().startswith(b"\x89PNG")
-    rows = capsys.readouterr().out.splitlines()[2:5]
-    assert [row[:24].split()[1:4:2] for row in rows] == [
-        ["out-c", "0.5000"], ["out-a", "1.0000"], ["out-b", "3.0000"]
-    ]  # fmt: skip
+    head, _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert "| best val bits per byte |" in head
+    cells = [row.split("|") for row in rows]
+    assert [each[1].strip() for each in cells] == ["out-b", "out-a", "out-c"]
+    assert [each[2].strip() for each in cells] == ["1.2500", "2.0000", ""]
 
 
 # Loss curves
@@ -133,7 +101,7 @@ def drawn(figure):
 def test_picture_has_curves_of_each_run(axis, x):
     write_run("out-a", [4.0, 2.0, 2.25])
     write_run("out-b", [4.0, 3.5])
-    curves = drawn(plot.draw_losses(grouped(runs.read_all(["out-a", "out-b"])), axis))
+    curves = drawn(plot.draw_losses(groups_of("out-a", "out-b"), axis))
     training, validation, best = curves["out-a"]
     assert curves["out-b"][1] == [[x[0], 4.0], [x[1], 3.5]]
     assert validation == [[x[0], 4.0], [x[1], 2.0], [x[2], 2.25]]
@@ -144,9 +112,9 @@ def test_picture_has_curves_of_each_run(axis, x):
 def test_picture_of_bits_per_byte_has_the_runs_that_have_them():
     write_run("out-a", [4.0, 2.0])
     write_run("out-b", [3.0, 1.0], bits=[2.5, 1.5])
-    found = grouped(runs.read_all(["out-a", "out-b"]), "bits_per_byte")
+    found = groups_of("out-a", "out-b", measure="bits_per_byte")
     figure = plot.draw_losses(found, "steps")
-    _, validation, best = drawn(figure)["out-b"]
+    validation, best = drawn(figure)["out-b"]
     assert list(drawn(figure)) == ["out-b"]
     assert (validation, best) == ([[0, 2.5], [10, 1.5]], [[10, 1.5]])
     assert figure.axes[0].get_ylabel() == "bits per byte"
@@ -155,14 +123,12 @@ def test_picture_of_bits_per_byte_has_the_runs_that_have_them():
 
 
 def test_curve_of_a_group_is_the_mean_of_its_seeds():
-    write_run("out-a1", [4.0, 2.0, 3.0, 1.0], seed=1)
-    write_run("out-a2", [6.0, 4.0, 3.0], seed=2)
-    write_run("out-a3", [], seed=3)
-    write_run("out-b", [5.0, 4.0], n_layer=4)
-    figure = plot.draw_losses(
-        grouped(runs.read_all(["out-a1", "out-a2", "out-a3", "out-b"])), "steps"
-    )
-    training, validation, best = drawn(figure)["out-a*"]
+    write_run("out-s/n=2,seed=1", [4.0, 2.0, 3.0, 1.0])
+    write_run("out-s/n=2,seed=2", [6.0, 4.0, 3.0])
+    write_run("out-s/n=2,seed=3", [])
+    write_run("out-s/n=4,seed=1", [5.0, 4.0])
+    figure = plot.draw_losses(groups_of("out-s"), "steps")
+    training, validation, best = drawn(figure)["out-s/n=2,seed=*"]
     assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
     assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
     assert best == [validation[1]]
@@ -172,16 +138,13 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds():
 
 
 def test_long_training_curves_are_averaged():
-    write_run("out-a", [4 + (-1) ** n for n in range(1000)])
-    training = drawn(plot.draw_losses(grouped([runs.read("out-a")]), "steps"))["out-a"][0]
+    name = "out-$\\frac$"  # is no formula
+    write_run(name, [4 + (-1) ** n for n in range(1000)])
+    figure = plot.draw_losses(groups_of(name), "steps")
+    figure.savefig(io.BytesIO())
+    training = drawn(figure)[name][0]
     assert len(training) == plot.POINTS
     assert [loss for _, loss in training] == pytest.approx([3.9] * plot.POINTS)
-
-
-def test_a_folder_with_dollar_signs_is_no_formula():
-    write_run("out-$\\frac$", [4.0, 2.0])
-    figure = plot.draw_losses(grouped(runs.read_all(["out-$\\frac$"])), "steps")
-    figure.savefig(io.BytesIO())
 
 
 def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
@@ -196,15 +159,13 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "specify the run folders to compare, or --attention"),
+        ([], "specify the run folders"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
-        (["a" * 300], "cannot read a"),
         (["out-empty"], "the runs have no loss yet"),
-        (["out-a", "--out=a.jpg"], "--out must end in .png"),
         (["out-a", "--out=gone/a.png"], "cannot write gone.a.png"),
-        (["--attention", "out-a", "out-b"], "--attention takes one run"),
-        (["--attention", "out-a", "--out_dir=out-b"], "--attention takes one run"),
-        (["--attention", "--out_dir=out-b"], "there is no checkpoint out-b.ckpt.pt"),
+        (["--attention"], "one with --attention"),
+        (["--attention", "out-a", "out-b"], "one with --attention"),
+        (["--attention", "out-b"], "there is no checkpoint out-b.ckpt.pt"),
     ],
 )
 def test_mistakes_raise_user_error(argv, message):
@@ -217,21 +178,26 @@ def test_mistakes_raise_user_error(argv, message):
 # Attention
 
 
-@pytest.mark.parametrize("changes", tiny.SHAPES, ids=str)
+SWITCHES = ({}, {"n_layer": 0}, {"position": "rotary", "qk_norm": True}, {"window": 3})
+
+
+@pytest.mark.parametrize("changes", SWITCHES, ids=str)
 def test_attention_weights_are_those_of_the_model(changes):
     model = tiny.random_model(**changes)
     idx = tiny.random_ids(model, rows=1)[0]
-    weights = attention.attention_weights(model, idx)
     config, T = model.config, len(idx)
-    assert weights.shape == (config.n_layer, config.n_head, T, T)
-    assert torch.allclose(weights.sum(dim=-1), torch.ones(weights.shape[:3]))
-    assert (weights.triu(1) == 0).all()
-    if config.window:
-        assert (weights.tril(-config.window) == 0).all()
+    layers = range(config.n_layer)
+    found = attention.attention_weights(model, idx, layers)
     packed = optimize_for_inference(copy.deepcopy(model))
-    assert torch.allclose(attention.attention_weights(packed, idx), weights, atol=1e-5)
-    last = attention.attention_weights(model, idx, [*range(config.n_layer)][-1:])
-    assert torch.equal(last, weights[-1:])
+    assert sorted(found) == [*layers]
+    for layer, weights in found.items():
+        assert weights.shape == (config.n_head, T, T)
+        assert torch.allclose(weights.sum(dim=-1), torch.ones(config.n_head, T))
+        assert (weights.triu(1) == 0).all()
+        if config.window:
+            assert (weights.tril(-config.window) == 0).all()
+        [(_, same)] = attention.attention_weights(packed, idx, [layer]).items()
+        assert torch.allclose(same, weights, atol=1e-5)
 
 
 def heads_of(figure):
@@ -240,18 +206,19 @@ def heads_of(figure):
 
 def test_picture_of_attention_is_labeled(verse):
     train.main(tiny.flags(max_iters=1, n_layer=2, out_dir="out-x"))
-    figure = plot.draw_attention("out-x", "thee to a day\n")  # longer than the context of 8 tokens
+    prompt = "--start=thee to a day\n"  # longer than the context of 8 tokens
+    settings = load(plot.PlotConfig, ["--attention", "out-x", prompt])
+    figure = plot.draw_attention("out-x", settings)
     assert len(heads_of(figure)) == 4
     for axes in heads_of(figure):
         assert [label.get_text() for label in axes.get_xticklabels()] == [*"o␣a␣day", "\\n"]
-    plot.main(["--attention", "out-x", "--start=thou"])
-    plot.main(["--attention", "--out_dir=out-x", "--start=thou", "--out=same.png"])
-    assert Path("attention.png").read_bytes().startswith(b"\x89PNG")
-    assert Path("attention.png").read_bytes() == Path("same.png").read_bytes()
-    plot.main(["--attention", "out-x", "--start=thou", "--layer=1"])
-    assert Path("attention.png").read_bytes() != Path("same.png").read_bytes()
-    with pytest.raises(UserError, match="^out-x: there is no layer 2; the last is layer 1$"):
+    plot.main(["--attention", "out-x", prompt, "--layer=1", "--out=one.png"])
+    assert Path("one.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="^out-x: there is no layer 2 of 2"):
         plot.main(["--attention", "out-x", "--layer=2"])
+    train.main(tiny.flags(max_iters=1, n_layer=0))
+    with pytest.raises(UserError, match="no layer 0"):
+        plot.main(["--attention", "out"])
 
 
 def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
@@ -262,9 +229,3 @@ def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
     bars = figure.get_axes()[-1]
     widths = [patch.get_width() for patch in bars.patches]
     assert widths == [p for _, p in likely_next(trained, list(range(30)), attention.TOP)]
-
-
-def test_attention_of_a_bigram_model_is_refused(verse):
-    train.main(tiny.flags(max_iters=1, n_layer=0))
-    with pytest.raises(UserError, match="has no layers"):
-        plot.draw_attention("out")

@@ -15,24 +15,22 @@ MAX_COLUMNS = 4  # of the heads of a single layer
 
 
 @torch.inference_mode()
-def attention_weights(model, idx, layers=None):
-    """Returns the attention weights of the heads of some layers. Default: all.
+def attention_weights(model, idx, layers):
+    """Returns {layer: attention weights of its heads} for some layers.
 
-    idx: (T,) int64 -> (len(layers), n_head, T, T) float32 on the CPU. Element [l, h, t, s] is the
-    weight of position s in the output for position t.
+    idx: (T,) int64 -> (n_head, T, T) float32 on the CPU. Element [h, t, s] is the weight of
+    position s in the output for position t.
     """
-    T, config = len(idx), model.config
+    T, window, found = len(idx), model.config.window, {}
     positions = torch.arange(T, device=idx.device)
     distance = positions[:, None] - positions
-    hidden = (distance < 0) | (distance >= (config.window or T))
-    layers = range(config.n_layer) if layers is None else layers
-    found = torch.zeros(len(layers), config.n_head, T, T)
+    hidden = (distance < 0) | (distance >= (window or T))
 
     def attend(layer, q, k, v):
         scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])  # Vaswani et al. 2017, 3.2.1
         weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
         if layer in layers:
-            found[layers.index(layer)] = weights[0]
+            found[layer] = weights[0].cpu()
         return (weights @ v.float()).to(v.dtype)
 
     model.trunk(idx[None], attend=attend)
@@ -42,42 +40,56 @@ def attention_weights(model, idx, layers=None):
 def draw(trained, ids, title, layers=None):
     """Returns a matplotlib figure of a TrainedModel and a prompt, a nonempty list of ids.
 
-    Args:
-        layers: numbers of the layers to draw. Default: all.
+    Draws the layers with numbers in `layers`. Default: all. Raises UserError if one is missing.
     """
     from matplotlib.figure import Figure
 
     config, tokenizer = trained.model.config, trained.tokenizer
     layers = range(config.n_layer) if layers is None else layers
-    check_layers(layers, config.n_layer, title)
+    if missing := set(layers or [0]) - set(range(config.n_layer)):
+        raise UserError(f"{title}: there is no layer {min(missing)} of {config.n_layer} layers")
     ids = ids[-config.block_size :]
     idx = torch.tensor(ids, device=trained.model.transformer.wte.weight.device)
-    maps = {
-        f"layer {layer}, head {head}": weights.numpy()
-        for layer, heads in zip(layers, attention_weights(trained.model, idx, layers), strict=True)
-        for head, weights in enumerate(heads)
-    }
-    top, probabilities = zip(*likely_next(trained, ids, TOP), strict=True)
+    weights = attention_weights(trained.model, idx, layers)
 
-    rows = len(layers) if len(layers) > 1 else math.ceil(config.n_head / MAX_COLUMNS)
-    columns = math.ceil(len(maps) / rows)
-    widths = [SIDE * columns, SIDE]
-    figure = Figure(figsize=(sum(widths), SIDE * rows + 1), layout="constrained")
+    maps = [(layer, head) for layer in layers for head in range(config.n_head)]
+    columns = config.n_head if len(layers) > 1 else min(config.n_head, MAX_COLUMNS)
+    rows = math.ceil(len(maps) / columns)
+    figure = Figure(figsize=(SIDE * (columns + 1), SIDE * rows + 1), layout="constrained")
     figure.suptitle(f"{title}\nprompt {tokenizer.decode(ids)[:60]!r}", fontsize=10, **STYLE)
-    left, right = figure.subfigures(1, 2, width_ratios=widths)
-    grid = left.subplots(rows, columns, squeeze=False)
-    draw_heads(left, grid, maps, [label_of(tokenizer, token) for token in ids])
-    draw_next(right, probabilities, [label_of(tokenizer, token) for token in top])
+    grid = figure.add_gridspec(rows, columns + 1)
+    labels = [label_of(tokenizer, token) for token in ids]
+    cells = []
+    for number, (layer, head) in enumerate(maps):
+        axes = figure.add_subplot(grid[number // columns, number % columns])
+        axes.set_title(f"layer {layer}, head {head}", fontsize=8)
+        image = draw_head(axes, weights[layer][head].numpy(), labels)
+        cells.append(axes)
+    bar = figure.colorbar(image, ax=cells, shrink=0.6, aspect=40, location="bottom")
+    bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
+    draw_next(figure.add_subplot(grid[:, columns]), likely_next(trained, ids, TOP), tokenizer)
     return figure
 
 
-def check_layers(layers, count, title):
-    """Raises UserError if a model of `count` layers does not have some of these, or has none."""
-    if not count:
-        raise UserError(f"{title}: the model has no layers, and thus no attention")
-    for layer in layers:
-        if not 0 <= layer < count:
-            raise UserError(f"{title}: there is no layer {layer}; the last is layer {count - 1}")
+def draw_head(axes, weights, labels):
+    """Draws the heat map of weights, (T, T), between tokens. Returns the image."""
+    axes.tick_params(labelsize=6)
+    if len(labels) <= MAX_LABELS:
+        rotation = 90 if max(map(len, labels)) > 2 else 0
+        axes.set_xticks(range(len(labels)), labels, rotation=rotation, **STYLE)
+        axes.set_yticks(range(len(labels)), labels, **STYLE)
+    return axes.imshow(weights, cmap="Blues", vmin=0, vmax=1)
+
+
+def draw_next(axes, likely, tokenizer):
+    """Draws a bar chart of next tokens, (token, probability), the most likely at the top."""
+    tokens, probabilities = zip(*likely, strict=True)
+    axes.set_title("probability of the next token", fontsize=9)
+    bars = axes.barh(range(len(tokens)), probabilities)
+    axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+    axes.margins(x=0.25)  # for these labels
+    axes.set_yticks(range(len(tokens)), [label_of(tokenizer, each) for each in tokens], **STYLE)
+    axes.invert_yaxis()
 
 
 def label_of(tokenizer, token):
@@ -86,31 +98,3 @@ def label_of(tokenizer, token):
     if "\ufffd" in text:
         text = tokenizer.token_bytes(token)
     return repr(text).removeprefix("b")[1:-1].replace(" ", "␣")
-
-
-def draw_heads(figure, grid, maps, tokens):
-    """Draws heat maps, {title: (T, T)}, into a grid of axes, row by row."""
-    cells = grid.flatten()
-    for axes, (title, weights) in zip(cells, maps.items(), strict=False):
-        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1)
-        axes.set_title(title, fontsize=8)
-        axes.tick_params(labelsize=6)
-        if len(tokens) <= MAX_LABELS:
-            rotation = 90 if max(map(len, tokens)) > 2 else 0
-            axes.set_xticks(range(len(tokens)), tokens, rotation=rotation, **STYLE)
-            axes.set_yticks(range(len(tokens)), tokens, **STYLE)
-    for axes in cells[len(maps) :]:
-        axes.set_axis_off()
-    bar = figure.colorbar(image, ax=grid, shrink=0.6, aspect=40, location="bottom")
-    bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
-
-
-def draw_next(figure, probabilities, tokens):
-    """Draws a bar chart of next tokens, the most likely at the top."""
-    axes = figure.add_subplot()
-    axes.set_title("probability of the next token", fontsize=9)
-    bars = axes.barh(range(len(tokens)), probabilities)
-    axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
-    axes.margins(x=0.25)  # for these labels
-    axes.set_yticks(range(len(tokens)), tokens, **STYLE)
-    axes.invert_yaxis()

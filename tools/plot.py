@@ -4,8 +4,8 @@
     python -m tools.plot out-sweep --x=seconds --out=losses.png
     python -m tools.plot --attention out-a --start="To be, or not" --layer=0
 
-Runs that differ only in their seed are one row and one curve. Plots are PNG files and need
-matplotlib.
+Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are one row and one curve.
+Plots are PNG files and need matplotlib.
 """
 
 from dataclasses import dataclass
@@ -36,23 +36,17 @@ class PlotConfig:
     y: Literal["loss", "bits_per_byte"] = setting(
         "loss", "y axis and table; bits per byte compare runs with different tokenizers"
     )
-    all: bool = setting(False, "also print the columns that do not fit into the terminal")
     out: str | None = setting(None, "PNG file; None: runs.png or attention.png")
 
     attention: bool = setting(
         False, "plot attention weights and next-token probabilities", group="Attention"
     )
-    out_dir: str | None = setting(None, "folder of the run; None: the one specified, or out")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     layer: int | None = setting(None, "layer to plot; None: all", "[0, inf)")
 
     def __post_init__(self):
-        if not self.attention and not self.runs:
-            raise UserError("specify the run folders to compare, or --attention with --out_dir")
-        if self.attention and len(self.runs) + (self.out_dir is not None) > 1:
-            raise UserError("--attention takes one run")
-        if self.out is not None and not self.out.endswith(".png"):
-            raise UserError(f"--out must end in .png, not {self.out}")
+        if not self.runs or self.attention and len(self.runs) > 1:
+            raise UserError("specify the run folders to compare, or one with --attention")
 
 
 if __name__ == "__main__":
@@ -64,19 +58,18 @@ from folio.completion import load_trained, read_prompt
 from folio.run_dir import RunDir
 from tools import attention
 from tools.runs import grouped, read_all
-from tools.table import table
+from tools.table import aligned, compared
 
 
 def main(argv=None):
     settings = load(PlotConfig, argv)
     if not settings.attention:
         groups = grouped(read_all(settings.runs), settings.y)
-        print("\n".join(table(groups, fit=not settings.all)), flush=True)
+        print("\n".join(aligned(compared(groups))), flush=True)
     if not find_spec("matplotlib"):
         raise UserError("plots need matplotlib: pip install matplotlib")
     if settings.attention:
-        folder = settings.runs[0] if settings.runs else settings.out_dir or "out"
-        path, figure = "attention.png", draw_attention(folder, settings.start, settings.layer)
+        path, figure = "attention.png", draw_attention(*settings.runs, settings)
     else:
         path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or path
@@ -85,12 +78,13 @@ def main(argv=None):
     print(f"wrote {path}")
 
 
-def draw_attention(folder, start=None, layer=None):
-    """Returns a matplotlib figure for the best model of a run and a prompt, as for sample.py."""
-    prompt = read_prompt(start)
+def draw_attention(folder, settings):
+    """Returns a matplotlib figure for the best model of a run. `settings` is a PlotConfig."""
+    prompt = read_prompt(settings.start)
     trained = load_trained(RunDir(folder).load_best())
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
-    return attention.draw(trained, ids, folder, None if layer is None else [layer])
+    layers = None if settings.layer is None else [settings.layer]
+    return attention.draw(trained, ids, folder, layers)
 
 
 def draw_losses(groups, axis):
@@ -102,19 +96,21 @@ def draw_losses(groups, axis):
     from matplotlib.figure import Figure
 
     measure = groups[0].measure
-    curves = [(group, group.curve("val", AXES[axis])) for group in groups if group.evaluated]
-    if not curves:
+    groups = [group for group in groups if group.evaluated]
+    if not groups:
         name = measure.replace("_", " ")
         raise UserError(f"there is nothing to draw: the runs have no {name} yet")
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
     highest = []
-    for number, (group, val) in enumerate(curves):
-        color = f"C{number}" if len(curves) <= 10 else colormaps["turbo"](number / len(curves))
-        train = group.curve("train", AXES[axis])[:2] if measure == "loss" else np.empty((2, 0))
-        train = averaged(train)
-        draw_group(axes, train, val, color=color, label=group.name)
-        x, loss = np.concatenate((train, val[:2]), axis=1)
+    for number, group in enumerate(groups):
+        color = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / len(groups))
+        if measure == "loss":
+            train = averaged(group.curve("train", AXES[axis])[:2])
+            axes.plot(*train, color=color, alpha=0.35, linewidth=1)
+        val = group.curve("val", AXES[axis])
+        draw_validation(axes, *val, color=color, label=group.name)
+        x, loss, _ = val
         highest.append(loss[x >= x.min() + START * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
@@ -128,11 +124,9 @@ def draw_losses(groups, axis):
     return figure
 
 
-def draw_group(axes, train, val, color, label):
-    """Draws the curves of a group: `train`, (2, points), and `val`, (3, evaluations)."""
-    x, loss, spread = val
+def draw_validation(axes, x, loss, spread, color, label):
+    """Draws the validation losses of a group, means and standard deviations, (evaluations,)."""
     best = loss.argmin()
-    axes.plot(*train, color=color, alpha=0.35, linewidth=1)
     axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
     axes.plot(x[best], loss[best], "o", color=color)
     if spread.any():

@@ -2,26 +2,19 @@
 
 import json
 import math
-import os
-from collections import Counter, defaultdict
-from contextlib import suppress
+import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
-from folio.errors import UserError, os_error
+from folio.errors import UserError
 from folio.files import is_file
 from folio.run_dir import RunDir
-from folio.settings import names_in
-from train import TrainConfig
 
-STEP_NUMBERS = ("step", "tokens", "loss", "elapsed_s")
-NUMBERS = {"train": (*STEP_NUMBERS, "tokens_per_s"), "val": STEP_NUMBERS}  # of each event
-OPTIONAL = ("bits_per_byte",)
-REPEATED = "seed"  # the setting whose values are repeats of one combination
-IGNORED = {REPEATED} | names_in(TrainConfig, "display")  # runs that differ in them are one group
+SEED = re.compile(r"\bseed=\d+")  # in the name of a folder
 
 
 @dataclass
@@ -33,45 +26,37 @@ class Run:
     parameters: int = 0
     train: list = field(default_factory=list)  # events of training steps
     val: list = field(default_factory=list)  # events of evaluations
-    newest: dict | None = None  # the last event of either kind
-
-    def add(self, event):
-        """Adds an event of the log. Any exception means that it is damaged."""
-        match event["split"]:
-            case "start":
-                self.settings, self.parameters = dict(event["settings"]), int(event["parameters"])
-            case "resume":
-                self.settings |= {name: new for name, (_, new) in event["changed"].items()}
-            case "train" | "val" as split:
-                names = (*NUMBERS[split], *(name for name in OPTIONAL if name in event))
-                if not all(abs(event[name]) < math.inf for name in names):
-                    raise ValueError("not a finite number")
-                self.newest = {name: event[name] for name in names}
-                getattr(self, split).append(self.newest)
+    seconds: float | None = None  # that the run has taken
 
     def best(self, measure="loss"):
-        """Returns the evaluation with the lowest `measure`, which all must have, or None."""
-        return min(self.val, key=lambda event: event[measure], default=None)
+        """Returns the evaluation with the lowest `measure`, which all must have."""
+        return min(self.val, key=lambda event: event[measure])
 
 
 # Reading
 
 
 def read(folder):
-    """Returns the Run in a folder. Raises UserError if it has no readable log."""
+    """Returns the Run in a folder. Raises UserError if it has no log."""
     path = RunDir(folder).log
-    try:
-        if not is_file(path):
-            available = ", ".join(map(str, inside("."))) or "none"
-            raise UserError(f"there is no log {path}; available runs: {available}")
-        run = Run(str(Path(folder)))  # without a slash at the end
-        with open(path, "rb") as lines:
-            for line in lines:
-                with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                    run.add(json.loads(line))  # skips a line that is incomplete or damaged
-        return run
-    except OSError as error:
-        raise os_error("read", path, error) from error
+    if not is_file(path):
+        available = ", ".join(map(str, inside("."))) or "none"
+        raise UserError(f"there is no log {path}; available runs: {available}")
+    run = Run(str(Path(folder)))  # without a slash at the end
+    for line in path.read_bytes().splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # it is incomplete, such as the last line while a process writes it
+        match event["split"]:
+            case "start":
+                run.settings, run.parameters = event["settings"], event["parameters"]
+            case "resume":
+                run.settings |= {name: new for name, (_, new) in event["changed"].items()}
+            case "train" | "val" as split:
+                getattr(run, split).append(event)
+                run.seconds = event["elapsed_s"]
+    return run
 
 
 def inside(folder):
@@ -90,8 +75,7 @@ def read_all(folders):
     """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
     paths = []
     for folder in folders:
-        is_run = os.path.exists(RunDir(folder).log)  # Path.exists raises if the name is too long
-        paths += [folder] if is_run else inside(folder) or [folder]
+        paths += [folder] if is_file(RunDir(folder).log) else inside(folder) or [folder]
     return [read(path) for path in paths]
 
 
@@ -102,23 +86,14 @@ def read_all(folders):
 class Group:
     """Runs that differ only in their seed. Their losses are values of `measure`."""
 
+    name: str  # the folder of a single run, or a pattern: out-sweep/n_layer=2,seed=*
     runs: list
     measure: str = "loss"  # or bits_per_byte, which compares runs with different tokenizers
 
     @property
-    def name(self):
-        """The folder of a single run, or a pattern: out-sweep/n_layer=2,seed=*."""
-        folders, digits = [run.folder for run in self.runs], "0123456789"
-        if len(folders) == 1:
-            return folders[0]
-        start = os.path.commonprefix(folders).rstrip(digits)
-        rests = [folder[len(start) :][::-1] for folder in folders]
-        return f"{start}*{os.path.commonprefix(rests)[::-1].lstrip(digits)}"
-
-    @property
     def evaluated(self):
-        """The runs that have been evaluated, with a value of the measure each time."""
-        return [run for run in self.runs if run.val and all(self.measure in e for e in run.val)]
+        """The runs that have been evaluated, with a value of the measure."""
+        return [run for run in self.runs if run.val and self.measure in run.val[0]]
 
     @property
     def losses(self):
@@ -153,14 +128,12 @@ class Group:
 def grouped(runs, measure="loss"):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
-    Runs of a group are in the same folder, such as that of a sweep. A run with the same seed as an
-    earlier one is no repeat: it belongs to another group.
+    Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are a group.
     """
-    groups, seen = defaultdict(list), Counter()
+    found = defaultdict(list)
     for run in runs:
-        values = sorted((k, repr(v)) for k, v in run.settings.items() if k not in IGNORED)
-        key = (os.path.dirname(run.folder), *values)
-        seed = (*key, run.settings.get(REPEATED))
-        seen[seed] += 1
-        groups[*key, seen[seed]].append(run)
-    return sorted((Group(each, measure) for each in groups.values()), key=lambda group: group.mean)
+        found[SEED.sub("seed=*", run.folder)].append(run)
+    groups = []
+    for pattern, each in found.items():
+        groups.append(Group(pattern if len(each) > 1 else each[0].folder, each, measure))
+    return sorted(groups, key=lambda group: group.mean)

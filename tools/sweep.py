@@ -5,21 +5,19 @@
     python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
         --eval_interval=200 --halving=3
 
-In a config file, several values are a list: learning_rate = [1e-3, 3e-4]. The same command
-continues a sweep that was stopped: finished runs are kept, stopped and failed runs are resumed.
-`python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
+The same command continues a sweep that was stopped: finished runs are kept, stopped and failed runs
+are resumed. `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
-import dataclasses
 import itertools
 import math
 import random
 import re
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import quote
 
 from folio import process
 from folio.errors import UserError
@@ -65,13 +63,11 @@ import numpy as np
 from folio.checkpoint import load as load_checkpoint
 from folio.dataset import fingerprint
 from folio.device import resolve_device
-from folio.initial import RESUMING
 from folio.plan import MODEL_SETTINGS
 from folio.run_dir import RunDir
-from tools.runs import REPEATED, grouped, read
-from tools.schedule import rung_steps, train_all
-from tools.table import table
-from tools.workers import RUN_SETTINGS, is_finished
+from tools.runs import grouped, read
+from tools.table import aligned, compared
+from tools.workers import RUN_SETTINGS, last_line, rung_steps, train_all
 from train import TrainConfig
 
 LIMIT = 200  # values of a range; without --trials, combinations are fewer
@@ -85,19 +81,11 @@ class SweepConfig(TrainConfig, SweepSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.sweep_dir:
-            raise UserError("sweep_dir must not be empty")
         if self.halving and self.minutes:
             raise UserError("--halving compares runs at the same step: add --minutes=None")
-        allowed = {"out_dir"}  # which presets set
-        if self.init_from not in RESUMING:
-            allowed.add("init_from")
-        refused = names_in(TrainConfig, "files") - allowed
+        refused = names_in(TrainConfig, "files") - {"out_dir", "init_from"}  # presets set out_dir
         if wrong := sorted(refused & changed(self).keys()):
             raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
-
-
-FIELD_TYPES = {field.name: field.type for field in dataclasses.fields(SweepConfig)}
 
 
 def main(argv=None):
@@ -105,55 +93,49 @@ def main(argv=None):
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
     grid = Grid(argv)
-    combinations = grid.combinations()
+    sweep, combinations = grid.first, grid.combinations()
     planned = [run for combination in combinations for run in combination]
     datasets = dict.fromkeys(settings.dataset for _, settings in planned)
     data = {name: fingerprint(name) for name in datasets}
     for folder, settings in planned:
         rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
         check_earlier(folder, settings, data[settings.dataset])
-    sweep = grid.first
     with locked(sweep.sweep_dir):
-        finished = sum(is_finished(*run) for run in planned)
-        print(f"{len(planned)} runs, {finished} of them already finished", flush=True)
-        errors = train_all(combinations, sweep.halving, sweep.jobs)
-        trained = sorted(folder for folder, _ in planned if is_file(RunDir(folder).log))
+        print(f"{len(planned)} runs", flush=True)
+        failed = train_all(combinations, sweep.halving, sweep.jobs)
+        trained = [read(folder) for folder, _ in planned if is_file(RunDir(folder).log)]
         if trained:
-            print("", *table(grouped(map(read, trained))), sep="\n")
-    if errors:
-        failed = "; ".join(f"{folder.name}: {error}" for folder, error in errors.items())
+            print("", *aligned(compared(grouped(trained))), sep="\n")
+    if failed:
+        errors = "; ".join(f"{folder.name}: {last_line(folder)}" for folder in failed)
         raise UserError(
-            f"{len(errors)} of {len(planned)} runs failed: {failed}; to try them again, run the "
+            f"{len(failed)} of {len(planned)} runs failed: {errors}; to try them again, run the "
             "same command"
         )
 
 
 def check_earlier(folder, settings, data):
-    """Raises UserError if a folder contains another run, or if a process is training there.
+    """Raises UserError if a folder contains a run with other settings or data.
 
     `data` is the fingerprint of the dataset.
     """
-    run_dir = RunDir(folder)
-    if not run_dir.exists():
+    if not is_file(RunDir(folder).last):
         return
-    with locked(folder):  # a sweep that is killed at once does not stop its runs
-        path = run_dir.last if is_file(run_dir.last) else run_dir.best
-        earlier = load_checkpoint(path, optimizers=False)
-    if earlier.data != data:
-        raise UserError(
-            f"the content of dataset {settings.dataset} has changed since {folder} was trained; "
-            "choose another --sweep_dir"
-        )
+    earlier = load_checkpoint(RunDir(folder).last, optimizers=False)
     names = names_in(TrainConfig, "run") - {"max_iters"}
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed(settings).keys()
+    differences = []
     for name in sorted(names & earlier.settings.keys()):
         before, now = earlier.settings[name], getattr(settings, name)
         if now not in (before, "auto"):
-            raise UserError(
-                f"{folder} contains a run with other settings: {name} was {before!r}, now {now!r}; "
-                "choose another --sweep_dir"
-            )
+            differences.append(f"{name} was {before!r}, now {now!r}")
+    if earlier.data != data:
+        differences.append(f"the content of dataset {settings.dataset} has changed")
+    if differences:
+        raise UserError(
+            f"{folder} contains another run: {'; '.join(differences)}; choose another --sweep_dir"
+        )
 
 
 # Combinations
@@ -162,31 +144,17 @@ def check_earlier(folder, settings, data):
 class Grid:
     """The settings of a command line in which some have several values.
 
-    `first` has the first value of each. `names` are the settings that vary. Each combination of
-    their values has a run for each value of the seed.
+    `first` has the first value of each, `names` are those with several. Each combination of their
+    values has a run for each value of the seed.
     """
 
     def __init__(self, argv):
-        """Raises UserError like settings.load, or if no setting of train.py varies."""
+        """Raises UserError like settings.load, or if no setting of train.py has several values."""
         self.argv, self.sizes = argv, {}  # {name: number of values}
-
-        def choose(name, value):
-            values = values_of(name, value)
-            self.sizes[name] = max(len(values), self.sizes.get(name, 1))
-            return values[0]
-
-        self.first = load(SweepConfig, argv, {"device": resolve_device}, choose)
-        self.names = [name for name in self.sizes if self._varies(name)]
-        self._check_names()
-
-    def _varies(self, name):
-        """Whether a setting has several values, which nothing further to the right replaces."""
-        others = (self._at({name: index}) for index in range(1, self.sizes[name]))
-        return any(getattr(each, name) != getattr(self.first, name) for each in others)
-
-    def _check_names(self):
+        self.first = self._at({}, quiet=False)
+        self.names = [name for name, size in self.sizes.items() if size > 1]
         for name in self.names:
-            if name not in RUN_SETTINGS - {"teachers"}:  # whose value can contain commas
+            if name not in RUN_SETTINGS:
                 raise UserError(f"{name} has several values, but must be the same for all runs")
         if not self.names:
             raise UserError(
@@ -200,32 +168,28 @@ class Grid:
         They are all, or --trials of them at random. The last setting varies fastest. Equal
         combinations count once. Raises UserError if there are too many.
         """
-        compared = [name for name in self.names if name != REPEATED]
+        compared = [name for name in self.names if name != "seed"]
         sizes = [self.sizes[name] for name in compared]
         if not self.first.trials and (total := math.prod(sizes)) >= LIMIT:
             raise UserError(f"there are {total:,} combinations: use --trials=N to train N of them")
-        found, combinations = {}, {}
+        combinations = {}
         for row in draw(sizes, self.first.trials):
             runs = {}
-            for seed in range(self.sizes.get(REPEATED, 1)):
-                settings = self._at(dict(zip(compared, row, strict=True)) | {REPEATED: seed})
-                folder = Path(settings.sweep_dir, run_name(settings, self.names))
-                if found.setdefault(folder, settings) != settings:
-                    raise UserError(f"two runs would share {folder}: change one of the values")
-                runs[folder] = settings
-            combinations[tuple(runs.items())] = None
-        return list(combinations)
+            for seed in range(self.sizes.get("seed", 1)):
+                settings = self._at(dict(zip(compared, row, strict=True)) | {"seed": seed})
+                runs[Path(settings.sweep_dir, run_name(settings, self.names))] = settings
+            combinations[tuple(runs)] = tuple(runs.items())
+        return list(combinations.values())
 
-    def _at(self, indices):
+    def _at(self, indices, quiet=True):
         """Returns the settings with the values at `indices`, and the first of every other list."""
 
         def choose(name, value):
             values = values_of(name, value)
-            if len(values) > self.sizes.get(name, 1):
-                raise UserError(f"the number of values of {name} depends on another setting")
+            self.sizes[name] = max(len(values), self.sizes.get(name, 1))
             return values[indices.get(name, 0) % len(values)]  # a list may replace a longer one
 
-        return load(SweepConfig, self.argv, {"device": resolve_device}, choose, quiet=True)
+        return load(SweepConfig, self.argv, {"device": resolve_device}, choose, quiet)
 
 
 def values_of(name, value):
@@ -237,19 +201,18 @@ def values_of(name, value):
     """
     values = value if isinstance(value, list | tuple | range) and len(value) else [value]
     kind, *ends = str(values[0]).split(":")
-    types = {float, int} & {FIELD_TYPES[name], *typing.get_args(FIELD_TYPES[name])}
-    if len(values) > 1 or kind not in SPACINGS or not types:
+    if len(values) > 1 or kind not in SPACINGS:
         return values
     try:
         low, high = map(float, ends)
         if not low < high < math.inf:
             raise ValueError
-        numbers = SPACINGS[kind](low, high, LIMIT)
+        numbers = SPACINGS[kind](low, high, LIMIT).tolist()
     except ValueError as error:
         rule = "LOW < HIGH" if kind == "uniform" else "0 < LOW < HIGH"
         raise UserError(f"{values[0]} is not a range: write {kind}:LOW:HIGH, {rule}") from error
-    rounded = [float(f"{x:.4g}") if float in types else round(x) for x in numbers.tolist()]
-    return list(dict.fromkeys(rounded))
+    is_integer = type(getattr(SweepConfig, name)) is int  # the default value
+    return list(dict.fromkeys(round(x) if is_integer else float(f"{x:.4g}") for x in numbers))
 
 
 def draw(sizes, count=None):
@@ -264,8 +227,7 @@ def draw(sizes, count=None):
 
 def run_name(settings, names):
     """Returns a folder name with the values of some settings: n_layer=4,seed=1."""
-    values = ",".join(f"{name}={getattr(settings, name)}" for name in names)
-    return re.sub(r"[^\w.,=+-]", "_", values)
+    return quote(",".join(f"{name}={getattr(settings, name)}" for name in names), safe=",+=")
 
 
 if __name__ == "__main__":

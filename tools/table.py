@@ -1,27 +1,8 @@
 """Tables: aligned Markdown, and the table that compares groups of runs."""
 
-import math
-import shutil
-import sys
 from statistics import median, stdev
 
 FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # after the loss
-
-
-def table(groups, fit=True):
-    """Returns the lines of a Markdown table of groups; see `compared`.
-
-    If `fit`, columns on the right that do not fit into the terminal are left out.
-    """
-    rows = compared(groups)
-    lines, shown = aligned(rows), len(rows[0])
-    width = shutil.get_terminal_size().columns if fit and sys.stdout.isatty() else math.inf
-    while len(lines[0]) > width and shown > 2:
-        shown -= 1
-        lines = aligned([row[:shown] for row in rows])
-    if shown < len(rows[0]):
-        lines.append("add --all to python -m tools.plot for more columns")
-    return lines
 
 
 def compared(groups):
@@ -63,10 +44,9 @@ def _loss(group, is_repeated):
 
 def _medians(group):
     """Returns the cells of FIGURES."""
-    newest = [run.newest for run in group.runs if run.newest]
     figures = (
         [run.best(group.measure)["step"] for run in group.evaluated],
-        [event["elapsed_s"] for event in newest],
+        [run.seconds for run in group.runs if run.seconds],
         [event["tokens_per_s"] for run in group.runs for event in run.train],
         [run.parameters for run in group.runs],
         [run.val[-1]["step"] for run in group.evaluated],

@@ -1,4 +1,8 @@
-"""Processes of train.py that train the runs of a sweep, several at a time."""
+"""Processes of train.py that train the runs of a sweep, several at a time.
+
+With halving, only the best combinations are trained to the end: Jamieson and Talwalkar 2016,
+"Non-stochastic Best Arm Identification and Hyperparameter Optimization".
+"""
 
 import math
 import os
@@ -7,12 +11,13 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
 
 from folio.checkpoint import load
-from folio.errors import os_error
+from folio.errors import UserError
 from folio.files import is_file
 from folio.process import Interrupted, StopSignal
 from folio.run_dir import RunDir
@@ -22,7 +27,6 @@ from train import TrainConfig
 
 OUTPUT = "output.txt"  # what train.py prints, in the folder of the run
 POLL_SECONDS = 0.1
-STOP_STATUSES = (0, -1, -2, -15, 129, 130, 143)  # after SIGHUP, SIGINT, SIGTERM; 0: just finished
 RUN_SETTINGS = names_in(TrainConfig, "run", "machine", "display")  # that runs take from the sweep
 
 
@@ -34,60 +38,85 @@ class Task(NamedTuple):
     step: int
 
 
+# Halving
+
+
+def train_all(combinations, factor, jobs):
+    """Trains combinations, `jobs` runs at a time. Returns the folders of the runs that failed.
+
+    Args:
+        combinations: tuples of (folder, settings), a run for each seed; they are compared by the
+            mean validation loss of their runs.
+        factor: the best 1 / factor of those compared continue. None: all are trained to the end.
+    """
+    failed = []
+    for rung in range(3 if factor else 1):
+        tasks = [
+            Task(folder, settings, rung_steps(settings, factor)[rung])
+            for combination in combinations
+            for folder, settings in combination
+        ]
+        losses = train_runs(tasks, jobs)
+        failed += [folder for folder, loss in losses.items() if loss == math.inf]
+        means = {each: fmean(losses[folder] for folder, _ in each) for each in combinations}
+        best = sorted(means, key=means.get)[: max(1, len(means) // (factor or 1))]
+        combinations = [each for each in best if math.isfinite(means[each])]
+    return failed
+
+
+def rung_steps(settings, factor):
+    """Returns the steps at which a run is compared with others, the last of which is max_iters.
+
+    With halving, the others are about 1/5 of it, before which high learning rates look worse than
+    they are, and 1/3. They are multiples of eval_interval, so that a run that stops there evaluates
+    there.
+    """
+    total, interval = settings.max_iters, settings.eval_interval
+    if not factor:
+        return [total]
+    if total < 5 * interval:
+        raise UserError(
+            f"--halving compares runs after 1/5 of the steps: eval_interval={interval} must be at "
+            f"most 1/5 of max_iters={total}"
+        )
+    return [total // 5 // interval * interval, round(total / 3 / interval) * interval, total]
+
+
+# Processes
+
+
 def train_runs(tasks, jobs):
     """Trains the runs of tasks, up to `jobs` at a time, even if one fails.
 
-    Returns {folder: validation loss at the step; infinity if the run failed} and {folder: error}.
-    After a stop signal, waits until the processes have saved their state, and raises Interrupted.
+    Returns {folder: best validation loss up to the step, infinity if the run failed}. After a stop
+    signal, waits until the processes have saved their state, and raises Interrupted.
     """
-    losses, errors, active = {task.folder: known_loss(task) for task in tasks}, {}, {}
+    losses, active = {task.folder: known_loss(task) for task in tasks}, {}
     waiting = deque(task for task in tasks if losses[task.folder] is None)
-    total, numbers = len(waiting), range(min(jobs, len(waiting)))
+    total = len(waiting)
+    free = list(range(min(jobs, total)))  # numbers of jobs
     with StopSignal() as stop:
         try:
             while (waiting or active) and not stop:
-                for number in [each for each in numbers if each not in active][: len(waiting)]:
-                    task = waiting.popleft()
+                while waiting and free:
+                    task, number = waiting.popleft(), free.pop()
                     variables = environment(task.settings.device, number, jobs)
                     active[number] = task, start(task, variables)
                 time.sleep(POLL_SECONDS)
                 for number, (task, process) in list(active.items()):
                     if process.poll() is not None:
                         del active[number]
-                        about = end(task, process.returncode, losses, errors)
+                        free.append(number)
                         place = f"{total - len(waiting) - len(active)} of {total}"
-                        print(f"{place}: {task.folder.name}: {about}", flush=True)
+                        losses[task.folder] = end(task, process.returncode, place)
         finally:
-            unsaved = stop_all(active.values())
+            for _, process in active.values():
+                process.terminate()
+            for _, process in active.values():
+                process.wait()
     if stop:
-        outcome = f", but {'; '.join(unsaved)}" if unsaved else " and saved"
-        raise Interrupted(stop.number, f"stopped{outcome}; to continue, run the same command")
-    return losses, errors
-
-
-def end(task, status, losses, errors):
-    """Records the loss or the error of a run whose process has ended. Returns it as text."""
-    folder = task.folder
-    if status:
-        losses[folder], errors[folder] = math.inf, error_of(folder, status)
-        return f"failed: {errors[folder]}"
-    losses[folder] = known_loss(task, has_ended=True)
-    return f"val loss {losses[folder]:.4f}, trained to step {task.step:,}"
-
-
-def stop_all(active):
-    """Stops the processes of (task, process) and waits. Returns the errors of unsaved runs."""
-    for _, process in active:
-        process.terminate()
-    statuses = {task.folder: process.wait() for task, process in active}
-    return [
-        f"{folder.name}: {error_of(folder, status)}"
-        for folder, status in statuses.items()
-        if status not in STOP_STATUSES
-    ]
-
-
-# Processes
+        raise Interrupted(stop.number, "stopped; to continue, run the same command")
+    return losses
 
 
 def start(task, variables):
@@ -97,12 +126,9 @@ def start(task, variables):
     """
     command = [sys.executable, str(ROOT / "train.py"), *train_flags(task)]
     streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
-    try:
-        task.folder.mkdir(exist_ok=True)
-        with open(task.folder / OUTPUT, "ab") as output:
-            return subprocess.Popen(command, stdout=output, **streams, env=os.environ | variables)
-    except OSError as error:
-        raise os_error("write to", task.folder, error) from error
+    task.folder.mkdir(exist_ok=True)
+    with open(task.folder / OUTPUT, "ab") as output:
+        return subprocess.Popen(command, stdout=output, **streams, env=os.environ | variables)
 
 
 def train_flags(task):
@@ -119,45 +145,48 @@ def train_flags(task):
 
 def environment(device, number, jobs):
     """Returns variables that divide CPU cores or GPUs between `jobs` processes, for one of them."""
-    variables, gpus = {}, torch.cuda.device_count()
+    variables = {}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // jobs))
-    if device == "cuda" and gpus > 1:  # cuda:N is one GPU for all
-        ids = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-        variables["CUDA_VISIBLE_DEVICES"] = ids[number % len(ids)]
+    if device == "cuda":  # cuda:N is one GPU for all
+        all_gpus = ",".join(map(str, range(torch.cuda.device_count())))
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
+        variables["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     return variables
 
 
-def error_of(folder, status):
-    """Returns the last line that a process has printed, and its exit status."""
-    lines = (folder / OUTPUT).read_text(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-    return f"{last} (status {status})"
+def end(task, status, place):
+    """Returns the loss of a run whose process has ended, and prints it after `place`."""
+    name = task.folder.name
+    if status:
+        print(f"{place}: {name}: failed: {last_line(task.folder)} (status {status})", flush=True)
+        return math.inf
+    loss = best_loss(task)
+    print(f"{place}: {name}: val loss {loss:.4f}, trained to step {task.step:,}", flush=True)
+    return loss
+
+
+def last_line(folder):
+    """Returns the last line that a process has printed."""
+    return (folder / OUTPUT).read_text(errors="replace").strip().rpartition("\n")[2]
 
 
 # Losses
 
 
-def known_loss(task, has_ended=False):
-    """Returns the validation loss of a run at the step of a task, or None if it is not there yet.
+def known_loss(task):
+    """Returns best_loss(task), or None if the run has not been trained so far.
 
-    At the last step, and for a run that has ended before the step, it is the best loss.
-    `has_ended`: whether train.py has just finished the task.
+    Raises UserError if its checkpoint is damaged.
     """
     folder, settings, step = task
-    if not is_file(RunDir(folder).log):
-        return math.inf if has_ended else None
-    losses = {event["step"]: event["loss"] for event in read(folder).val}
-    if step < settings.max_iters and step in losses:
-        return losses[step]
-    if has_ended or is_finished(folder, settings):
-        return min(losses.values(), default=math.inf)
-    return None
+    if not is_file(RunDir(folder).last):
+        return None
+    progress = load(RunDir(folder).last, optimizers=False).progress
+    is_done = progress.evaluated >= step or progress.is_finished(settings)
+    return best_loss(task) if is_done else None
 
 
-def is_finished(folder, settings):
-    """Whether the newest checkpoint of a run is its last. Raises UserError if it is damaged."""
-    run_dir = RunDir(folder)
-    if not (is_file(run_dir.last) and is_file(run_dir.best)):
-        return False
-    return load(run_dir.last, optimizers=False).progress.is_finished(settings)
+def best_loss(task):
+    """Returns the best validation loss of a run up to the step of a task."""
+    return min(event["loss"] for event in read(task.folder).val if event["step"] <= task.step)
