@@ -7,11 +7,10 @@ import json
 import re
 import sys
 from functools import cache
-from itertools import islice
 
 from folio.errors import UserError, cause_of
 
-PIECE, PIECES_AT_ONCE = 2**16, 64  # characters of a piece of text; pieces encoded in parallel
+PIECE = 2**16  # characters of a text that are encoded at once
 # After these, a text can be cut without a change of its tokens: a line end between two characters
 # that are not whitespace, and a character before a single space.
 CUT = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
@@ -67,13 +66,11 @@ def encoder(definition):
 
 
 def encode(encoder, text, allow_special):
-    """Yields the ids of each piece of a text, as a list."""
+    """Returns the ids of a text, as a list. Its pieces are encoded in parallel."""
     if encoder.encode_special_tokens == allow_special:  # setting it fails while a thread encodes
         encoder.encode_special_tokens = not allow_special  # as ordinary text
-    remaining = pieces(text)
-    while some := list(islice(remaining, PIECES_AT_ONCE)):
-        for encoding in encoder.encode_batch_fast(some, add_special_tokens=False):
-            yield encoding.ids
+    encodings = encoder.encode_batch_fast([*pieces(text)], add_special_tokens=False)
+    return [token for encoding in encodings for token in encoding.ids]
 
 
 def pieces(text):

@@ -31,8 +31,6 @@ class Hub(ThreadingHTTPServer):
         self.files = FILES
         self.requests = []  # (method, path, range)
         self.answers = {}  # {path: (status, X-Error-Code)}
-        self.bodies = {}  # {file: other content of a download}
-        self.cut_at = None  # bytes after which the first download of the weights breaks off
 
     @property
     def url(self):
@@ -88,28 +86,12 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_file(self, name):
-        hub, body = self.server, self.server.files[name]
+        body = self.server.files[name]
         headers = {
             "ETag": f'"{etag(name, body)}"',
             "X-Repo-Commit": COMMIT,
-            "Accept-Ranges": "bytes",
         }
-        if self.command == "GET":
-            body = hub.bodies.get(name, body)
-            if found := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or ""):
-                first, size = int(found[1]), len(body)
-                headers["Content-Range"] = f"bytes {first}-{size - 1}/{size}"
-                return self.send(206, body[first:], headers)
-            if name == WEIGHTS and hub.cut_at:
-                self.send_response(200)
-                for key, value in (headers | {"Content-Length": str(len(body))}).items():
-                    self.send_header(key, value)
-                self.end_headers()
-                self.wfile.write(body[: hub.cut_at])
-                hub.cut_at = None
-                self.close_connection = True
-                return None
-        return self.send(200, body, headers)
+        self.send(200, body, headers)
 
 
 def is_large(name):

@@ -25,11 +25,9 @@ from folio.tokenizers import (
 
 TEXT = "naïve 🦶🏽\r\n\t<end> 𝔘\ufeff\u2028 naïve"
 MANY = "".join(map(chr, range(0x10000, 0x10000 + 65537)))  # more than uint16 allows
-with_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def for_any_text(test):
-    return with_fixtures(given(text=st.text(min_size=1))(example(text=TEXT)(test)))
+with_fixtures = settings(
+    max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 # Every tokenizer
@@ -41,7 +39,9 @@ def kind(request, gpt2_of_bytes):
     return request.param
 
 
-@for_any_text
+@with_fixtures
+@given(text=st.text(min_size=1))
+@example(text=TEXT)
 def test_tokens_are_the_text(kind, text):
     tokenizer = tiny.new_tokenizer(kind, text)
     ids, none = tokenizer.encode(text), tokenizer.encode("")
@@ -142,13 +142,12 @@ def test_bpe_merges_frequent_pairs_and_has_every_byte():
     assert BPETokenizer.train([], 1000).vocab_size == 257
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "  \n", "\r\n\r\n", " \n ", "."])
-def test_cutting_a_text_does_not_change_its_tokens(end, monkeypatch):
-    text = "".join(f"line {n}'s end.{end}" for n in range(50))
+def test_cutting_a_text_does_not_change_its_tokens(monkeypatch):
+    ends = ["\n", "\r\n", "\n\n", "  \n", "\r\n\r\n", " \n ", "."]
+    text = "".join(f"line {n}'s end.{end}" for end in ends for n in range(20))
     tokenizer = BPETokenizer.train([text], 400)
     whole = tokenizer.encode(text).tolist()
     monkeypatch.setattr(bpe, "PIECE", 40)
-    monkeypatch.setattr(bpe, "PIECES_AT_ONCE", 3)
     assert len([*bpe.pieces(text)]) > 10
     assert tokenizer.encode(text).tolist() == whole
 
@@ -197,19 +196,10 @@ def test_a_failed_download_of_the_vocabulary_is_a_user_error(monkeypatch):
         GPT2Tokenizer().encode("text")
 
 
-def test_vocabulary_size_of_gpt2_needs_no_files(monkeypatch):
-    monkeypatch.delattr(tiktoken, "get_encoding")
-    tokenizer = from_dict(GPT2Tokenizer().to_dict())
-    assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (50257, 50304)
-
-
 def test_gpt2_ids(gpt2):
-    assert gpt2.encode(f"Hello world{END_OF_TEXT}", allow_special=True).tolist() == [
-        15496,
-        995,
-        50256,
-    ]
-    assert gpt2.end == 50256
+    text = f"Hello world{END_OF_TEXT}"
+    assert gpt2.encode(text, allow_special=True).tolist() == [15496, 995, 50256]
+    assert (gpt2.end, gpt2.vocab_size, gpt2.padded_vocab_size) == (50256, 50257, 50304)
     for text in (TEXT, f"a{END_OF_TEXT}b", " \n\n  indented\x00"):
         ids = gpt2.encode(text).tolist()
         assert gpt2.decode(ids) == b"".join(map(gpt2.token_bytes, ids)).decode() == text
@@ -219,33 +209,28 @@ def test_gpt2_ids(gpt2):
 
 
 @pytest.mark.parametrize(
-    "data", [None, "char", [], {}, {"kind": None}, {"kind": ["char"]}, {"kind": "x"},
-             {"kind": "char"}, {"kind": "char", "characters": None},
-             {"kind": "byte", "definition": ""}, {"kind": "bpe"}],
+    "data",
+    [None, [], {}, {"kind": ["char"]}, {"kind": "x"}, {"kind": "char", "characters": None},
+     {"kind": "byte", "definition": ""}],
     ids=repr,
 )  # fmt: skip
 def test_damaged_tokenizer_is_refused(data):
-    with pytest.raises(UserError, match="damaged or unknown; known kinds: char, byte, bpe, gpt2"):
+    with pytest.raises(UserError, match="char, byte, bpe, gpt2"):
         from_dict(data)
 
 
 @pytest.mark.parametrize(
     "definition",
-    [
-        None, "", "5", "{}", "[" * 100_000, '{"model": {"vocab": []}, "added_tokens": []}',
-        '{"model": {"vocab": {"a": 1}}, "added_tokens": []}',
-        '{"model": {"vocab": {" ": 0}}, "added_tokens": []}',
-        '{"model": {"vocab": {"a": "x"}}, "added_tokens": []}',
-    ],
+    [None, "{}", "[" * 100_000, '{"model": {"vocab": {"a": 1}}, "added_tokens": []}'],
     ids=lambda definition: repr(definition)[:40],
-)  # fmt: skip
+)
 def test_damaged_bpe_is_refused(definition):
-    with pytest.raises(UserError, match="the BPE tokenizer is damaged"):
+    with pytest.raises(UserError, match="damaged"):
         from_dict({"kind": "bpe", "definition": definition})
 
 
 def test_a_bpe_with_damaged_merges_is_a_user_error():
     plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
     plain["model"]["merges"] = [["nothing", "known"]]
-    with pytest.raises(UserError, match="the BPE tokenizer is damaged"):
+    with pytest.raises(UserError, match="damaged"):
         BPETokenizer(json.dumps(plain)).encode("ab")
