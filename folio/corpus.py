@@ -50,7 +50,7 @@ class Corpus:
     description: what messages and meta.json call it.
     allow_special: END_OF_TEXT ends a document.
 
-    Reading shows the time left, on a terminal only.
+    Reading shows its progress, on a terminal only.
     """
 
     sources: list
@@ -134,9 +134,8 @@ class Corpus:
         Args:
             limit: number of characters after which it stops, or None.
         """
-        rest, num_before = limit, 0
-        options = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
-        with tqdm(desc="reading", total=self.size, **options) as bar:
+        rest = limit
+        with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
             for source in self.sources:
                 split = None
                 for chunk in source.read():
@@ -149,10 +148,9 @@ class Corpus:
                             rest -= len(text)
                         if rest == 0:
                             return
-                    bar.update(num_before + chunk.num_read - bar.n)
+                    progress.update(len(chunk.text))
                     if chunk.ends:
                         split = None
-                num_before += source.size
 
     def _split_of(self, source, chunk):
         """Returns the split of a document from its first Chunk; None if the corpus is in order."""

@@ -15,10 +15,9 @@ from folio import bpe
 from folio.errors import UserError, cause_of, os_error
 from folio.files import is_file
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TABLES = (
     ".parquet",
-    *(kind + suffix for kind in (".jsonl", ".csv") for suffix in ("", *COMPRESSIONS)),
+    *(kind + compression for kind in (".jsonl", ".csv") for compression in ("", ".gz", ".zst")),
 )
 CHUNK = 2**19  # characters of a text that are read at once; larger arrays are slower to write
 LONGEST = 2**21  # characters after which a text is cut even if that changes its tokens
@@ -27,15 +26,10 @@ ROWS = 1000  # of a Parquet table that are read at once
 
 
 class Chunk(NamedTuple):
-    """A part of a document.
-
-    ends: whether the document ends after it.
-    num_read: bytes of the file up to there, about.
-    """
+    """A part of a document. `ends`: whether the document ends after it."""
 
     text: str
     ends: bool
-    num_read: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ def _text(source):
             if len(text) - cut > LONGEST:
                 cut = len(text)
             text, rest = text[:cut], text[cut:]
-            yield Chunk(text, not new, file.buffer.tell())
+            yield Chunk(text, not new)
 
 
 # Tables
@@ -132,9 +126,8 @@ def _text(source):
 
 def _rows(source):
     """Yields a Chunk for each row of a table."""
-    batches = _parquet if source.suffix == ".parquet" else _json_or_csv
     number = 0
-    for batch, num_read in batches(source):
+    for batch in _batches(source):
         for text in batch.column(source.text_key).to_pylist():
             number += 1
             if not isinstance(text, str):
@@ -142,47 +135,33 @@ def _rows(source):
                     f"{source.name}, row {number:,} has {text!r:.20} in place of a text in column "
                     f"{source.text_key!r}; choose another with --text_key, or leave the row out"
                 )
-            yield Chunk(text, True, num_read)
+            yield Chunk(text, True)
 
 
-def _parquet(source):
-    """Yields batches of rows, and the bytes of the file up to each, about."""
-    from pyarrow.parquet import ParquetFile  # imported here because it is optional
+def _batches(source):
+    """Yields batches of rows of a table. Columns other than the text may have any type."""
+    import pyarrow  # imported here because it is optional
+    from pyarrow import csv, json, parquet
 
-    with ParquetFile(source.local_path()) as file:
-        num_rows = 0
-        for batch in file.iter_batches(ROWS, columns=[source.text_key]):
-            num_rows += len(batch)
-            yield batch, source.size * num_rows // file.metadata.num_rows
-
-
-def _json_or_csv(source):
-    """Yields batches of rows, and the bytes of the file up to each.
-
-    Values of other columns may have any type.
-    """
-    import pyarrow
-    from pyarrow import csv, json
-
-    schema = pyarrow.schema({source.text_key: pyarrow.string()})
-    with pyarrow.OSFile(str(source.local_path())) as file:
-        compression = COMPRESSIONS.get(Path(source.suffix).suffix)
-        stream = pyarrow.CompressedInputStream(file, compression) if compression else file
+    path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
+    if source.suffix == ".parquet":
+        with parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(ROWS, columns=schema.names)
+        return
+    with pyarrow.input_stream(path) as stream:  # decompresses it
         if source.suffix.startswith(".csv"):
-            batches = csv.open_csv(
+            yield from csv.open_csv(
                 stream,
                 csv.ReadOptions(block_size=BLOCK),
                 csv.ParseOptions(newlines_in_values=True),
                 csv.ConvertOptions(include_columns=schema.names, column_types=schema),
             )
         else:
-            batches = json.open_json(
+            yield from json.open_json(
                 stream,
                 json.ReadOptions(block_size=BLOCK),
                 json.ParseOptions(schema, unexpected_field_behavior="ignore"),
             )
-        for batch in batches:
-            yield batch, file.tell()
 
 
 # Finding files

@@ -51,7 +51,6 @@ def test_rows_of_a_table_are_documents(name):
     source = write(name, TEXTS, "body")
     chunks = list(source.read())
     assert [(chunk.text, chunk.ends) for chunk in chunks] == [(text, True) for text in TEXTS]
-    assert 0 < chunks[-1].num_read <= source.size
     assert "--text_key" in error_of(Source(source.path))  # there is no such column
     if "csv" not in name:  # which has no missing values
         assert "row 2 has None" in error_of(write(name, ["one", None]))
@@ -97,7 +96,6 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
         chunks = list(Source(Path("a.txt")).read())
         assert "".join(chunk.text for chunk in chunks) == text
         assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert chunks[-1].num_read == 3 + len(text.encode())
         assert all(len(chunk.text) <= longest + size for chunk in chunks)
 
 

@@ -103,7 +103,7 @@ class Document(Source):
     size, suffix = 0, ""
 
     def read(self):
-        yield Chunk(self.path, True, 0)
+        yield Chunk(self.path, True)
 
 
 def corpus(*documents):
