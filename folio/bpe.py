@@ -3,7 +3,6 @@
 A definition is the content of a tokenizer.json, which is the library's format.
 """
 
-import json
 import re
 import sys
 from functools import cache
@@ -38,16 +37,16 @@ def train(documents, vocab_size, end):
     return tokenizer.to_str()
 
 
-def vocabulary(definition):
+def vocabulary(encoder):
     """Returns {id: bytes} of all tokens, and {text: id} of those that are not made by merges.
 
-    Raises an exception of any type if the definition is invalid.
+    Raises KeyError or ValueError if they are not those of a byte-level encoding.
     """
-    data, byte_of = json.loads(definition), {c: byte for byte, c in enumerate(byte_characters())}
-    added = {each["content"]: each["id"] for each in data["added_tokens"]}
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    added = {each.content: i for i, each in encoder.get_added_tokens_decoder().items()}
     tokens = {
         token: bytes(byte_of[c] for c in characters)
-        for characters, token in data["model"]["vocab"].items()
+        for characters, token in encoder.get_vocab(with_added_tokens=False).items()
         if characters not in added
     }
     tokens |= {token: content.encode() for content, token in added.items()}

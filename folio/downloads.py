@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from folio.dataset import DATA
-from folio.errors import UserError
+from folio.errors import UserError, cause_of
 from folio.files import is_file, locked, replacing
 from folio.hub import client
 from folio.sources import TABLES, Source
 
-SHAKESPEARE_URLS = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = (10, 30)  # to connect, and between received bytes
@@ -45,39 +44,31 @@ SHOWN = 20  # names in a message at most
 def shakespeare():
     """Returns a Source of tiny Shakespeare, which is downloaded if it is missing."""
     path = DATA / "shakespeare_char" / "input.txt"  # for all tokenizers
-    if not is_file(path):
-        _write(path, download(path))
-    source = Source(path)
-    if (sha256 := source.sha256()) != SHAKESPEARE_SHA256:
+    is_missing = not is_file(path)
+    content = download(path) if is_missing else path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise UserError(
-            f"{path} is not tiny Shakespeare (sha256 {sha256[:8]}…, expected "
-            f"{SHAKESPEARE_SHA256[:8]}…): move it away, or use --input={path} --dataset=NAME"
+            f"{SHAKESPEARE_URL if is_missing else path} is not tiny Shakespeare (wrong sha256); "
+            f"put that at {path}, or use your own text with --input=FILE --dataset=NAME"
         )
-    return source
+    if is_missing:
+        _write(path, content)
+    return Source(path)
 
 
 def download(path):
-    """Returns the bytes of tiny Shakespeare from the first address that provides them.
-
-    Raises UserError with the alternatives if none does; `path` is where a user can put the file.
-    """
+    """Returns the bytes of tiny Shakespeare; `path` is where a user can put the file otherwise."""
     import requests  # imported here because other datasets do not need it
 
-    reasons = []
-    for url in SHAKESPEARE_URLS:
-        try:
-            response = requests.get(url, timeout=TIMEOUT_S)
-            response.raise_for_status()
-        except OSError as error:  # the type of all errors of requests
-            reasons.append(f"{url}: {type(error).__name__}")
-            continue
-        if hashlib.sha256(response.content).hexdigest() == SHAKESPEARE_SHA256:
-            return response.content
-        reasons.append(f"{url}: unexpected content")
-    raise UserError(
-        f"tiny Shakespeare could not be downloaded ({'; '.join(reasons)}). Put the file at {path}, "
-        "or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
-    )
+    try:
+        response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
+        response.raise_for_status()
+    except OSError as error:  # the type of all errors of requests
+        raise UserError(
+            f"cannot download tiny Shakespeare ({cause_of(error)}); put {SHAKESPEARE_URL} at "
+            f"{path}, or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
+        ) from error
+    return response.content
 
 
 def python_docs():

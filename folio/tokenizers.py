@@ -183,9 +183,10 @@ class BPETokenizer(Tokenizer):
     def __init__(self, definition):
         """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
         self.definition = definition
+        self._encoder = bpe.encoder(definition)
         try:
-            self._tokens, added = bpe.vocabulary(definition)
-        except Exception as error:  # it may contain anything
+            self._tokens, added = bpe.vocabulary(self._encoder)
+        except (KeyError, ValueError) as error:
             raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
         self.vocab_size, self.end = len(self._tokens), added.get(END_OF_TEXT)
 
@@ -196,10 +197,6 @@ class BPETokenizer(Tokenizer):
 
     def to_dict(self):
         return {"kind": self.kind, "definition": self.definition}
-
-    @cached_property
-    def _encoder(self):
-        return bpe.encoder(self.definition)
 
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,); see GPT2Tokenizer. Raises UserError for surrogates."""

@@ -168,16 +168,9 @@ def test_every_cut_keeps_the_tokens(kind, text, request):
 
 
 def test_missing_tokenizers_library_is_a_user_error(monkeypatch):
-    tokenizer = BPETokenizer.train(["ab"])
-    ids = tokenizer.encode("ab")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert from_dict(tokenizer.to_dict()).byte_lengths()[ids].sum() == 2
-    for use in (
-        lambda: BPETokenizer.train(["ab"]),
-        lambda: from_dict(tokenizer.to_dict()).encode(""),
-    ):
-        with pytest.raises(UserError, match="pip install tokenizers"):
-            use()
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        BPETokenizer.train(["ab"])
 
 
 # GPT-2's byte-pair encoding; the fixture `gpt2` needs tiktoken's files, `gpt2_of_bytes` does not
@@ -233,4 +226,4 @@ def test_a_bpe_with_damaged_merges_is_a_user_error():
     plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
     plain["model"]["merges"] = [["nothing", "known"]]
     with pytest.raises(UserError, match="damaged"):
-        BPETokenizer(json.dumps(plain)).encode("ab")
+        BPETokenizer(json.dumps(plain))
