@@ -16,7 +16,7 @@ def split(request, monkeypatch):
     if request.param != "on the cpu":
         monkeypatch.setattr(batches, "kind_of", lambda device: "mps")  # cuda would pin memory
     if request.param == "in its file":
-        monkeypatch.setattr(batches, "DATA_SHARE", 0)
+        monkeypatch.setattr(batches, "RESIDENT_BYTES", 0)
     made = Split(IDS, "cpu")
     assert (made.resident is not None) == (request.param == "resident")
     return made
@@ -78,12 +78,6 @@ def test_windows_are_slices_of_the_ids(split, length):
     assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in windows)
 
 
-def test_ids_stay_in_their_file_if_a_gpu_has_no_room(monkeypatch):
-    monkeypatch.setattr(batches, "kind_of", lambda device: "mps")
-    monkeypatch.setattr(batches, "memory_bytes", lambda device: 15_999)
-    assert Split(IDS, "cpu").resident is None
-
-
 # Batches
 
 
@@ -114,7 +108,7 @@ def test_micro_batches_are_made_when_they_are_needed(monkeypatch):
 def test_gpu_batches_from_memory_and_from_the_file_are_equal(monkeypatch):
     settings = tiny.settings(gradient_accumulation_steps=2)
     resident = Split(IDS, "cuda")
-    monkeypatch.setattr(batches, "DATA_SHARE", 0)
+    monkeypatch.setattr(batches, "RESIDENT_BYTES", 0)
     streamed = Split(IDS, "cuda")
     assert [split.resident is None for split in (resident, streamed)] == [False, True]
     for source in (Batches(resident, settings), Batches(streamed, settings)):

@@ -1,8 +1,6 @@
 """Tests of folio/dataset_writer.py: what is left of a dataset after errors and kills."""
 
 import errno
-import itertools
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -19,18 +17,16 @@ from folio.tokenizers import ByteTokenizer
 pytestmark = pytest.mark.usefixtures("folder")
 FOLDER = Path("data/own")
 IDS = {"train": np.arange(35) * 7 % 256, "val": np.arange(12)}
-CUTS = (0, 4, 9, 10, 11, 30, 35)  # between the calls of append
 
 
 class Killed(BaseException):
     pass
 
 
-def write(ids_of=IDS, cuts=CUTS, dtype=np.int64):
+def write(ids_of=IDS):
     with dataset_writer(FOLDER, ByteTokenizer()) as writer:
-        for first, last in itertools.pairwise(cuts):
-            for split, ids in ids_of.items():
-                writer.append(split, ids[first:last].astype(dtype), len(ids[first:last]))
+        for split, ids in ids_of.items():
+            writer.append(split, ids, len(ids))
         return writer.finish("own.txt", "5a")
 
 
@@ -41,16 +37,6 @@ def write_old():
 
 def contents():
     return {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.name != LOCK}
-
-
-def test_the_files_do_not_depend_on_the_calls_of_append():
-    meta = write()
-    expected = contents()
-    assert expected.keys() == {"meta.json", "train.bin", "val.bin"}
-    assert json.loads(expected["meta.json"]) == meta
-    write(cuts=(0, 1, 35), dtype=np.uint8)
-    assert contents() == expected
-    assert load_dataset("own").train.tolist() == IDS["train"].tolist()
 
 
 def kill_at(number, monkeypatch):
@@ -111,15 +97,6 @@ def test_a_full_disk_leaves_the_old_dataset(monkeypatch):
     with pytest.raises(UserError, match="data/own.*: No space left on device$"):
         write()
     assert contents() == expected
-
-
-def test_two_writers_of_a_folder_are_refused():
-    with (
-        pytest.raises(UserError, match="data/own"),
-        dataset_writer(FOLDER, ByteTokenizer()),
-        dataset_writer(FOLDER, ByteTokenizer()),
-    ):
-        pass
 
 
 def test_a_split_with_fewer_than_two_tokens_is_refused_and_leaves_the_old_dataset():

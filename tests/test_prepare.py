@@ -14,7 +14,6 @@ import train
 from folio import downloads
 from folio.dataset import load_dataset
 from folio.errors import UserError
-from folio.tokenizers import END_OF_TEXT
 from prepare import main
 
 BOM = b"\xef\xbb\xbf"
@@ -55,30 +54,6 @@ def test_a_file_becomes_a_dataset(source):
     assert text_of("own") == "one\r\ntwo\n🦶\x01" * 10
     meta = json.loads(Path("data/own/meta.json").read_text())
     assert (meta["source"], meta["source_sha256"]) == ("in/a.txt", hashlib.sha256(raw).hexdigest())
-
-
-def test_folder_is_read_in_order_of_paths_without_hidden_files(gpt2_of_bytes):
-    write("own/b.txt", "[second]")
-    write("own/c/d.txt", BOM + b"[fourth]")
-    write("own/c/a.txt", "[third]")
-    write("own/a.md", "[first]")
-    write("own/.hidden", "no")
-    parts = ["[first]", "[second]", "[third]", "[fourth]"]
-    main(["--input=own", "--dataset=own"])
-    assert text_of("own") == "\n\n".join(parts)
-    main(["--input=own", "--dataset=tokens", "--tokenizer=gpt2"])
-    assert text_of("tokens") == END_OF_TEXT.join(parts)
-    data = load_dataset("tokens")
-    assert [*data.train, *data.val].count(data.tokenizer.end) == 3
-
-
-def test_a_table_with_another_key_becomes_a_dataset():
-    pytest.importorskip("pyarrow")
-    write("own.jsonl", "".join(f'{{"body": "rose {n}"}}\n' for n in range(100)))
-    main(["--input=own.jsonl", "--dataset=own", "--text_key=body"])
-    documents = text_of("own").split("\n\n")
-    assert len(documents) == 99  # one is joined to the last of the other split
-    assert "--text_key" in error_of("--input=own.jsonl", "--dataset=own")
 
 
 @pytest.mark.parametrize("content", ["", BOM, "aé".encode("latin-1")])

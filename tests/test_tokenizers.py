@@ -24,7 +24,6 @@ from folio.tokenizers import (
 )
 
 TEXT = "naïve 🦶🏽\r\n\t<end> 𝔘\ufeff\u2028 naïve"
-MANY = "".join(map(chr, range(0x10000, 0x10000 + 65537)))  # more than uint16 allows
 with_fixtures = settings(
     max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -116,14 +115,6 @@ def test_character_ids_follow_the_order_of_code_points():
     assert (CharTokenizer("\t\na").start, CharTokenizer(" ab").start) == ("\n", " ")
     assert CharTokenizer.from_text(["bé", "a", "é🦶", "ab"]).characters == "abé🦶"
     assert CharTokenizer.from_text(iter([])).characters == ""
-
-
-def test_ids_of_a_large_character_vocabulary_are_uint32():
-    for text, dtype in ((MANY[:-1], np.uint16), (MANY, np.uint32)):
-        tokenizer = from_dict(CharTokenizer.from_text(text).to_dict())
-        ids = tokenizer.encode(text[0] + text[-1])
-        assert (ids.tolist(), ids.dtype) == ([0, len(text) - 1], dtype)
-        assert tokenizer.decode(ids) == text[0] + text[-1]
 
 
 # Bytes and trained byte-pair encodings
