@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 COMMIT = "a" * 40
@@ -29,16 +33,30 @@ class Hub(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = FILES
-        self.requests = []  # (method, path, range)
+        self.requests = []  # (method, path)
         self.answers = {}  # {path: (status, X-Error-Code)}
 
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_port}"
 
+    def run(self, *command, **variables):
+        """Runs a Python command whose client uses this hub, with its cache in the current folder.
+
+        Returns its output, errors included.
+        """
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+        environment |= {"HF_HOME": "hf", "HF_ENDPOINT": self.url, "NO_PROXY": "*"}
+        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment |= {"PYTHONPATH": str(Path(__file__).parent.parent)} | variables
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, text=True, capture_output=True
+        )
+        return done.stdout + done.stderr
+
     def downloads(self):
         """Returns the names of the files that were downloaded, sorted."""
-        paths = [path for method, path, _ in self.requests if method == "GET"]
+        paths = [path for method, path in self.requests if method == "GET"]
         return sorted(path.split(f"/{COMMIT}/")[1] for path in paths if "/resolve/" in path)
 
 
@@ -59,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
         if path == UNRELATED:
             self.send(404, b"")
             return
-        hub.requests.append((self.command, path, self.headers.get("Range")))
+        hub.requests.append((self.command, path))
         status, code = hub.answers.get(path, (200, None))
         if code or status != 200:
             self.send(status, b"", {"X-Error-Code": code} if code else {})
@@ -87,11 +105,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, name):
         body = self.server.files[name]
-        headers = {
-            "ETag": f'"{etag(name, body)}"',
-            "X-Repo-Commit": COMMIT,
-        }
-        self.send(200, body, headers)
+        self.send(200, body, {"ETag": f'"{etag(name, body)}"', "X-Repo-Commit": COMMIT})
 
 
 def is_large(name):

@@ -1,7 +1,6 @@
 """Tests of folio/dataset.py: the files of a dataset folder, and nanoGPT's; see test_damage.py."""
 
 import json
-import os
 import zlib
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,10 @@ import pytest
 import tiny
 
 from folio import dataset
-from folio.dataset import (
-    DATA,
-    DatasetSize,
-    dataset_size,
-    load_dataset,
-    load_tokenizer,
-)
+from folio.dataset import DATA, DatasetSize, dataset_size, load_dataset
 from folio.errors import UserError
 from folio.files import LOCK
-from folio.tokenizers import TOKENIZERS, ByteTokenizer, CharTokenizer
+from folio.tokenizers import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
 TEXT = "abcdefghij" * 2
@@ -69,18 +62,6 @@ def test_format_of_the_files():
     assert names - {LOCK} == {"meta.json", "train.bin", "val.bin"}
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_dataset_decodes_to_its_text(gpt2_of_bytes, kind):
-    text = "\r\n\0 é🦶\ufeff\u2028\U0010ffff----------"
-    write_text(text, tiny.new_tokenizer(kind, text, 257))  # bpe: no merges, for two tokens
-    data, cut = load_dataset("own"), int(0.9 * len(text))
-    assert data.train.dtype == np.uint16
-    assert texts_of("own") == (text[:cut], text[cut:])
-    meta = json.loads(Path("data/own/meta.json").read_bytes())
-    assert meta["train"]["bytes"] == len(text[:cut].encode())
-    assert data.tokenizer.to_dict() == load_tokenizer("own").to_dict()
-
-
 def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_bytes):
     documents = ["ab", "cdefgh", "", "ij", "k<|endoftext|>l"]
     for tokenizer, between in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
@@ -118,17 +99,6 @@ def test_error_for_a_missing_file_says_how_to_prepare_it():
     write_text()
     Path("data/own/val.bin").unlink()
     assert "data/own/val.bin" in error_of(load_dataset, "own")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
-@pytest.mark.parametrize("make", ["mkfifo", "mkdir"])
-@pytest.mark.parametrize("file", ["val.bin", "meta.json", "meta.pkl"])
-def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused(file, make):
-    write_text()
-    for name in (file, "meta.json"):
-        Path("data/own", name).unlink(missing_ok=True)
-    getattr(os, make)(f"data/own/{file}")
-    assert error_of(load_dataset, "own") == f"data/own/{file} is not a regular file"
 
 
 def test_split_must_be_longer_than_the_context():

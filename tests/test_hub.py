@@ -1,14 +1,10 @@
 """Downloads with the real client from a local server that behaves like the Hugging Face hub."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fake_hub import COMMIT, FILES, WEIGHTS
 
-ROOT = Path(__file__).parent.parent
 pytest.importorskip("huggingface_hub")
 
 CODE = """
@@ -26,18 +22,14 @@ EXPECTED = {name: FILES[name] for name in ("config.json", WEIGHTS)}
 
 @pytest.fixture
 def download(hub, folder):
-    """A function that calls pretrained_folder in a process, with the cache in `folder`.
+    """A function that calls pretrained_folder in a process.
 
     Returns the folder or the error line of each name.
     """
 
     def run(*names, before="", **variables):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-        environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
-        environment |= {"HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)} | variables
-        command = [sys.executable, "-c", before + CODE, *names]
-        lines = subprocess.check_output(command, env=environment, text=True).splitlines()
-        assert len(lines) == len(names)
+        lines = hub.run("-c", before + CODE, *names, **variables).splitlines()
+        assert len(lines) == len(names), lines
         return lines
 
     return run
