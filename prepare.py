@@ -69,7 +69,7 @@ class PrepareConfig:
         if self.input is not None and self.dataset is None:
             name = Path(self.input).resolve().stem
             raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
-        if (self.subset or self.split != "train") and not self.is_on_hub:
+        if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise UserError("--subset and --split apply to --input=hf:ORG/NAME only")
         if self.kind not in KINDS and not os.path.exists(self.kind):
             known = ", ".join(KINDS)
@@ -80,10 +80,6 @@ class PrepareConfig:
             raise UserError(
                 f"--allow_special needs --tokenizer=bpe or gpt2; the tokenizer is {self.kind}"
             )
-
-    @property
-    def is_on_hub(self):
-        return (self.input or "").startswith("hf:")
 
     @property
     def kind(self):
@@ -141,7 +137,7 @@ def corpus_of(name, settings):
 def find_corpus(name, settings):
     """Returns the Sources of --input or of a dataset that folio provides."""
     key, limit = settings.text_key, settings.max_tokens
-    if settings.is_on_hub:
+    if settings.input is not None and settings.input.startswith("hf:"):
         return hub_sources(settings.input, settings.subset, settings.split, key, limit)
     if settings.input is not None:
         return find_sources(settings.input, key)

@@ -84,7 +84,7 @@ def pieces(text):
 
 def last_cut(text):
     """Returns the last place where a text can be cut, or 0 if there is none."""
-    for start in (max(len(text) - 4096, 0), 0):  # most texts have one near the end
+    for start in (max(len(text) - 256, 0), 0):  # most texts have one near the end
         if ends := [cut.end() for cut in CUT.finditer(text, start)]:
             return ends[-1]
     return 0
