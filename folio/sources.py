@@ -105,7 +105,7 @@ def _reading(name):
 def _text(source):
     """Yields the Chunks of a UTF-8 file. Line endings are kept; a byte order mark is dropped.
 
-    It is cut where that does not change the tokens of any tokenizer.
+    It is cut where that does not change the tokens of any tokenizer, or after LONGEST characters.
     """
     rest, new = "", None
     with open(source.local_path(), encoding="utf-8-sig", newline="") as file:

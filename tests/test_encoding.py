@@ -48,9 +48,7 @@ def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files()
         text = END_OF_TEXT.join(f"{name} tale\n" for _ in range(200))
         Path("in", f"{name}.txt").write_text(text)
     prepare.main(["--input=in", "--dataset=own", "--max_tokens=300"])
-    assert load_dataset("own").tokenizer.characters == "".join(
-        sorted(set("a tale\n" + END_OF_TEXT))
-    )
+    assert set(load_dataset("own").tokenizer.characters) == set("a tale\n" + END_OF_TEXT)
     flags = ["--tokenizer=bpe", "--vocab_size=270", "--allow_special=True", "--max_tokens=300"]
     prepare.main(["--input=in", "--dataset=special", *flags])
     found = load_dataset("special")
