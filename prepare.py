@@ -63,21 +63,13 @@ class PrepareConfig:
         None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
     )
     allow_special: bool = setting(False, "bpe and gpt2: <|endoftext|> in a text ends a document")
-    url: str | None = setting(None, "alternative download URL for tiny Shakespeare")
     verify: bool = setting(False, "only check the files of an existing dataset")
 
     def __post_init__(self):
-        if "" in (self.input, self.url):
-            raise UserError("--input and --url must not be empty")
-        if self.input and self.dataset is None:
+        if self.input is not None and self.dataset is None:
             name = Path(self.input).resolve().stem
             raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
-        if self.url and (
-            self.input or self.dataset not in (None, "shakespeare_char", "shakespeare")
-        ):
-            raise UserError("--url applies to tiny Shakespeare only")
-        is_hub = self.input and self.input.startswith("hf:")
-        if (self.subset or self.split != "train") and not is_hub:
+        if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise UserError("--subset and --split apply to --input=hf:ORG/NAME only")
         if self.kind not in KINDS and not os.path.exists(self.kind):
             known = ", ".join(KINDS)
@@ -92,18 +84,18 @@ class PrepareConfig:
     @property
     def kind(self):
         """The tokenizer, or if it is None, the default for the dataset."""
-        return self.tokenizer or ("char" if self.input else KNOWN.get(self.dataset, "char"))
+        return self.tokenizer or (KNOWN.get(self.dataset, "char") if self.input is None else "char")
 
 
 if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
 from folio.corpus import Corpus, Extent
-from folio.dataset import dataset_folder, verify_dataset
+from folio.dataset import dataset_folder, load_dataset
 from folio.dataset_writer import dataset_writer
-from folio.downloads import ON_THE_HUB, hub_sources, shakespeare
-from folio.encoding import encode_corpus, progress_bar
-from folio.sources import find_sources, python_docs
+from folio.downloads import ON_THE_HUB, hub_sources, python_docs, shakespeare
+from folio.encoding import encode_corpus
+from folio.sources import find_sources
 from folio.tokenizers import BPE_SIZE, TOKENIZERS, BPETokenizer
 
 
@@ -117,14 +109,16 @@ def main(argv=None):
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
     if settings.verify:
-        print(verify_dataset(name))
+        data = load_dataset(name, verify=True)
+        train, val = len(data.train), len(data.val)
+        print(f"{folder} is intact: {train:,} training and {val:,} validation tokens")
         return
-    corpus = corpus_of(name, folder, settings)
+    corpus = corpus_of(name, settings)
     tokenizer, extent = tokenizer_and_extent(corpus, settings)
     max_tokens = None if corpus.in_order else settings.max_tokens
     with dataset_writer(folder, tokenizer) as writer:
-        characters, num_sources = encode_corpus(corpus, tokenizer, writer, extent, max_tokens)
-        meta = writer.finish(corpus.description, corpus.sha256(num_sources))
+        characters = encode_corpus(corpus, tokenizer, writer, extent, max_tokens)
+        meta = writer.finish(corpus.description, corpus.sha256())
     print(
         f"{folder}: {characters:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
@@ -132,45 +126,27 @@ def main(argv=None):
     )
 
 
-def corpus_of(name, folder, settings):
+def corpus_of(name, settings):
     """Returns the Corpus of --input or of a dataset that folio provides."""
-    sources = own_sources(folder, settings) if settings.input else known_sources(name, settings)
+    sources = find_corpus(name, settings)
     is_single = len(sources) == 1
     label = sources[0].name if is_single else f"{settings.input or name} ({len(sources)} files)"
-    whole_words = settings.allow_special or settings.kind not in ("char", "byte")
-    return Corpus(sources, label, settings.allow_special, whole_words)
+    return Corpus(sources, label, settings.allow_special)
 
 
-def own_sources(folder, settings):
-    """Returns the Sources of --input. `folder` is that of the dataset."""
-    if settings.input.startswith("hf:"):
-        names = settings.subset, settings.split, settings.text_key
-        return hub_sources(settings.input, *names, settings.max_tokens)
-    check_output([settings.input], folder)
-    sources = find_sources(settings.input, settings.text_key)
-    check_output([source.path for source in sources], folder)
-    return sources
-
-
-def known_sources(name, settings):
-    """Returns the Sources of a dataset that folio provides."""
-    if name not in KNOWN:
-        hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
-        raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
+def find_corpus(name, settings):
+    """Returns the Sources of --input or of a dataset that folio provides."""
+    key, limit = settings.text_key, settings.max_tokens
+    if settings.input is not None and settings.input.startswith("hf:"):
+        return hub_sources(settings.input, settings.subset, settings.split, key, limit)
+    if settings.input is not None:
+        return find_sources(settings.input, key)
     if name in ON_THE_HUB:
-        return hub_sources(*ON_THE_HUB[name], "train", settings.text_key, settings.max_tokens)
-    return [python_docs() if name == "pydocs" else shakespeare(settings.url)]
-
-
-def check_output(paths, folder):
-    """Raises UserError if a dataset in `folder` would replace its text or become part of it."""
-    target = Path(os.path.realpath(folder))
-    for path in paths:
-        real = Path(os.path.realpath(path))
-        if target.is_relative_to(real):
-            raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-        if real.parent == target and real.suffix in (".bin", ".json", ".tmp"):
-            raise UserError(f"{path} would be replaced by the dataset: rename it")
+        return hub_sources(*ON_THE_HUB[name], settings.split, key, limit)
+    if name in KNOWN:
+        return [python_docs() if name == "pydocs" else shakespeare()]
+    hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
+    raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
 
 
 def tokenizer_and_extent(corpus, settings):
@@ -187,8 +163,7 @@ def tokenizer_and_extent(corpus, settings):
             sample = corpus.sample()
             trained = tokenizer or BPETokenizer.train([sample], size)
             limit = limit * len(sample) // max(len(trained.encode(sample)), 1)
-        with progress_bar(corpus, "reading") as progress:
-            extent, characters = corpus.survey(kind, limit, progress)
+        extent, characters = corpus.survey(kind, limit)
         tokenizer = tokenizer or characters
     if kind == "bpe":
         tokenizer = BPETokenizer.train(corpus.training_texts(extent), size)

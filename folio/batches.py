@@ -8,11 +8,9 @@ import torch
 
 from folio.device import kind_of
 from folio.dist import ALONE
-from folio.memory import memory_bytes
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part, times 2^64
-DATA_SHARE = 1 / 8  # of a GPU's memory; weights, optimizer state and activations need the rest
-RESIDENT_BYTES = 2**30  # of a split in a GPU's memory: more would delay the start
+RESIDENT_BYTES = 2**30  # of a split in a GPU's memory at most: more would delay the start
 
 
 def window_starts(seed, first, count, num_starts):
@@ -65,16 +63,15 @@ def bytes_per_target(dataset, settings):
 class Split:
     """The token ids of a split, cut into windows on a device.
 
-    If a GPU has room for the ids, they stay in its memory and a batch is one gather. Otherwise they
-    stay in their file and windows are copied.
+    On a GPU, up to RESIDENT_BYTES of ids stay in its memory and a batch is one gather. Otherwise
+    they stay in their file and windows are copied.
     """
 
     def __init__(self, ids, device):
         """ids: (N,) uint16 or uint32, usually a memory map."""
         self.ids, self.device = ids, device
         self.resident = None
-        room = min(RESIDENT_BYTES, DATA_SHARE * (memory_bytes(device) or 0))
-        if kind_of(device) != "cpu" and 4 * len(ids) <= room:
+        if kind_of(device) != "cpu" and 4 * len(ids) <= RESIDENT_BYTES:
             self.resident = torch.from_numpy(ids.astype(np.int32)).to(device)
 
     def __len__(self):

@@ -3,15 +3,13 @@
 A definition is the content of a tokenizer.json, which is the library's format.
 """
 
-import json
 import re
 import sys
 from functools import cache
-from itertools import islice
 
 from folio.errors import UserError, cause_of
 
-PIECE, PIECES_AT_ONCE = 2**16, 64  # characters of a piece of text; pieces encoded in parallel
+PIECE = 2**16  # characters of a text that are encoded at once
 # After these, a text can be cut without a change of its tokens: a line end between two characters
 # that are not whitespace, and a character before a single space.
 CUT = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
@@ -39,16 +37,16 @@ def train(documents, vocab_size, end):
     return tokenizer.to_str()
 
 
-def vocabulary(definition):
+def vocabulary(encoder):
     """Returns {id: bytes} of all tokens, and {text: id} of those that are not made by merges.
 
-    Raises an exception of any type if the definition is invalid.
+    Raises KeyError or ValueError if they are not those of a byte-level encoding.
     """
-    data, byte_of = json.loads(definition), {c: byte for byte, c in enumerate(byte_characters())}
-    added = {each["content"]: each["id"] for each in data["added_tokens"]}
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    added = {each.content: i for i, each in encoder.get_added_tokens_decoder().items()}
     tokens = {
         token: bytes(byte_of[c] for c in characters)
-        for characters, token in data["model"]["vocab"].items()
+        for characters, token in encoder.get_vocab(with_added_tokens=False).items()
         if characters not in added
     }
     tokens |= {token: content.encode() for content, token in added.items()}
@@ -67,13 +65,11 @@ def encoder(definition):
 
 
 def encode(encoder, text, allow_special):
-    """Yields the ids of each piece of a text, as a list."""
+    """Returns the ids of a text, as a list. Its pieces are encoded in parallel."""
     if encoder.encode_special_tokens == allow_special:  # setting it fails while a thread encodes
         encoder.encode_special_tokens = not allow_special  # as ordinary text
-    remaining = pieces(text)
-    while some := list(islice(remaining, PIECES_AT_ONCE)):
-        for encoding in encoder.encode_batch_fast(some, add_special_tokens=False):
-            yield encoding.ids
+    encodings = encoder.encode_batch_fast([*pieces(text)], add_special_tokens=False)
+    return [token for encoding in encodings for token in encoding.ids]
 
 
 def pieces(text):
@@ -88,7 +84,7 @@ def pieces(text):
 
 def last_cut(text):
     """Returns the last place where a text can be cut, or 0 if there is none."""
-    for start in (max(len(text) - 4096, 0), 0):  # most texts have one near the end
+    for start in (max(len(text) - 256, 0), 0):  # most texts have one near the end
         if ends := [cut.end() for cut in CUT.finditer(text, start)]:
             return ends[-1]
     return 0

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from folio.tokenizers import BLANK_LINE, END_OF_TEXT, CharTokenizer
 
 TRAIN_SHARE = 0.9
@@ -34,13 +36,11 @@ class Piece(NamedTuple):
     """A text for a split.
 
     separated: whether a separator precedes it, because it begins a document, not the split's first.
-    source: number of its source.
     """
 
     split: str
     separated: bool
     text: str
-    source: int
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,15 @@ class Corpus:
 
     description: what messages and meta.json call it.
     allow_special: END_OF_TEXT ends a document.
-    whole_words: cut texts only where the cut does not change their tokens.
 
-    `progress` is a function of a source's number and the bytes read of it.
+    Reading shows its progress, on a terminal only.
     """
 
     sources: list
     description: str
     allow_special: bool = False
-    whole_words: bool = True
 
-    @property
+    @cached_property
     def in_order(self):
         """Whether the first part is the training split, rather than a choice by hashes."""
         return not any(source.suffix for source in self.sources)
@@ -69,24 +67,18 @@ class Corpus:
         """Bytes of all sources."""
         return sum(source.size for source in self.sources)
 
-    def sha256(self, count):
-        """Returns the hash of the first of `count` sources, or that of the hashes of several."""
-        hashes = [source.sha256() for source in self.sources[:count]]
-        if len(self.sources) == 1:
+    def sha256(self):
+        """Returns the hash of the source, or that of the hashes of several."""
+        hashes = [source.sha256() for source in self.sources]
+        if len(hashes) == 1:
             return hashes[0]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def sample(self):
         """Returns the first SAMPLE characters."""
-        text = ""
-        for source in self.sources:
-            for chunk in source.read(self.whole_words):
-                text += chunk.text
-                if len(text) >= SAMPLE:
-                    return text[:SAMPLE]
-        return text
+        return "".join(text for _, text, _ in self._texts(SAMPLE))
 
-    def survey(self, kind, limit, progress):
+    def survey(self, kind, limit):
         """Reads everything once. Returns an Extent, and a CharTokenizer or None.
 
         Args:
@@ -97,7 +89,7 @@ class Corpus:
 
         def texts():
             nonlocal characters, documents
-            for _, _, text, ends in self._texts(limit, progress):
+            for _, text, ends in self._texts(limit):
                 characters += len(text)
                 documents += ends
                 yield text
@@ -112,24 +104,20 @@ class Corpus:
                 pass
         return Extent(limit, int(TRAIN_SHARE * characters) if self.in_order else None), tokenizer
 
-    def read(self, extent, progress=lambda number, num_read: None):
+    def read(self, extent):
         """Yields the Pieces of both splits, in the order of the sources."""
-        split_of = None if self.in_order else self._split_by_hash
-        left, begun, is_inside, split = extent.train, set(), False, "train"
-        for source, hashed, text, ends in self._texts(extent.characters, progress, split_of):
+        left, begun, is_inside = extent.train, set(), False
+        for split, text, ends in self._texts(extent.characters):
+            parts = [(split, text)]
             if self.in_order:
-                parts = [("train", text[:left]), ("val", text[left:])]
-                left -= len(text[:left])
-            else:
-                parts = [(hashed, text)]
-            parts = [(name, part) for name, part in parts if part]
-            if ends and not (is_inside or parts):
-                parts = [(hashed or split, "")]  # an empty document
+                parts = [("train", text[:left]), ("val", text[left:])] if left else [("val", text)]
+                left = max(left - len(text), 0)
             for name, part in parts:
-                begins = not is_inside or name != split
-                yield Piece(name, begins and name in begun, part, source)
-                is_inside, split = True, name
-                begun.add(name)
+                is_empty_document = ends and not is_inside and not part
+                if part or is_empty_document:
+                    yield Piece(name, not is_inside and name in begun, part)
+                    begun.add(name)
+                    is_inside = True
             is_inside = is_inside and not ends
 
     def training_texts(self, extent):
@@ -140,33 +128,34 @@ class Corpus:
             elif self.in_order:
                 return
 
-    def _texts(self, limit, progress, split_of=None):
-        """Yields number of the source, split of the document, text, and whether a document ends.
+    def _texts(self, limit):
+        """Yields split of the document (None if it is in order), text, and whether a document ends.
 
         Args:
             limit: number of characters after which it stops, or None.
-            split_of: returns the split of a document from its Source and first Chunk. None: the
-                split is None.
         """
         rest = limit
-        for number, source in enumerate(self.sources):
-            split = None
-            for chunk in source.read(self.whole_words):
-                if split_of and not split:
-                    split = split_of(source, chunk)
-                parts = chunk.text.split(END_OF_TEXT) if self.allow_special else [chunk.text]
-                for place, text in enumerate(parts, 1):
-                    text = text[:rest]
-                    yield number, split, text, place < len(parts) or chunk.ends
-                    if rest is not None:
-                        rest -= len(text)
-                    if rest == 0:
-                        return
-                progress(number, chunk.num_read)
-                if chunk.ends:
-                    split = None
+        with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
+            for source in self.sources:
+                split = None
+                for chunk in source.read():
+                    split = split or self._split_of(source, chunk)
+                    parts = chunk.text.split(END_OF_TEXT) if self.allow_special else [chunk.text]
+                    for place, text in enumerate(parts, 1):
+                        text = text[:rest]
+                        yield split, text, place < len(parts) or chunk.ends
+                        if rest is not None:
+                            rest -= len(text)
+                        if rest == 0:
+                            return
+                    progress.update(len(chunk.text))
+                    if chunk.ends:
+                        split = None
 
-    def _split_by_hash(self, source, chunk):
+    def _split_of(self, source, chunk):
+        """Returns the split of a document from its first Chunk; None if the corpus is in order."""
+        if self.in_order:
+            return None
         least, largest = VAL_SHARES
         share = min(largest, max(least, VAL_BYTES / max(self.size, 1)))
         digest = hashlib.blake2b(digest_size=8)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ FORMAT = 1
 SPLITS = ("train", "val")
 DATA = Path("data")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-READ_BYTES = 64 * 2**20  # of a split at most, which is read completely when it is loaded
-SAMPLES, SAMPLE_TOKENS = 32, 2**15  # blocks that are read of a larger split, and their length
+CHECKED_TOKENS = 2**25  # of a split at most, whenever it is loaded
 READ_TOKENS = 2**22  # that are read at once
 
 
@@ -37,8 +36,8 @@ class Dataset:
     """A prepared dataset.
 
     train, val: (N,) uint16 or uint32 ids, memory-mapped; after batches.to_device, a Split each.
-    fingerprint: CRC-32 of each split's bytes. For nanoGPT's splits of more than READ_BYTES, it is
-        that of the size as decimal digits and of SAMPLES evenly spaced blocks of SAMPLE_TOKENS.
+    fingerprint: CRC-32 of each split's bytes. For nanoGPT's splits of more than CHECKED_TOKENS, it
+        is that of so many tokens and of the number of all as decimal digits.
     """
 
     name: str
@@ -66,8 +65,7 @@ class Dataset:
                 )
 
 
-@dataclass(frozen=True)
-class DatasetSize:
+class DatasetSize(NamedTuple):
     """The size of a prepared dataset."""
 
     train_tokens: int
@@ -91,56 +89,36 @@ def meta_checksum(meta):
 def load_dataset(name, verify=False):
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
-    Small splits are read completely. Of larger ones, the size of the file and a sample of the ids
-    are checked. Raises UserError if a file is missing, damaged or does not match the others.
+    Raises UserError if a file is missing, damaged or does not match the others. Of a split with
+    more than CHECKED_TOKENS, only so many and the size are checked.
 
     Args:
-        verify: read large splits completely, too.
+        verify: check all tokens.
     """
     folder = dataset_folder(name)
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
     for split in SPLITS:
         with _reading(folder / f"{split}.bin") as path:
-            ids = splits[split] = _map_ids(path, meta, split)
-            is_sampled = ids.nbytes > READ_BYTES and not verify
-            found = _check_ids(ids, tokenizer.vocab_size, is_sampled)
-            if meta and not is_sampled and found != meta[split]["crc32"]:
-                raise ValueError("it does not match meta.json")
-        fingerprint[split] = meta[split]["crc32"] if meta else found
+            # a plain view, because every slice of an np.memmap calls Python code
+            ids = np.asarray(np.memmap(path, DTYPES[meta.get("dtype", "uint16")], mode="r"))
+            count = len(ids) if verify else min(len(ids), CHECKED_TOKENS)
+            crc = _check_ids(ids[:count], tokenizer.vocab_size)
+            if count < len(ids):
+                crc = zlib.crc32(b"%d" % len(ids), crc)
+            if meta:
+                is_wrong = count == len(ids) and crc != meta[split]["crc32"]
+                if is_wrong or len(ids) != meta[split]["tokens"]:
+                    raise ValueError("it does not match meta.json")
+                crc = meta[split]["crc32"]
+        splits[split], fingerprint[split] = ids, crc
     return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
 
 
-def verify_dataset(name):
-    """Reads all of data/NAME in constant memory. Returns a line that says what was checked.
-
-    Raises UserError if a file is missing or damaged.
-    """
-    data = load_dataset(name, verify=True)
-    has_checksums = is_file(dataset_folder(name) / "meta.json")
-    return (
-        f"{DATA / name}: {len(data.train):,} training and {len(data.val):,} validation tokens, "
-        + ("checksums and ids are correct" if has_checksums else "ids are correct; no checksums")
-    )
-
-
 def dataset_size(name):
-    """Returns the DatasetSize of data/NAME without reading its tokens. Raises UserError."""
-    folder = dataset_folder(name)
-    meta, tokenizer = _read_meta(folder)
-    counts = []
-    for split in SPLITS:
-        with _reading(folder / f"{split}.bin") as path:
-            counts.append(len(_map_ids(path, meta, split)))
-    return DatasetSize(*counts, tokenizer.vocab_size)
-
-
-def fingerprint(name):
-    """Returns Dataset.fingerprint of data/NAME, without reading the tokens if meta.json has it."""
-    meta, _ = _read_meta(dataset_folder(name))
-    if not meta:
-        return load_dataset(name).fingerprint
-    return {split: meta[split]["crc32"] for split in SPLITS}
+    """Returns the DatasetSize of data/NAME. Raises UserError as load_dataset does."""
+    data = load_dataset(name)
+    return DatasetSize(len(data.train), len(data.val), data.tokenizer.vocab_size)
 
 
 def load_tokenizer(name):
@@ -154,7 +132,7 @@ def _read_meta(folder):
         with _reading(folder / "meta.json") as path:
             meta = json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
-                raise UserError(f"it is from a later version of folio (format {meta['format']})")
+                raise ValueError(f"it is from a later version of folio (format {meta['format']})")
             if meta["crc32"] != meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
             return meta, from_dict(meta["tokenizer"])
@@ -182,35 +160,17 @@ def _reading(path):
         yield path
     except OSError as error:
         raise os_error("read", path, error) from error
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     except Exception as error:
         raise UserError(
-            f"{path} is damaged ({cause_of(error)}); prepare the dataset again"
+            f"{path} cannot be used ({cause_of(error)}); prepare the dataset again"
         ) from error
 
 
-def _map_ids(path, meta, split):
-    """Returns the memory-mapped ids of a split. Raises ValueError if their number is wrong."""
-    # a plain view, because every slice of an np.memmap calls Python code
-    ids = np.asarray(np.memmap(path, DTYPES[meta.get("dtype", "uint16")], mode="r"))
-    if meta and len(ids) != meta[split]["tokens"]:
-        raise ValueError("it does not match meta.json")
-    return ids
-
-
-def _check_ids(ids, vocab_size, is_sampled):
-    """Returns the CRC-32 of all ids, or of their size and a sample of blocks.
-
-    Raises ValueError for ids that are not in the vocabulary.
-    """
-    if is_sampled:
-        crc, length = zlib.crc32(b"%d" % ids.nbytes), SAMPLE_TOKENS
-        starts = np.linspace(0, max(0, len(ids) - SAMPLE_TOKENS), SAMPLES).astype(int)
-    else:
-        crc, length, starts = 0, READ_TOKENS, range(0, len(ids), READ_TOKENS)
-    for start in starts:
-        block = ids[start : start + length]
+def _check_ids(ids, vocab_size):
+    """Returns the CRC-32 of ids. Raises ValueError for ids that are not in the vocabulary."""
+    crc = 0
+    for start in range(0, len(ids), READ_TOKENS):
+        block = ids[start : start + READ_TOKENS]
         crc = zlib.crc32(block, crc)
         if (largest := block.max()) >= vocab_size:
             raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")

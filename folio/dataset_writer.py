@@ -3,13 +3,13 @@
 import json
 import os
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import numpy as np
 
 from folio.dataset import DTYPES, FORMAT, SPLITS, meta_checksum
 from folio.errors import UserError
-from folio.files import LOCK, locked, replacing
+from folio.files import locked, replacing
 
 
 @contextmanager
@@ -21,27 +21,13 @@ def dataset_writer(folder, tokenizer):
     """
     # meta.json is renamed first: without it, the others would be read as nanoGPT's.
     paths = [folder / name for name in ("meta.json", *(f"{split}.bin" for split in SPLITS))]
-    with _removed_if_new(folder), locked(folder), replacing(*paths) as files:
+    with locked(folder), replacing(*paths) as files:
         yield DatasetWriter(files, tokenizer)
         for file in files:
             file.flush()
             os.fsync(file.fileno())
         for path in paths[1:]:  # if renaming is interrupted, a mixture could be valid
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _removed_if_new(folder):
-    """Removes a folder after an error if it did not exist before."""
-    is_new = not os.path.exists(folder)  # Path.exists raises for a name that is too long
-    try:
-        yield
-    except BaseException:
-        if is_new:
-            with suppress(OSError):
-                (folder / LOCK).unlink(missing_ok=True)
-                folder.rmdir()
-        raise
 
 
 class DatasetWriter:

@@ -1,25 +1,23 @@
-"""Texts to download: tiny Shakespeare, and datasets of the Hugging Face hub.
+"""Texts that folio provides, and datasets of the Hugging Face hub.
 
 The files of a dataset are kept in the cache of the hub's client; the variables in folio/hub.py
 apply.
 """
 
 import hashlib
+import platform
 import re
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from folio.dataset import DATA
-from folio.errors import UserError
+from folio.errors import UserError, cause_of
 from folio.files import is_file, locked, replacing
-from folio.hub import check_download, client, explained
+from folio.hub import client
 from folio.sources import TABLES, Source
 
-SHAKESPEARE_URLS = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt",
+SHAKESPEARE_URL = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = (10, 30)  # to connect, and between received bytes
@@ -35,52 +33,57 @@ ON_THE_HUB = {  # dataset: (address, subset)
     ),
 }
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+PACKAGES = "huggingface_hub pyarrow"
 FILE_BYTES = 6  # per token; no format needs more
 SHOWN = 20  # names in a message at most
 
 
-# Tiny Shakespeare
+# Texts that folio provides
 
 
-def shakespeare(url=None):
-    """Returns a Source of tiny Shakespeare, which is downloaded if it is missing or has a URL."""
+def shakespeare():
+    """Returns a Source of tiny Shakespeare, which is downloaded if it is missing."""
     path = DATA / "shakespeare_char" / "input.txt"  # for all tokenizers
-    if url or not is_file(path):
-        raw = download((url,) if url else SHAKESPEARE_URLS, path)
-        with locked(path.parent), replacing(path) as [file]:
-            file.write(raw)
-    source = Source(path)
-    if (sha256 := source.sha256()) != SHAKESPEARE_SHA256:
+    is_missing = not is_file(path)
+    content = download(path) if is_missing else path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise UserError(
-            f"{path} is not tiny Shakespeare (sha256 {sha256[:8]}…, expected "
-            f"{SHAKESPEARE_SHA256[:8]}…): move it away, or use --input={path} --dataset=NAME"
+            f"{SHAKESPEARE_URL if is_missing else path} is not tiny Shakespeare (wrong sha256); "
+            f"put that at {path}, or use your own text with --input=FILE --dataset=NAME"
         )
-    return source
+    if is_missing:
+        _write(path, content)
+    return Source(path)
 
 
-def download(urls, path):
-    """Returns the bytes of tiny Shakespeare from the first address that provides them.
+def download(path):
+    """Returns the bytes of tiny Shakespeare; `path` is where a user can put the file otherwise."""
+    import requests  # imported here because other datasets do not need it
 
-    Raises UserError with the alternatives if none does; `path` is where a user can put the file.
-    """
-    import requests  # imported here because it is too slow for --help
+    try:
+        response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
+        response.raise_for_status()
+    except OSError as error:  # the type of all errors of requests
+        raise UserError(
+            f"cannot download tiny Shakespeare ({cause_of(error)}); put {SHAKESPEARE_URL} at "
+            f"{path}, or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
+        ) from error
+    return response.content
 
-    reasons = []
-    for url in urls:
-        shown = re.sub(r"//[^/]*@", "//", url)  # without a password
-        try:
-            response = requests.get(url, timeout=TIMEOUT_S)
-            response.raise_for_status()
-        except (OSError, ValueError) as error:  # requests' errors are OSErrors
-            reasons.append(f"{shown}: {type(error).__name__}")
-            continue
-        if hashlib.sha256(response.content).hexdigest() == SHAKESPEARE_SHA256:
-            return response.content
-        reasons.append(f"{shown}: unexpected content")
-    raise UserError(
-        f"tiny Shakespeare could not be downloaded ({'; '.join(reasons)}). Put the file at {path}, "
-        "or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
-    )
+
+def python_docs():
+    """Returns a Source of the language reference that Python includes for help()."""
+    from pydoc_data import topics
+
+    path = DATA / "pydocs" / "input.txt"
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    _write(path, text.encode())
+    return Source(path, label=f"pydoc_data.topics of Python {platform.python_version()}")
+
+
+def _write(path, content):
+    with locked(path.parent), replacing(path) as [file]:
+        file.write(content)
 
 
 # The Hugging Face hub
@@ -109,13 +112,12 @@ class HubSource(Source):
 
     def local_path(self):
         """Returns the path of the file in the cache. Raises UserError if the download fails."""
-        started = time.time()
-        with explained(self.name, f"datasets/{self.repository}", self.revision):
-            found = client(self.name, "huggingface_hub").hf_hub_download(
-                self.repository, str(self.path), repo_type="dataset", revision=self.revision
+        with client(self.name, PACKAGES) as library:
+            return Path(
+                library.hf_hub_download(
+                    self.repository, str(self.path), repo_type="dataset", revision=self.revision
+                )
             )
-        check_download(Path(found), started)
-        return Path(found)
 
 
 def hub_sources(address, subset, split, text_key, max_tokens=None):
@@ -130,8 +132,7 @@ def hub_sources(address, subset, split, text_key, max_tokens=None):
         max_tokens: return the first files only, which contain at least as many tokens. None: all.
     """
     repository, _, revision = address.removeprefix("hf:").partition("@")
-    library = client(address, "huggingface_hub pyarrow")
-    with explained(address, f"datasets/{repository}", revision):
+    with client(address, PACKAGES) as library:
         hub = library.HfApi()
         commit = hub.dataset_info(repository, revision=revision or None).sha
         found = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
@@ -142,14 +143,12 @@ def hub_sources(address, subset, split, text_key, max_tokens=None):
             break
         file, label = files[path], f"{repository}/{path}"
         digest = file.lfs.sha256 if file.lfs else file.blob_id
-        sources.append(
-            HubSource(path, text_key, label, repository, commit, file.size, digest),
-        )
+        sources.append(HubSource(path, text_key, label, repository, commit, file.size, digest))
         num_bytes += file.size
     return sources
 
 
-def data_files(paths: Iterable[PurePosixPath], address, subset, split):
+def data_files(paths, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
     The name of a split is a word in the name of a file or of its folder, such as
@@ -166,23 +165,14 @@ def data_files(paths: Iterable[PurePosixPath], address, subset, split):
             f"most datasets: --input={address.partition('@')[0]}@refs/convert/parquet"
         )
     inside = [path for path in tables if path.is_relative_to(subset or "")]
-    if not inside:
-        _raise_choice(address, "subset", subset, {path.parent for path in tables})
     words = {path: set(re.split(r"[\W_]+", str(path.relative_to(subset or "")))) for path in inside}
-    known = set(SPLITS).intersection(set.union(*words.values()))
-    chosen = [path for path in inside if split in words[path]]
-    if split == "train" and not known:
-        chosen = inside
-    if not chosen:
-        _raise_choice(address, "split", split, known or {"train"})
-    folders = {path.parent for path in chosen}
-    if subset is None and len(folders) > 1:
-        _raise_choice(address, "subset", None, folders)
+    known = {split for split in SPLITS if any(split in found for found in words.values())}
+    chosen = [path for path in inside if split in words[path] or (split == "train" and not known)]
+    if not chosen or (subset is None and len({path.parent for path in chosen}) > 1):
+        folders = sorted({str(path.parent) for path in tables})
+        raise UserError(
+            f"{address} has several or no folders with subset {subset} and split {split}; choose "
+            f"--subset from {', '.join(folders[:SHOWN])} and --split from "
+            f"{', '.join(sorted(known)) or 'train'}"
+        )
     return sorted(chosen)
-
-
-def _raise_choice(address, name, value, choices):
-    """Raises a UserError that lists the choices of a setting."""
-    shown = ", ".join(sorted(map(str, choices))[:SHOWN]) + (", …" if len(choices) > SHOWN else "")
-    problem = f"has no {name} {value!r}" if value else f"has several {name}s"
-    raise UserError(f"{address} {problem}; choose --{name} from: {shown}")

@@ -3,8 +3,6 @@
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import accumulate
 
 import numpy as np
 
@@ -16,24 +14,22 @@ BATCH = 2**19  # characters that a thread encodes at once, at least
 def encode_corpus(corpus, tokenizer, writer, extent, max_tokens=None):
     """Writes the tokens of a Corpus to a DatasetWriter. They do not depend on the number of cores.
 
-    Returns the number of characters and of sources that were read.
+    Returns the number of characters.
 
     Args:
         extent: the Extent that is read.
         max_tokens: stop when there are about as many; None: at the end of the extent.
     """
-    characters = tokens = sources = 0
-    with progress_bar(corpus, "encoding") as progress:
-        work = batches(corpus.read(extent, progress), min(BATCH, max_tokens or BATCH))
-        for batch, encoded in in_threads(lambda pieces: encode(tokenizer, pieces), work):
-            for split, (ids, num_bytes) in encoded.items():
-                writer.append(split, ids, num_bytes)
-                tokens += len(ids)
-            characters += sum(len(piece.text) for piece in batch)
-            sources = batch[-1].source + 1
-            if max_tokens and tokens >= max_tokens:
-                break
-    return characters, sources
+    characters = tokens = 0
+    work = batches(corpus.read(extent), min(BATCH, max_tokens or BATCH))
+    for batch, encoded in in_threads(lambda pieces: encode(tokenizer, pieces), work):
+        for split, (ids, num_bytes) in encoded.items():
+            writer.append(split, ids, num_bytes)
+            tokens += len(ids)
+        characters += sum(len(piece.text) for piece in batch)
+        if max_tokens and tokens >= max_tokens:
+            break
+    return characters
 
 
 def batches(pieces, size):
@@ -52,7 +48,7 @@ def batches(pieces, size):
 def encode(tokenizer, pieces):
     """Returns {split: (ids, UTF-8 bytes of the texts)} of Pieces."""
     parts, num_bytes = {}, {}
-    for split, separated, text, _ in pieces:
+    for split, separated, text in pieces:
         ids = parts.setdefault(split, [])
         if separated and tokenizer.end is None:
             ids.append(tokenizer.encode(BLANK_LINE))
@@ -86,22 +82,3 @@ def num_cores():
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux
         return os.cpu_count() or 1
-
-
-@contextmanager
-def progress_bar(corpus, title):
-    """Yields a function of a source's number and the bytes read of it that shows the time left.
-
-    On a terminal only.
-    """
-    from tqdm import tqdm  # imported here because it is too slow for --help
-
-    before = [0, *accumulate(source.size for source in corpus.sources)]
-    options = {"unit": "B", "unit_scale": True, "disable": None, "leave": False}
-    with tqdm(desc=title, total=before[-1], **options) as bar:
-
-        def show(number, num_read):
-            if not bar.disable:
-                bar.update(before[number] + num_read - bar.n)
-
-        yield show

@@ -5,7 +5,6 @@ Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json a
 
 import codecs
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from folio import bpe
 from folio.errors import UserError, cause_of
 
 CODE_POINTS = 0x110000  # in Unicode
-CHUNK = 2**20  # characters that are encoded at once, to limit memory
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 BPE_SIZE = 2048  # default size of a trained vocabulary
@@ -107,17 +105,14 @@ class CharTokenizer(Tokenizer):
         raw = text.encode().translate(self._table) if text.isascii() else b"\xff"
         if b"\xff" not in raw:  # fast
             return np.frombuffer(raw, np.uint8).astype(self.dtype)
-        ids = np.empty(len(text), self.dtype)
-        for start in range(0, len(text), CHUNK):
-            chunk = self._ids[_code_points(text[start : start + CHUNK])]
-            if chunk.min() < 0:
-                at = start + int(np.argmax(chunk < 0))
-                raise UserError(
-                    f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among "
-                    f"the {self.vocab_size} characters of the vocabulary"
-                )
-            ids[start : start + len(chunk)] = chunk
-        return ids
+        ids = self._ids[_code_points(text)]
+        if len(ids) and ids.min() < 0:
+            at = int(np.argmax(ids < 0))
+            raise UserError(
+                f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
+                f"{self.vocab_size} characters of the vocabulary"
+            )
+        return ids.astype(self.dtype)
 
     def token_bytes(self, token):
         """Returns the UTF-8 bytes of a token."""
@@ -188,9 +183,10 @@ class BPETokenizer(Tokenizer):
     def __init__(self, definition):
         """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
         self.definition = definition
+        self._encoder = bpe.encoder(definition)
         try:
-            self._tokens, added = bpe.vocabulary(definition)
-        except Exception as error:  # it may contain anything
+            self._tokens, added = bpe.vocabulary(self._encoder)
+        except (KeyError, ValueError) as error:
             raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
         self.vocab_size, self.end = len(self._tokens), added.get(END_OF_TEXT)
 
@@ -202,15 +198,10 @@ class BPETokenizer(Tokenizer):
     def to_dict(self):
         return {"kind": self.kind, "definition": self.definition}
 
-    @cached_property
-    def _encoder(self):
-        return bpe.encoder(self.definition)
-
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,); see GPT2Tokenizer. Raises UserError for surrogates."""
         _utf8(text)
-        pieces = bpe.encode(self._encoder, text, allow_special)
-        return np.fromiter(chain.from_iterable(pieces), self.dtype)
+        return np.array(bpe.encode(self._encoder, text, allow_special), self.dtype)
 
     def token_bytes(self, token):
         """Returns the bytes of a token, possibly an incomplete UTF-8 character."""

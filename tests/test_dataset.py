@@ -1,9 +1,8 @@
 """Tests of folio/dataset.py: the files of a dataset folder, and nanoGPT's; see test_damage.py."""
 
 import json
-import os
-import pickle
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +10,10 @@ import pytest
 import tiny
 
 from folio import dataset
-from folio.dataset import (
-    DATA,
-    DatasetSize,
-    dataset_size,
-    fingerprint,
-    load_dataset,
-    load_tokenizer,
-    verify_dataset,
-)
+from folio.dataset import DATA, DatasetSize, dataset_size, load_dataset
 from folio.errors import UserError
 from folio.files import LOCK
-from folio.tokenizers import TOKENIZERS, ByteTokenizer, CharTokenizer
+from folio.tokenizers import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
 TEXT = "abcdefghij" * 2
@@ -32,13 +23,6 @@ def write_text(text=TEXT, tokenizer=None):
     """Writes data/own, by characters unless a tokenizer is given."""
     tokenizer = tokenizer or CharTokenizer.from_text(text)
     return tiny.write_dataset(DATA / "own", tiny.corpus(text), tokenizer)
-
-
-def write_meta(meta):
-    """Writes data/own/meta.json with a valid checksum."""
-    meta = {key: value for key, value in meta.items() if key != "crc32"}
-    meta["crc32"] = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
-    Path("data/own/meta.json").write_text(json.dumps(meta))
 
 
 def texts_of(name):
@@ -78,18 +62,6 @@ def test_format_of_the_files():
     assert names - {LOCK} == {"meta.json", "train.bin", "val.bin"}
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_dataset_decodes_to_its_text(gpt2_of_bytes, kind):
-    text = "\r\n\0 é🦶\ufeff\u2028\U0010ffff----------"
-    write_text(text, tiny.new_tokenizer(kind, text, 257))  # bpe: no merges, for two tokens
-    data, cut = load_dataset("own"), int(0.9 * len(text))
-    assert data.train.dtype == np.uint16
-    assert texts_of("own") == (text[:cut], text[cut:])
-    meta = json.loads(Path("data/own/meta.json").read_bytes())
-    assert meta["train"]["bytes"] == len(text[:cut].encode())
-    assert data.tokenizer.to_dict() == load_tokenizer("own").to_dict()
-
-
 def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_bytes):
     documents = ["ab", "cdefgh", "", "ij", "k<|endoftext|>l"]
     for tokenizer, between in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
@@ -112,59 +84,29 @@ def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
     assert dataset_size("own").train_tokens == len(data.train)
 
 
-def test_dataset_without_a_recorded_type_has_uint16_ids():
-    meta = write_text()
-    del meta["dtype"]
-    write_meta(meta)
-    assert texts_of("own") == (TEXT[:18], TEXT[18:])
-
-
 # Reading
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/tmp/x", "a\\b", "c:x", "a\0b"])
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b", "c:x", "a\0b"])
 def test_name_must_be_a_plain_folder_name(name):
     assert repr(name) in error_of(load_dataset, name)
 
 
-@pytest.mark.parametrize("function", [load_dataset, dataset_size, verify_dataset])
-def test_error_for_a_missing_file_says_how_to_prepare_it(function):
-    message = error_of(function, "own")
-    assert message.startswith("data/own/train.bin is missing; prepare it with python prepare.py")
+def test_error_for_a_missing_file_says_how_to_prepare_it():
+    message = error_of(load_dataset, "own")
+    assert message.startswith("data/own/train.bin is missing")
     assert "--dataset=own" in message
     write_text()
     Path("data/own/val.bin").unlink()
-    assert "data/own/val.bin is missing" in error_of(function, "own")
-
-
-def test_a_later_format_is_refused():
-    write_meta(write_text() | {"format": 2})
-    assert "later version of folio (format 2)" in error_of(load_dataset, "own")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
-@pytest.mark.parametrize("make", ["mkfifo", "mkdir"])
-@pytest.mark.parametrize("file", ["val.bin", "meta.json", "meta.pkl"])
-def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused(file, make):
-    write_text()
-    for name in (file, "meta.json"):
-        Path("data/own", name).unlink(missing_ok=True)
-    getattr(os, make)(f"data/own/{file}")
-    assert error_of(load_dataset, "own") == f"data/own/{file} is not a regular file"
+    assert "data/own/val.bin" in error_of(load_dataset, "own")
 
 
 def test_split_must_be_longer_than_the_context():
     write_text()
     data = load_dataset("own")
     data.check_length(1)
-    with pytest.raises(UserError, match="val.bin of own has 2 tokens.* smaller --block_size"):
+    with pytest.raises(UserError, match="val.bin of own has 2 tokens"):
         data.check_length(2)
-
-
-def test_size_and_fingerprint_are_known_without_reading_the_tokens(verse):
-    sizes = len(verse.train), len(verse.val), verse.tokenizer.vocab_size
-    assert dataset_size("verse") == DatasetSize(*sizes)
-    assert fingerprint("verse") == verse.fingerprint
 
 
 # nanoGPT's folders
@@ -174,67 +116,33 @@ def test_nanogpts_datasets_are_loaded():
     vocab_size = tiny.write_nanogpt_dataset("nano", "b\na" * 10)
     assert texts_of("nano") == ("b\na" * 9, "b\na")
     assert dataset_size("nano") == DatasetSize(27, 3, vocab_size)
-    assert fingerprint("nano") == load_dataset("nano").fingerprint
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
     data = load_dataset("nano")
     assert data.tokenizer.kind == "gpt2"
     assert (data.train.tolist(), data.val.tolist()) == ([2, 0, 1] * 9, [2, 0, 1])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"vocab_size": 3}, {"itos": {0: "ab", 1: "c"}}, {"itos": None}],
-)
-def test_meta_pkl_that_is_not_nanogpts_is_refused(changes):
-    tiny.write_nanogpt_dataset("nano")
-    table = {"vocab_size": 2, "itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}
-    Path("data/nano/meta.pkl").write_bytes(pickle.dumps(table | changes))
-    assert error_of(load_dataset, "nano").startswith("data/nano/meta.pkl")
+# Large splits, of which the first part is checked, and verification
 
 
-# Large splits, of which a sample is checked, and verification
-
-
-@pytest.fixture(params=[tiny.prepare_verse, tiny.write_nanogpt_dataset])
-def large(request, folder, monkeypatch):
-    """Writes data/verse, of folio or nanoGPT. A split of more than 100 bytes is large."""
-    monkeypatch.setattr(dataset, "READ_BYTES", 100)
+@pytest.mark.parametrize("write", [tiny.prepare_verse, tiny.write_nanogpt_dataset])
+def test_the_rest_of_a_large_split_is_checked_by_verify_only(write, monkeypatch):
+    monkeypatch.setattr(dataset, "CHECKED_TOKENS", 10)
     monkeypatch.setattr(dataset, "READ_TOKENS", 7)
-    monkeypatch.setattr(dataset, "SAMPLES", 2)
-    monkeypatch.setattr(dataset, "SAMPLE_TOKENS", 4)
-    request.param("verse")
-    return request.param is tiny.prepare_verse
-
-
-def set_id(place, token):
+    write("verse")
     path = Path("data/verse/train.bin")
-    ids = np.fromfile(path, "<u2")
-    ids[place] = token
+    raw, before = path.read_bytes(), load_dataset("verse", verify=True)
+    for place in (11, -1):
+        ids = np.frombuffer(raw, "<u2").copy()
+        ids[place] = 999
+        ids.tofile(path)
+        assert load_dataset("verse").train.tolist() == ids.tolist()
+        assert str(path) in error_of(partial(load_dataset, verify=True), "verse")
+    ids[9] = 999
     ids.tofile(path)
-
-
-@pytest.mark.parametrize("place", [0, 3, -4, -1])
-@pytest.mark.usefixtures("large")
-def test_a_sample_of_a_large_split_is_checked(place):
-    set_id(place, 999)
     assert "token 999" in error_of(load_dataset, "verse")
-
-
-def test_the_rest_of_a_large_split_is_checked_by_verify_only(large):
-    before, raw = load_dataset("verse").fingerprint, Path("data/verse/train.bin").read_bytes()
-    if not large:
-        sampled = zlib.crc32(b"%d" % len(raw) + raw[:8] + raw[-8:])
-        assert before["train"] == sampled
-    line = verify_dataset("verse")
-    assert f"{len(raw) // 2:,} training" in line
-    assert ("no checksums" in line) != large
-    set_id(4, 999)
-    assert load_dataset("verse").fingerprint == before
-    assert "data/verse/train.bin is damaged" in error_of(verify_dataset, "verse")
-
-
-def test_the_length_of_a_large_split_is_checked(folder, monkeypatch):
-    monkeypatch.setattr(dataset, "READ_BYTES", 10)
-    write_text()
-    Path("data/own/train.bin").write_bytes(bytes(34))
-    assert "data/own/train.bin" in error_of(load_dataset, "own")
+    path.write_bytes(raw + raw[:2])
+    if write is tiny.prepare_verse:
+        assert str(path) in error_of(load_dataset, "verse")
+    else:
+        assert load_dataset("verse").fingerprint != before.fingerprint

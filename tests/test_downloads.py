@@ -2,10 +2,6 @@
 
 import hashlib
 import io
-import os
-import socket
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,10 +18,11 @@ from folio.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 CORPUS = b"Now is the winter of our discontent\n" * 3000  # in place of tiny Shakespeare
-BODIES = {
-    "cut": CORPUS[:1000],
-    "stalls_in_body": CORPUS[:1000],
-    "wrong_bytes": CORPUS[::-1],
+ANSWERS = {  # {path: (status, body)}
+    "good": (200, CORPUS),
+    "404": (404, b""),
+    "stalls": (200, CORPUS[:1000]),
+    "wrong_bytes": (200, CORPUS[::-1]),
 }
 
 
@@ -45,21 +42,18 @@ def text_of(name):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves CORPUS at /good; a number is a status, and other paths fail as their names say."""
+    """Serves ANSWERS. Those with a body claim to have the length of CORPUS."""
 
     def do_GET(self):
         path = self.path.strip("/")
         self.server.paths.append(path)
-        if path == "stalls":
-            self.server.closing.wait(30)
-            return
-        self.send_response(int(path) if path.isdecimal() else 200)
-        body = BODIES.get(path, CORPUS)
-        self.send_header("Content-Length", str(max(len(body), len(CORPUS))))
+        status, body = ANSWERS[path]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(CORPUS) if body else 0))
         self.end_headers()
         with suppress(ConnectionError):  # the client may close the connection first
             self.wfile.write(body)
-        if path == "stalls_in_body":
+        if path == "stalls":
             self.server.closing.wait(30)
 
     def log_message(self, *_):
@@ -67,60 +61,43 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(folder, monkeypatch):
-    """A server of CORPUS, which prepare.py takes for tiny Shakespeare."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # and does not listen
+def serve(folder, monkeypatch):
+    """A function that lets prepare.py download tiny Shakespeare from a path of a server.
+
+    It returns the server. CORPUS takes the place of tiny Shakespeare.
+    """
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.paths, server.closing = [], threading.Event()
-        server.url = f"http://127.0.0.1:{server.server_port}/"
-        server.refusing_url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         monkeypatch.setenv("NO_PROXY", "*")
         monkeypatch.setenv("no_proxy", "*")
         digest = hashlib.sha256(CORPUS).hexdigest()
         monkeypatch.setattr(downloads, "SHAKESPEARE_SHA256", digest)
-        yield server
+
+        def serve_path(path):
+            url = f"http://127.0.0.1:{server.server_port}/{path}"
+            monkeypatch.setattr(downloads, "SHAKESPEARE_URL", url)
+            return server
+
+        yield serve_path
         server.closing.set()
         server.shutdown()
         thread.join()
 
 
-def url_of(server, path):
-    return server.refusing_url if path == "refused" else f"{server.url}{path}"
-
-
-@pytest.mark.parametrize(
-    ("path", "reason", "count"),
-    [
-        ("stalls", "ReadTimeout", 1),
-        ("stalls_in_body", "ConnectionError", 1),
-        ("cut", "ChunkedEncodingError", 1),
-        ("refused", "ConnectionError", 0),
-        ("500", "HTTPError", 1),
-        ("404", "HTTPError", 1),
-        ("wrong_bytes", "unexpected content", 1),
-    ],
-)
-def test_failed_download_is_explained_and_leaves_no_files(path, reason, count, server, monkeypatch):
-    monkeypatch.setattr(downloads, "TIMEOUT_S", (30, 0.3 if "stalls" in path else 30))
-    url = url_of(server, path)
-    message = error_of(f"--url={url.replace('//', '//user:secret@')}")
-    assert f"({url}: {reason})" in message
+@pytest.mark.parametrize("path", ["404", "stalls", "wrong_bytes"])
+def test_failed_downloads_are_explained_and_leave_no_files(path, serve, monkeypatch):
+    monkeypatch.setattr(downloads, "TIMEOUT_S", (30, 0.3))
+    server = serve(path)
+    message = error_of()
+    assert f"{server.server_port}/{path}" in message
     assert "data/shakespeare_char/input.txt" in message
-    assert server.paths == [path] * count
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["nowhere", "file:///etc/hosts", "http://[", "http://a.example/"])
-def test_invalid_address_is_named(url, folder):
-    assert f"({url}: " in error_of(f"--url={url}")
-
-
-def test_shakespeare_is_downloaded_once_from_the_second_address(
-    server, capsys, monkeypatch, gpt2_of_bytes
-):
-    monkeypatch.setattr(downloads, "SHAKESPEARE_URLS", [f"{server.url}404", f"{server.url}good"])
+def test_shakespeare_is_downloaded_once(serve, capsys, gpt2_of_bytes):
+    server = serve("good")
     for _ in range(2):
         prepare.main([])
         assert capsys.readouterr() == (
@@ -129,20 +106,17 @@ def test_shakespeare_is_downloaded_once_from_the_second_address(
             "",
         )
     prepare.main(["--dataset=shakespeare"])
-    assert server.paths == ["404", "good"]
+    assert server.paths == ["good"]
     assert Path("data/shakespeare_char/input.txt").read_bytes() == CORPUS
     assert load_tokenizer("shakespeare").kind == "gpt2"
     assert text_of("shakespeare_char") == text_of("shakespeare") == CORPUS.decode()
-    prepare.main([f"--url={server.url}good"])
-    assert server.paths == ["404", "good", "good"]
 
 
-def test_other_file_in_place_of_shakespeare_is_refused_and_kept(server):
+def test_other_file_in_place_of_shakespeare_is_refused_and_kept(folder):
     Path("data/shakespeare_char").mkdir(parents=True)
     Path("data/shakespeare_char/input.txt").write_text("another text")
-    assert "--input=data/shakespeare_char/input.txt" in error_of()
+    assert error_of().startswith("data/shakespeare_char/input.txt")
     assert Path("data/shakespeare_char/input.txt").read_text() == "another text"
-    assert server.paths == []
 
 
 # The Hugging Face hub
@@ -152,15 +126,11 @@ def test_other_file_in_place_of_shakespeare_is_refused_and_kept(server):
     ("names", "subset", "split", "expected"),
     [
         ("b.jsonl a.jsonl README.md", None, "train", "a.jsonl b.jsonl"),
-        ("train.csv test.csv", None, "train", "train.csv"),
         ("train.csv test.csv test.parquet", None, "test", "test.parquet"),
         ("data/train-0-of-1.parquet data/validation-0-of-1.parquet", None, "validation",
          "data/validation-0-of-1.parquet"),
         ("en/train/0.parquet fr/train/0.parquet", "fr", "train", "fr/train/0.parquet"),
-        ("en/train/0.parquet fr/train/0.parquet", ".", "train",
-         "en/train/0.parquet fr/train/0.parquet"),
         ("sample/10BT/0.parquet data/0.parquet", "sample/10BT", "train", "sample/10BT/0.parquet"),
-        ("train/data.jsonl.gz test/data.jsonl.gz", None, "train", "train/data.jsonl.gz"),
     ],
 )  # fmt: skip
 def test_files_of_a_split(names, subset, split, expected):
@@ -173,9 +143,8 @@ def test_files_of_a_split(names, subset, split, expected):
     [
         ("a.txt b.py", None, "train", ["hf:a/b", ".jsonl", "refs/convert/parquet"]),
         ("en/train.csv fr/train.csv", None, "train", ["--subset", "en, fr"]),
-        ("en/train.csv fr/train.csv", "de", "train", ["'de'", "en, fr"]),
-        ("dev.csv test.csv", None, "train", ["'train'", "--split", "dev, test"]),
-        ("a.csv", None, "dev", ["'dev'", "--split", "train"]),
+        ("dev.csv test.csv", None, "train", ["--split", "dev, test"]),
+        ("a.csv", None, "dev", ["dev", "--split", "train"]),
     ],
 )
 def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, parts):
@@ -194,38 +163,20 @@ def table(*texts):
     return file.getvalue()
 
 
-@pytest.fixture
-def prepare_hub(hub, folder):
-    """A function that runs prepare.py with the hub, and the client's cache in `folder`.
-
-    Returns the line that it prints, of the result or the error.
-    """
+@pytest.mark.slow
+def test_a_dataset_of_the_hub(hub, folder):
     pytest.importorskip("huggingface_hub")
+
+    def prepare_hub(*flags):
+        return hub.run(ROOT / "prepare.py", "--text_key=body", "--tokenizer=byte", *flags)
+
     names = [f"plain_text/train-{n}.parquet" for n in (1, 0, 2)]
     hub.files = {name: table(*(f"{name} {row}" for row in range(50))) for name in names}
     hub.files |= {"plain_text/test.parquet": table("no"), "README.md": b"no"}
-
-    def run(*flags, **variables):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-        environment |= {"HF_HOME": "hf", "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
-        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | variables
-        flags = [*flags, "--text_key=body", "--tokenizer=byte"]
-        command = [sys.executable, str(ROOT / "prepare.py"), *flags]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode in (0, 2), done.stderr
-        line = done.stdout + done.stderr
-        assert line.count("\n") == 1, line
-        return line
-
-    return run
-
-
-@pytest.mark.slow
-def test_a_dataset_of_the_hub(hub, prepare_hub):
     flags = ["--input=hf:org/data@v1", "--dataset=own"]
     assert "hf:org/data@v1 (3 files)" in prepare_hub(*flags)
     documents = text_of("own").split("\n\n")
-    names = [name for name in sorted(hub.files) if "train" in name]
+    names.sort()
     expected = [f"{name} {row}" for name in names for row in range(50)]
     assert sorted("".join(documents)) == sorted("".join(expected))
     assert hub.downloads() == names
@@ -235,19 +186,4 @@ def test_a_dataset_of_the_hub(hub, prepare_hub):
     assert not hub.downloads()  # they are in the cache
     prepare_hub("--dataset=openwebtext", "--max_tokens=300")
     path = f"/datasets/Skylion007/openwebtext/resolve/{COMMIT}/{names[0]}"
-    assert path in [path for _, path, _ in hub.requests]
-
-
-@pytest.mark.slow
-def test_errors_of_the_hub_are_one_line(hub, prepare_hub):
-    name = "plain_text/train-0.parquet"
-    flags = ["--input=hf:org/data", "--dataset=own"]
-    hub.bodies[name] = bytes(len(hub.files[name]))
-    assert "wrong sha256" in prepare_hub(*flags)
-    hub.bodies.clear()
-    hub.answers[f"/datasets/org/data/resolve/{COMMIT}/{name}"] = (403, None)
-    assert f"org/data/{name}" in prepare_hub(*flags)
-    hub.answers["/api/datasets/org/data"] = (401, "RepoNotFound")
-    assert "cannot download hf:org/data: the hub has no such dataset" in prepare_hub(*flags)
-    assert "HF_HUB_OFFLINE" in prepare_hub(*flags, HF_HUB_OFFLINE="1")
-    assert "'de'" in prepare_hub("--input=hf:org/data@v1", "--dataset=own", "--subset=de")
+    assert path in [path for _, path in hub.requests]

@@ -8,7 +8,6 @@ import pytest
 import prepare
 from folio import encoding, sources
 from folio.dataset import load_dataset
-from folio.encoding import in_threads
 from folio.tokenizers import END_OF_TEXT
 
 DOCUMENTS = [f"{n} darling buds of May,\nand 🦶 summer's lease {n}\n" for n in range(200)]
@@ -38,19 +37,18 @@ def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
     monkeypatch.setattr(encoding, "num_cores", lambda: 1)
     expected = prepared("one", source, kind)
     monkeypatch.setattr(encoding, "num_cores", lambda: 5)
-    for size in (100, 2**20):
-        monkeypatch.setattr(sources, "CHUNK", size)
-        monkeypatch.setattr(encoding, "BATCH", size)
-        assert prepared("other", source, kind) == expected
+    monkeypatch.setattr(sources, "CHUNK", 100)
+    monkeypatch.setattr(encoding, "BATCH", 2**20)
+    assert prepared("other", source, kind) == expected
 
 
 def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files():
     Path("in").mkdir()
     for name in "abc":
-        text = END_OF_TEXT.join(f"{name} tale" for _ in range(200))
+        text = END_OF_TEXT.join(f"{name} tale\n" for _ in range(200))
         Path("in", f"{name}.txt").write_text(text)
     prepare.main(["--input=in", "--dataset=own", "--max_tokens=300"])
-    assert load_dataset("own").tokenizer.characters == "".join(sorted(set("a tale" + END_OF_TEXT)))
+    assert set(load_dataset("own").tokenizer.characters) == set("a tale\n" + END_OF_TEXT)
     flags = ["--tokenizer=bpe", "--vocab_size=270", "--allow_special=True", "--max_tokens=300"]
     prepare.main(["--input=in", "--dataset=special", *flags])
     found = load_dataset("special")
@@ -77,19 +75,3 @@ def test_byte_counts_are_those_of_the_texts_without_separators():
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == total
     tokens = meta["train"]["tokens"] + meta["val"]["tokens"]
     assert tokens == total + 2 * (len(DOCUMENTS) - 2)
-
-
-def test_in_threads_keeps_the_order_and_the_limit(monkeypatch):
-    monkeypatch.setattr(encoding, "num_cores", lambda: 2)
-    started = []
-
-    def items():
-        for number in range(50):
-            started.append(number)
-            yield number
-
-    results = in_threads(lambda number: number * 2, items())
-    for expected in range(50):
-        assert next(results) == (expected, 2 * expected)
-        assert len(started) <= expected + 6
-    assert list(results) == []

@@ -87,11 +87,10 @@ class Hostile:
 
 MISTAKES = {
     "prepare.py": (
-        (None, ["--url=http://localhost"], "--url"),
         (None, [], "text.txt"),
         (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), [], "text.txt is not UTF-8"),
         (lambda: put("text.txt", b"rose\n"), [], "text.txt"),
-        (None, ["--input=https://x.org/a.txt"], "https://x.org/a.txt"),
+        (None, ["--input=https://x.org/a.txt"], "x.org/a.txt"),
         (
             lambda: (put("texts/a", tiny.VERSE), put("texts/b.png", b"\x89PNG")),
             ["--input=texts"],
@@ -209,9 +208,9 @@ def run(monkeypatch, capfd, recwarn):
 
 
 def contents(folder):
-    """Returns {path: bytes, or None if it is not a regular file} without lock files."""
-    paths = (path for path in folder.rglob("*") if path.name != ".lock")
-    return {p.relative_to(folder): p.read_bytes() if p.is_file() else None for p in paths}
+    """Returns {path: bytes} of regular files other than lock files."""
+    paths = (path for path in folder.rglob("*") if path.name != ".lock" and path.is_file())
+    return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
 def check(run, command, message):

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from folio.errors import UserError
 from folio.sources import Source, find_sources
 
 TEXTS = ["one", "", "two 🦶\nlines", 'é "quoted", with a comma']
-TABLES = ["a.jsonl", "A.JSONL", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.csv.gz", "a.parquet"]
+TABLES = ["A.JSONL", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.parquet"]
 pytestmark = pytest.mark.usefixtures("folder")
 
 
@@ -43,7 +42,7 @@ def error_of(source):
         list(source.read())
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith((source.name, f"cannot read {source.name}"))
+    assert source.name in message
     return message
 
 
@@ -52,55 +51,33 @@ def test_rows_of_a_table_are_documents(name):
     source = write(name, TEXTS, "body")
     chunks = list(source.read())
     assert [(chunk.text, chunk.ends) for chunk in chunks] == [(text, True) for text in TEXTS]
-    assert 0 < chunks[-1].num_read <= source.size
-    assert "text" in error_of(Source(source.path))  # there is no such column
+    assert "--text_key" in error_of(Source(source.path))  # there is no such column
+    if "csv" not in name:  # which has no missing values
+        assert "row 2 has None" in error_of(write(name, ["one", None]))
 
 
-@pytest.mark.parametrize("name", [name for name in TABLES if "csv" not in name])
-def test_a_row_without_a_text_is_named(name):
-    message = error_of(write(name, ["one", None]))
-    assert "row 2 has None" in message
-    assert "--text_key" in message
-
-
-def test_a_column_of_another_type_is_refused():
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": [b"a", b"\xff"]}), "a.parquet")
-    assert "b'a'" in error_of(Source(Path("a.parquet")))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.csv.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_damaged_file_is_named(name):
     source = write(name, ["text " * 99, "other"] * 2)
     raw = Path(name).read_bytes()
-    for content in (b"no", raw[: len(raw) // 2], raw[:-9] + b"\xff" * 9):
+    for content in (b"no", raw[: len(raw) // 2]):
         Path(name).write_bytes(content)
         error_of(source)
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b'{"text": "one"', b'{"text": "\xff"}', b"[" * 10**5, b"[]", b"{}", b'{"text": ["a"]}',
-     b'{"text": 5}', b'{"text": "\\ud800"}'],
-    ids=lambda line: repr(line)[:20],
+    "line", [b'{"text": "one"', b'{"text": "\xff"}', b"[]", b'{"text": 5}', b'{"text": "\\ud800"}'],
+    ids=repr,
 )  # fmt: skip
 def test_invalid_json_line_is_refused(line):
+    pytest.importorskip("pyarrow")
     Path("a.jsonl").write_bytes(b'{"text": "one"}\n\n' + line + b"\n")
-    assert "--text_key" in error_of(Source(Path("a.jsonl")))
-
-
-def test_blank_lines_a_byte_order_mark_and_an_empty_file_are_skipped():
-    Path("a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "two"}')
-    Path("b.jsonl").write_bytes(b"")
-    chunks = [chunk for source in find_sources("*.jsonl", "text") for chunk in source.read()]
-    assert [chunk.text for chunk in chunks] == ["one", "two"]
+    error_of(Source(Path("a.jsonl")))
 
 
 def test_a_row_longer_than_a_block_is_an_error(monkeypatch):
     monkeypatch.setattr(sources, "BLOCK", 100)
-    assert "a.jsonl" in error_of(write("a.jsonl", ["short", "long " * 99, "short"]))
+    assert "at most" in error_of(write("a.jsonl", ["short", "long " * 99, "short"]))
 
 
 def test_missing_package_is_a_user_error(monkeypatch):
@@ -109,31 +86,28 @@ def test_missing_package_is_a_user_error(monkeypatch):
     assert "pip install pyarrow" in error_of(Source(Path("a.jsonl")))
 
 
-@pytest.mark.parametrize("whole_words", [False, True])
-def test_text_is_cut_into_chunks(whole_words, monkeypatch):
+@pytest.mark.parametrize("longest", [2, 100])
+def test_text_is_cut_into_chunks(longest, monkeypatch):
     text = "one two🦶\nthree\r\nfour  five\n"
     Path("a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    monkeypatch.setattr(sources, "LONGEST", longest)
     for size in (1, 4, 11, 100):
         monkeypatch.setattr(sources, "CHUNK", size)
-        chunks = list(Source(Path("a.txt")).read(whole_words))
+        chunks = list(Source(Path("a.txt")).read())
         assert "".join(chunk.text for chunk in chunks) == text
         assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert chunks[-1].num_read == 3 + len(text.encode())
-        assert len(chunks) > 1 or size == 100
+        assert all(len(chunk.text) <= longest + size for chunk in chunks)
 
 
 @pytest.mark.parametrize(
     ("raw", "part"),
     [
-        (b"ab\xff", "byte 0xff"),
+        (b"a" * 20_000 + b"\x80b", "byte 0x80"),
         (b"abcd\xe2\x82", "byte 0xe2"),
-        (b"a" * 20_000 + b"\x80b", "000 characters or more, it has byte 0x80"),
-        ("hello".encode("utf-16"), "byte 0xff"),
         (b"ab\0", "null bytes"),
     ],
 )
-def test_a_file_that_is_not_utf8_is_refused(raw, part, monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 1000)
+def test_a_file_that_is_not_utf8_is_refused(raw, part):
     Path("a.txt").write_bytes(raw)
     assert part in error_of(Source(Path("a.txt")))
 
@@ -149,37 +123,19 @@ def test_files_of_a_folder_or_a_pattern_are_sorted():
     for name in ("in/b.txt", "in/a.jsonl", "in/.hidden.txt", "in/.git/a.txt", "in/c/a.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}")
+    Path("in/loop").symlink_to("../in")
     assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt"]
     assert names_of("in/*") == ["in/a.jsonl", "in/b.txt"]
-    assert names_of("in/**/*.txt") == ["in/b.txt", "in/c/a.txt"]
+    assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
     Path("in/[b].txt").write_text("")
     assert names_of("in/[b].txt") == ["in/[b].txt"]
-    Path("in/link").symlink_to("missing")
-    for wrong, named in (("in/*.md", "in/*.md"), ("in", "in/link"), ("http://a", "http://a")):
-        with pytest.raises(UserError) as caught:
-            names_of(wrong)
-        assert named in str(caught.value)
 
 
-def test_links_to_folders_are_followed_once():
-    for name in ("in/a.txt", "elsewhere/b.txt"):
-        Path(name).parent.mkdir()
-        Path(name).write_text("text")
-    os.symlink("../elsewhere", "in/linked")
-    os.symlink("../in", "in/loop")
-    assert names_of("in") == ["in/a.txt", "in/linked/b.txt"]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
-def test_a_pipe_is_copied_to_a_temporary_file():
-    os.mkfifo("pipe")
-    thread = threading.Thread(target=lambda: Path("pipe").write_text("one two"))
-    thread.start()
-    [source] = find_sources("pipe", "text")
-    thread.join()
-    for _ in range(2):
-        assert "".join(chunk.text for chunk in source.read()) == "one two"
-    path, name = source.path, source.name
-    assert name == "pipe"
-    del source
-    assert not path.exists()
+@pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "in/pipe", "x" * 300, "http://a"])
+def test_a_name_without_regular_files_is_refused(name):
+    Path("in").mkdir()
+    Path("in/broken").symlink_to("missing")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("in/pipe")
+    with pytest.raises(UserError, match=name.replace("*", ".").replace("//", "/+")):
+        names_of(name)

@@ -18,7 +18,7 @@ import tiny
 import train
 from folio import checkpoint as checkpoints
 from folio.checkpoint import Checkpoint, Progress
-from folio.dataset import fingerprint
+from folio.dataset import load_dataset
 from folio.errors import UserError
 from folio.files import locked
 from folio.settings import ROOT
@@ -177,7 +177,7 @@ class FakeTraining:
             log.write(f"{json.dumps(start)}\n{json.dumps(event)}\n")
         model, progress = tiny.random_model(), Progress(stop_at, stop_at, stop_at, loss)
         saved = Checkpoint(model.config, model.state_dict(), progress, dataclasses.asdict(settings))
-        saved.data = fingerprint(settings.dataset)
+        saved.data = load_dataset(settings.dataset).fingerprint
         checkpoints.save(folder / "last.pt", saved)
         shutil.copy(folder / "last.pt", folder / "ckpt.pt")
         return SimpleNamespace(poll=lambda: 0, returncode=0)

@@ -24,12 +24,9 @@ from folio.tokenizers import (
 )
 
 TEXT = "naïve 🦶🏽\r\n\t<end> 𝔘\ufeff\u2028 naïve"
-MANY = "".join(map(chr, range(0x10000, 0x10000 + 65537)))  # more than uint16 allows
-with_fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def for_any_text(test):
-    return with_fixtures(given(text=st.text(min_size=1))(example(text=TEXT)(test)))
+with_fixtures = settings(
+    max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 # Every tokenizer
@@ -41,24 +38,24 @@ def kind(request, gpt2_of_bytes):
     return request.param
 
 
-@for_any_text
+@with_fixtures
+@given(text=st.text(min_size=1))
+@example(text=TEXT)
 def test_tokens_are_the_text(kind, text):
     tokenizer = tiny.new_tokenizer(kind, text)
     ids, none = tokenizer.encode(text), tokenizer.encode("")
     assert ids.dtype == none.dtype == np.uint16
     assert (ids.ndim, none.shape) == (1, (0,))
     assert ids.max() < tokenizer.vocab_size
-    assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
-    assert tokenizer.decode(none) == tokenizer.decode([]) == ""
-    assert b"".join(tokenizer.token_bytes(token) for token in ids.tolist()) == text.encode()
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(none) == ""
     lengths = tokenizer.byte_lengths()
-    assert (lengths.dtype, lengths.shape) == (np.int64, (tokenizer.padded_vocab_size,))
+    assert lengths.shape == (tokenizer.padded_vocab_size,)
     assert lengths[ids].sum() == len(text.encode())
     assert not lengths[tokenizer.vocab_size :].any()
     assert tokenizer.end is None or lengths[tokenizer.end] == 0
     after = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
-    assert type(after) is TOKENIZERS[kind]
-    assert (after.to_dict(), after.vocab_size) == (tokenizer.to_dict(), tokenizer.vocab_size)
+    assert after.to_dict() == tokenizer.to_dict()
     assert after.encode(text).tolist() == ids.tolist()
 
 
@@ -74,9 +71,7 @@ def test_incremental_decoder_equals_decode(kind, text, data):
 
 def test_attributes_are_consistent(kind):
     tokenizer = tiny.new_tokenizer(kind, TEXT)
-    assert tokenizer.kind == kind
     assert tokenizer.name == f"{kind} with {tokenizer.vocab_size} tokens"
-    assert tokenizer.padded_vocab_size >= tokenizer.vocab_size
     assert tokenizers.fits(tokenizer, tokenizer.vocab_size)
     assert tokenizers.fits(tokenizer, tokenizer.padded_vocab_size)
     assert len(tokenizer.encode(tokenizer.start)) >= 1
@@ -86,27 +81,18 @@ def test_attributes_are_consistent(kind):
         assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT
 
 
-@pytest.mark.parametrize("text", ["\udcff", "ab\ud800c"])
-def test_lone_surrogate_is_a_user_error(kind, text):
+def test_lone_surrogate_is_a_user_error(kind):
     with pytest.raises(UserError):
-        tiny.new_tokenizer(kind, "abc").encode(text)
+        tiny.new_tokenizer(kind, "abc").encode("ab\ud800c")
 
 
 # Characters
 
 
-@given(st.text(min_size=1), st.text(st.characters(), min_size=1))
-@example("whole 🦶", "🦶\udfff\ud83e\uddb6")
-def test_first_unknown_character_is_named(vocabulary, text):
-    tokenizer = CharTokenizer.from_text(vocabulary)
-    unknown = [(at, c) for at, c in enumerate(text) if c not in vocabulary]
-    if not unknown:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-        return
-    at, c = unknown[0]
-    with pytest.raises(UserError) as caught:
-        tokenizer.encode(text)
-    assert f"{c!r} (U+{ord(c):04X}) at position {at} is" in str(caught.value)
+@pytest.mark.parametrize("text", ["abé", "ab🦶é", "ab\udfff"])
+def test_first_unknown_character_is_named(text):
+    with pytest.raises(UserError, match=f"U\\+{ord(text[2]):04X}.* at position 2 "):
+        CharTokenizer("ab").encode(text)
 
 
 def test_character_ids_follow_the_order_of_code_points():
@@ -116,14 +102,6 @@ def test_character_ids_follow_the_order_of_code_points():
     assert (CharTokenizer("\t\na").start, CharTokenizer(" ab").start) == ("\n", " ")
     assert CharTokenizer.from_text(["bé", "a", "é🦶", "ab"]).characters == "abé🦶"
     assert CharTokenizer.from_text(iter([])).characters == ""
-
-
-def test_ids_of_a_large_character_vocabulary_are_uint32():
-    for text, dtype in ((MANY[:-1], np.uint16), (MANY, np.uint32)):
-        tokenizer = from_dict(CharTokenizer.from_text(text).to_dict())
-        ids = tokenizer.encode(text[0] + text[-1])
-        assert (ids.tolist(), ids.dtype) == ([0, len(text) - 1], dtype)
-        assert tokenizer.decode(ids) == text[0] + text[-1]
 
 
 # Bytes and trained byte-pair encodings
@@ -142,13 +120,12 @@ def test_bpe_merges_frequent_pairs_and_has_every_byte():
     assert BPETokenizer.train([], 1000).vocab_size == 257
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "  \n", "\r\n\r\n", " \n ", "."])
-def test_cutting_a_text_does_not_change_its_tokens(end, monkeypatch):
-    text = "".join(f"line {n}'s end.{end}" for n in range(50))
+def test_cutting_a_text_does_not_change_its_tokens(monkeypatch):
+    ends = ["\n", "\r\n", "\n\n", "  \n", "\r\n\r\n", " \n ", "."]
+    text = "".join(f"line {n}'s end.{end}" for end in ends for n in range(20))
     tokenizer = BPETokenizer.train([text], 400)
     whole = tokenizer.encode(text).tolist()
     monkeypatch.setattr(bpe, "PIECE", 40)
-    monkeypatch.setattr(bpe, "PIECES_AT_ONCE", 3)
     assert len([*bpe.pieces(text)]) > 10
     assert tokenizer.encode(text).tolist() == whole
 
@@ -169,16 +146,9 @@ def test_every_cut_keeps_the_tokens(kind, text, request):
 
 
 def test_missing_tokenizers_library_is_a_user_error(monkeypatch):
-    tokenizer = BPETokenizer.train(["ab"])
-    ids = tokenizer.encode("ab")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert from_dict(tokenizer.to_dict()).byte_lengths()[ids].sum() == 2
-    for use in (
-        lambda: BPETokenizer.train(["ab"]),
-        lambda: from_dict(tokenizer.to_dict()).encode(""),
-    ):
-        with pytest.raises(UserError, match="pip install tokenizers"):
-            use()
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        BPETokenizer.train(["ab"])
 
 
 # GPT-2's byte-pair encoding; the fixture `gpt2` needs tiktoken's files, `gpt2_of_bytes` does not
@@ -197,19 +167,10 @@ def test_a_failed_download_of_the_vocabulary_is_a_user_error(monkeypatch):
         GPT2Tokenizer().encode("text")
 
 
-def test_vocabulary_size_of_gpt2_needs_no_files(monkeypatch):
-    monkeypatch.delattr(tiktoken, "get_encoding")
-    tokenizer = from_dict(GPT2Tokenizer().to_dict())
-    assert (tokenizer.vocab_size, tokenizer.padded_vocab_size) == (50257, 50304)
-
-
 def test_gpt2_ids(gpt2):
-    assert gpt2.encode(f"Hello world{END_OF_TEXT}", allow_special=True).tolist() == [
-        15496,
-        995,
-        50256,
-    ]
-    assert gpt2.end == 50256
+    text = f"Hello world{END_OF_TEXT}"
+    assert gpt2.encode(text, allow_special=True).tolist() == [15496, 995, 50256]
+    assert (gpt2.end, gpt2.vocab_size, gpt2.padded_vocab_size) == (50256, 50257, 50304)
     for text in (TEXT, f"a{END_OF_TEXT}b", " \n\n  indented\x00"):
         ids = gpt2.encode(text).tolist()
         assert gpt2.decode(ids) == b"".join(map(gpt2.token_bytes, ids)).decode() == text
@@ -219,33 +180,28 @@ def test_gpt2_ids(gpt2):
 
 
 @pytest.mark.parametrize(
-    "data", [None, "char", [], {}, {"kind": None}, {"kind": ["char"]}, {"kind": "x"},
-             {"kind": "char"}, {"kind": "char", "characters": None},
-             {"kind": "byte", "definition": ""}, {"kind": "bpe"}],
+    "data",
+    [None, [], {}, {"kind": ["char"]}, {"kind": "x"}, {"kind": "char", "characters": None},
+     {"kind": "byte", "definition": ""}],
     ids=repr,
 )  # fmt: skip
 def test_damaged_tokenizer_is_refused(data):
-    with pytest.raises(UserError, match="damaged or unknown; known kinds: char, byte, bpe, gpt2"):
+    with pytest.raises(UserError, match="char, byte, bpe, gpt2"):
         from_dict(data)
 
 
 @pytest.mark.parametrize(
     "definition",
-    [
-        None, "", "5", "{}", "[" * 100_000, '{"model": {"vocab": []}, "added_tokens": []}',
-        '{"model": {"vocab": {"a": 1}}, "added_tokens": []}',
-        '{"model": {"vocab": {" ": 0}}, "added_tokens": []}',
-        '{"model": {"vocab": {"a": "x"}}, "added_tokens": []}',
-    ],
+    [None, "{}", "[" * 100_000, '{"model": {"vocab": {"a": 1}}, "added_tokens": []}'],
     ids=lambda definition: repr(definition)[:40],
-)  # fmt: skip
+)
 def test_damaged_bpe_is_refused(definition):
-    with pytest.raises(UserError, match="the BPE tokenizer is damaged"):
+    with pytest.raises(UserError, match="damaged"):
         from_dict({"kind": "bpe", "definition": definition})
 
 
 def test_a_bpe_with_damaged_merges_is_a_user_error():
     plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
     plain["model"]["merges"] = [["nothing", "known"]]
-    with pytest.raises(UserError, match="the BPE tokenizer is damaged"):
-        BPETokenizer(json.dumps(plain)).encode("ab")
+    with pytest.raises(UserError, match="damaged"):
+        BPETokenizer(json.dumps(plain))

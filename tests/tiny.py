@@ -102,8 +102,8 @@ class Document(Source):
 
     size, suffix = 0, ""
 
-    def read(self, whole_words=True):
-        yield Chunk(self.path, True, 0)
+    def read(self):
+        yield Chunk(self.path, True)
 
 
 def corpus(*documents):
@@ -113,7 +113,7 @@ def corpus(*documents):
 
 def write_dataset(folder, documents, tokenizer):
     """Writes a Corpus as prepare.py does. Returns the content of meta.json."""
-    extent, _ = documents.survey("byte", None, lambda *_: None)
+    extent, _ = documents.survey("byte", None)
     with dataset_writer(folder, tokenizer) as writer:
         encode_corpus(documents, tokenizer, writer, extent)
         return writer.finish("own.txt", "5a")

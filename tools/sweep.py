@@ -61,7 +61,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from folio.checkpoint import load as load_checkpoint
-from folio.dataset import fingerprint
+from folio.dataset import load_dataset
 from folio.device import resolve_device
 from folio.plan import MODEL_SETTINGS
 from folio.run_dir import RunDir
@@ -96,7 +96,7 @@ def main(argv=None):
     sweep, combinations = grid.first, grid.combinations()
     planned = [run for combination in combinations for run in combination]
     datasets = dict.fromkeys(settings.dataset for _, settings in planned)
-    data = {name: fingerprint(name) for name in datasets}
+    data = {name: load_dataset(name).fingerprint for name in datasets}
     for folder, settings in planned:
         rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
         check_earlier(folder, settings, data[settings.dataset])
