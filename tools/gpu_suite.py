@@ -8,7 +8,8 @@ If that file exists, with the same command, machine and commit, the command is n
 error is printed, and the next command runs. Arguments after -- are added to every command of
 train.py.
 
-Replaces nanoGPT's data/shakespeare_char by folio's, and adds random tokens to both data folders.
+Both programs need their data/shakespeare_char. Random tokens are added to both data folders.
+nanoGPT's MFU is relative to an A100.
 """
 
 import json
@@ -25,8 +26,7 @@ from folio.fields import setting
 from folio.settings import ROOT, load, parse_arguments
 
 TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
-VOCABULARIES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
-HIDDEN = ("last_s", "memory_gib")  # only in the JSON files
+VOCABULARY = 50_304  # of the random tokens, as in nanoGPT's GPT-2
 
 # {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
 # and {out}, folders. train.py gets --out_dir={out}/NAME.
@@ -88,7 +88,6 @@ PARTS = {
         # torch 2.11 prefers cuDNN
         "124M-flash": f"env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 {TRAIN} {SPEED}",
         "124M-6-heads": f"{TRAIN} {SPEED} --n_head=6",
-        "124M-unpadded": f"{TRAIN} {SPEED} --dataset=random_unpadded",
         "124M-muon": f"{TRAIN} {SPEED} --optimizer=muon",
         "124M-cuda-graphs": f"{TRAIN} {SPEED} --compile=reduce-overhead",
         "small-autotune": f"{TRAIN} {SMALL} --compile=max-autotune",
@@ -121,21 +120,21 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from folio.dataset import load_dataset
 from folio.files import replacing
-from tools.bench import figures, measure, where
+from tools.bench import measure, shown, where
 from tools.table import aligned
 
 
 def main(argv=None):
     settings, machine = load(SuiteConfig, argv), where()
-    prepare(Path(settings.vs_dir, "data"))
+    for data in (Path("data"), Path(settings.vs_dir, "data")):
+        write_random_tokens(data / "random_tokens")
     rows = [("measurement", "figures")]
     for part in settings.parts.split(","):
         for name, template in PARTS[part].items():
             command = command_of(name, template, settings)
             try:
-                rows.append((name, shown(result(name, command, settings, machine))))
+                rows.append((name, shown(figures_of(name, command, settings.results, machine))))
                 print(": ".join(rows[-1]), flush=True)
             except UserError as error:
                 rows.append((name, "failed"))
@@ -148,78 +147,38 @@ def command_of(name, template, settings):
     folders = {"folio": ROOT, "nanogpt": settings.vs_dir, "out": Path(settings.results).resolve()}
     command = [word.format(python=sys.executable, **folders) for word in template.split()]
     if "train.py" in template:
-        command += [f"--out_dir={folders['out']}/{name}", *settings.arguments]
+        command += [*settings.arguments, f"--out_dir={folders['out']}/{name}"]
     return command
 
 
-def result(name, command, settings, machine):
-    """Returns the figures of a command and its validation losses with their times.
+def figures_of(name, command, results, machine):
+    """Returns the figures of a command.
 
     They are read from the file of an earlier run or measured and written to it.
     """
     date, _, machine = machine.partition(", ")
-    key, folder = {"command": command, "machine": machine}, Path(settings.results)
-    path = folder / f"{name}.json"
+    key, path = {"command": command, "machine": machine}, Path(results, f"{name}.json")
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.items() >= key.items():
-            return found
-    shutil.rmtree(folder / name, ignore_errors=True)  # of a command that was interrupted
-    values = measure(command)
-    found = figures(values, TARGET)
-    if "nanogpt" in name:
-        found.pop("mfu", None)  # relative to an A100
-    if peak := peak_memory_gib(folder / name / "log.jsonl"):
-        found["peak_memory_gib"] = peak
-    found = key | {"date": date, "figures": found, "curve": values.get("val_loss", [])}
-    folder.mkdir(parents=True, exist_ok=True)
+            return found["figures"]
+    shutil.rmtree(path.with_suffix(""), ignore_errors=True)  # of a command that was interrupted
+    figures = measure(command, target=TARGET)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as [file]:
-        file.write(json.dumps(found, indent=1).encode())
-    return found
+        file.write(json.dumps(key | {"date": date, "figures": figures}, indent=1).encode())
+    return figures
 
 
-def peak_memory_gib(log):
-    """Returns the largest memory of a GPU that a run of train.py has logged; None without a GPU."""
-    events = map(json.loads, log.read_text(encoding="utf-8").splitlines()) if log.exists() else ()
-    return max((event.get("peak_memory_gib") or 0 for event in events), default=0) or None
-
-
-def shown(found):
-    """Returns the figures of a result as text."""
-    texts = (
-        f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.5g}"
-        for name, value in found["figures"].items()
-        if name not in HIDDEN
-    )
-    return ", ".join(texts)
-
-
-# Datasets
-
-
-def prepare(data):
-    """Writes the datasets to nanoGPT's data folder, and the random ones to folio's."""
-    random = np.random.default_rng(0).integers(
-        min(VOCABULARIES.values()), size=2**21, dtype=np.uint16
-    )
-    for name, vocab_size in VOCABULARIES.items():
-        for folder in (Path("data", name), data / name):
-            write_dataset(folder, random, random[: 2**17], map(chr, range(vocab_size)))
-    dataset = load_dataset("shakespeare_char")
-    if dataset.tokenizer.kind != "char":
-        raise UserError("data/shakespeare_char does not have characters: run python prepare.py")
-    characters = dataset.tokenizer.characters
-    write_dataset(data / "shakespeare_char", dataset.train, dataset.val, characters)
-
-
-def write_dataset(folder, train, val, characters):
-    """Writes token ids and their characters in nanoGPT's format."""
+def write_random_tokens(folder):
+    """Writes random token ids, each of which is a character, in nanoGPT's format."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, ids in (("train.bin", train), ("val.bin", val)):
-        (folder / name).unlink(missing_ok=True)  # it may be a link to the file that is read
-        ids.tofile(folder / name)
-    itos = dict(enumerate(characters))
-    meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
+    ids = np.random.default_rng(0).integers(VOCABULARY, size=2**21, dtype=np.uint16)
+    ids.tofile(folder / "train.bin")
+    ids[: 2**17].tofile(folder / "val.bin")
+    itos = dict(enumerate(map(chr, range(VOCABULARY))))
+    stoi = {character: i for i, character in itos.items()}
+    meta = {"vocab_size": VOCABULARY, "itos": itos, "stoi": stoi}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
