@@ -4,9 +4,8 @@
     python -m tools.gpu_suite --vs_dir=../nanoGPT --parts=speed,curve
 
 Each measurement is one command. When it ends, its figures are written to out-gpu-suite/NAME.json.
-If that file exists, with the same command, machine and commit, the command is not repeated. An
-error is printed, and the next command runs. Arguments after -- are added to every command of
-train.py.
+If that file exists, the command is not repeated. An error is printed, and the next command runs.
+Arguments after -- are added to every command of train.py.
 
 Both programs need their data/shakespeare_char. Random tokens are added to both data folders.
 nanoGPT's MFU is relative to an A100.
@@ -14,7 +13,6 @@ nanoGPT's MFU is relative to an A100.
 
 import json
 import pickle
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +124,7 @@ from tools.table import aligned
 
 
 def main(argv=None):
-    settings, machine = load(SuiteConfig, argv), where()
+    settings = load(SuiteConfig, argv)
     for data in (Path("data"), Path(settings.vs_dir, "data")):
         write_random_tokens(data / "random_tokens")
     rows = [("measurement", "figures")]
@@ -134,12 +132,13 @@ def main(argv=None):
         for name, template in PARTS[part].items():
             command = command_of(name, template, settings)
             try:
-                rows.append((name, shown(figures_of(name, command, settings.results, machine))))
+                figures = figures_of(Path(settings.results, f"{name}.json"), command)
+                rows.append((name, shown(figures)))
                 print(": ".join(rows[-1]), flush=True)
-            except UserError as error:
+            except (UserError, OSError) as error:
                 rows.append((name, "failed"))
                 print(f"{name}: {error}", flush=True)
-    print("", machine, "", *aligned(rows), sep="\n")
+    print("", where(), "", *aligned(rows), sep="\n")
 
 
 def command_of(name, template, settings):
@@ -151,22 +150,15 @@ def command_of(name, template, settings):
     return command
 
 
-def figures_of(name, command, results, machine):
-    """Returns the figures of a command.
-
-    They are read from the file of an earlier run or measured and written to it.
-    """
-    date, _, machine = machine.partition(", ")
-    key, path = {"command": command, "machine": machine}, Path(results, f"{name}.json")
+def figures_of(path, command):
+    """Returns the figures of a command from a file, or measures them and writes the file."""
     if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.items() >= key.items():
-            return found["figures"]
-    shutil.rmtree(path.with_suffix(""), ignore_errors=True)  # of a command that was interrupted
+        return json.loads(path.read_text(encoding="utf-8"))["figures"]
     figures = measure(command, target=TARGET)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as [file]:
-        file.write(json.dumps(key | {"date": date, "figures": figures}, indent=1).encode())
+        content = {"machine": where(), "command": command, "figures": figures}
+        file.write(json.dumps(content, indent=1).encode())
     return figures
 
 

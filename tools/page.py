@@ -46,7 +46,6 @@ TOKENS_CSS = """
 .tokens { display: flex; flex-direction: column-reverse; max-height: 60vh; overflow-y: auto }
 .tokens p { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 3em; line-height: 1.6 }
 .token { cursor: pointer }
-.token:hover { outline: 2px solid }
 .token span::before { content: "↵"; opacity: 0.5 }
 .token[style], .legend span { color: black }
 .legend { margin-bottom: 8px; font-size: 12px; line-height: 2 }

@@ -62,8 +62,6 @@ def serve(settings):
     """Starts the server in other threads. Returns the URL of the page."""
     # gradio would try 100 ports, 5 s each, for an address that is not this machine's.
     socket.create_server((settings.host, settings.port or 0)).close()
-    for name in [name for name in os.environ if name.startswith("GRADIO_")]:
-        del os.environ[name]  # could serve files or an API, for example
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # gradio calls only its own server
     from tools.page import THEME, build
     from tools.texts import model_loader

@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from folio.completion import Completion, load_trained, stop_texts
-from folio.errors import UserError
 from folio.generate import context_start, scoring_starts, stride_of
 from folio.initial import load_initial
 from folio.run_dir import RunDir
@@ -120,8 +119,6 @@ def alternatives(text, index):
 
     The label has the model's probability, which ignores the settings.
     """
-    if index >= len(text.ids):
-        raise UserError("the text has changed since this token was selected: select it again")
     if not index:
         return "the model does not predict the first token", []
     tokenizer = text.trained.tokenizer
