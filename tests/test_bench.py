@@ -29,13 +29,10 @@ if sys.argv[1] == "3":
 
 @pytest.fixture
 def scripts(folder, monkeypatch):
-    """A folder with another command, and a train.py and a sample.py in place of folio's."""
+    """A folder with another command, and a train.py in place of folio's."""
     monkeypatch.setattr(bench, "ROOT", Path())
     for name in ("other.py", "train.py"):
         Path(name).write_text(TRAINING)
-    Path("sample.py").write_text(
-        "print('1,234 tokens in 2.00 s, 617 tokens/s; first token after 1.25 s')"
-    )
 
 
 def test_lines_of_a_nanogpt_training_are_read(scripts):
@@ -74,16 +71,6 @@ def test_figures_are_medians_of_alternating_runs(scripts, capsys):
     assert re.match(r"\| folio / other \| +0.222 \|", ratios)  # 20 / 90
 
 
-def test_sampling_is_compared_with_any_command(scripts, capsys):
-    vs = f"{sys.executable} -c 'print(1)'"
-    bench.main(["--script=sample", "--runs=1", f"--vs={vs}", "--", "--seed=3"])
-    out = capsys.readouterr().out
-    assert "folio: sample.py --seed=3\n" in out
-    assert re.search(r"^\| +\| tokens/s \| s to first token \| whole", out, re.M)
-    assert re.search(r"^\| folio +\| +617 \| +1.25 \|", out, re.M)
-    assert re.search(r"^\| other +\| +\| +\|", out, re.M)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -97,7 +84,7 @@ def test_mistakes_are_reported_before_the_first_run(scripts, capfd, flags, messa
     with pytest.raises((UserError, OSError), match=message):
         bench.main([*flags, "--", "0"])
     assert "run 1" not in capfd.readouterr().out
-    assert {each.name for each in Path().iterdir()} == {"other.py", "train.py", "sample.py"}
+    assert {each.name for each in Path().iterdir()} == {"other.py", "train.py"}
 
 
 @pytest.mark.slow
@@ -112,14 +99,20 @@ def test_measuring_train_py_reports_every_figure(verse, capsys):
 
 
 @pytest.mark.slow
-def test_training_and_sampling_are_profiled_and_sampled_by_transformers(verse, capsys):
+def test_sampling_is_measured_and_profiled_and_compared_with_transformers(verse, capsys):
     from tools import transformers_sample  # slow to import
 
-    bench.main(["--profile", "--", *tiny.flags(optimizer="muon")])
-    assert not Path("out").exists()
     train.main(tiny.flags(max_iters=3))
     flags = ["--device=cpu", "--num_samples=2", "--max_new_tokens=20"]
+    vs = f"{sys.executable} -c 'print(1)'"
+    bench.main(["--script=sample", "--runs=1", f"--vs={vs}", "--", *flags])
+    *_, head, _, other, folio, _ = capsys.readouterr().out.splitlines()
+    assert re.match(r"\| +\| tokens/s \| s to first token \| whole process, s \|", head)
+    assert re.match(r"\| other +\| +\| +\| +[\d.]+ \|", other)
+    assert re.match(r"\| folio +\| +[\d,]+ \| +[\d.]+ \| +[\d.]+ \|", folio)
     bench.main(["--profile", "--script=sample", "--", *flags])
+    bench.main(["--profile", "--", *tiny.flags(optimizer="muon", out_dir="other")])
+    assert not Path("other").exists()
     out = capsys.readouterr().out
     assert len(re.findall(r"^a step takes [\d.]+ ms", out, re.M)) == 2
     assert "aten::" in out

@@ -78,13 +78,11 @@ class Page:
         self.button("Generate").click()
 
     def tokens(self, number=0):
-        """Returns the tokens of a text."""
-        view = self.tab.locator(".tokens").locator("visible=true").nth(number)
-        return view.locator(".token")
+        """Returns the tokens of one of the texts."""
+        return self.tab.locator(".tokens >> visible=true").nth(number).locator(".token")
 
     def text(self, number=0):
-        script = "nodes => nodes.map(node => node.textContent).join('')"
-        return self.tokens(number).evaluate_all(script)
+        return "".join(self.tokens(number).all_text_contents())
 
     def eventually(self, condition):
         """Waits until condition() is true, while the browser goes on."""
@@ -137,15 +135,11 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     text = sampled(start=text[:20] + choice[0], **settings)
     page.shows(text)
 
-    # Mistakes are explained and lose nothing.
-    for name, wrong, right, message in (
-        ("top_k", "many", 200, "--top_k must be int or None, not 'many'"),
-        ("prompt", "Shall €", "Shall", "character '€' (U+20AC) at position 6"),
-    ):
-        page.generate(**{name: wrong})
-        page.says(message)
-        assert page.text() == text
-        page.field(name).fill(str(right))
+    # A mistake is explained and loses nothing.
+    page.generate(top_k="many")
+    page.says("--top_k must be int or None, not 'many'")
+    assert page.text() == text
+    page.field("top_k").fill("")
 
     # Two tabs generate at the same time. A stopped text stays. A closed tab ends its text.
     page.generate(max_new_tokens=ENDLESS)
@@ -177,9 +171,9 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     page.says("layer 9: there is no layer 9")
 
     # Two models continue a prompt. A new run is in the list when it is opened.
-    shutil.copytree("out-b", "out-new")
+    shutil.copytree("out-b", "out-new", ignore=shutil.ignore_patterns("ckpt.pt"))
     page.open("Generate")
-    page.generate(max_new_tokens=10, **dict.fromkeys(("top_k", "top_p", "stop"), ""))
+    page.generate(max_new_tokens=10, prompt="Shall", top_p="", stop="")
     settings |= {"max_new_tokens": 10, "top_k": 200, "top_p": 1.0, "start": "Shall"}
     del settings["stop"]
     page.shows(sampled(**settings))

@@ -1,7 +1,6 @@
 """The playground without a browser: its settings, errors and server, and the functions it calls."""
 
 import math
-import os
 import socket
 from dataclasses import fields
 from pathlib import Path
@@ -116,16 +115,6 @@ def test_a_text_is_that_of_sample_py(newest, capsys, gpt2_of_bytes, kind, prompt
     assert string(generated(newest, prompt, **changes)) == sampled(capsys, prompt, **changes)
 
 
-def test_a_text_grows_without_showing_the_beginning_of_a_stop_text(newest, monkeypatch):
-    monkeypatch.setattr(texts, "SECONDS", 0)  # show every token
-    whole = string(generated(newest))
-    stop = whole[15:18]
-    *growing, last = map(string, generate(newest("out"), "Shall I", settings(stop=stop)))
-    assert last == whole[: whole.index(stop)]
-    assert all(last.startswith(each) for each in growing)
-    assert len(growing[0]) == len("Shall I") + 1
-
-
 @pytest.mark.parametrize("stride", [4, 1, 3])
 def test_alternatives_are_the_likely_tokens_given_what_the_model_saw(newest, capsys, stride):
     """Also beyond the context, in a prompt, and after a branch. A branch is that of sample.py."""
@@ -162,17 +151,6 @@ def test_a_score_is_that_of_sample_py(newest, capsys, kind):
     for index in range(1, len(text.ids)):
         seen = dict(likely_next(text.trained, text.ids[text.starts[index] : index], 999))
         assert math.exp(text.logprobs[index]) == pytest.approx(seen[text.ids[index]], abs=1e-5)
-
-
-def test_a_model_is_loaded_again_if_its_file_changes(newest):
-    text = generated(newest)
-    assert newest("out") is text.trained
-    tiny.write_checkpoint(PATH, LETTERS, n_layer=3)
-    os.utime(PATH, (1, 1))
-    assert newest("out").model.config.n_layer == 3
-    assert alternatives(text, 9)[1]  # of the old model
-    os.replace(PATH, "out/last.pt")  # there is no best model
-    assert newest("out").model.config.n_layer == 3
 
 
 # The page

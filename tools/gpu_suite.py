@@ -5,7 +5,8 @@
 
 Each measurement is one command. When it ends, its figures are written to out-gpu-suite/NAME.json.
 If that file exists, the command is not repeated. An error is printed, and the next command runs.
-Arguments after -- are added to every command of train.py.
+Arguments after -- are added to every command of train.py, such as --compile=max-autotune; use
+another folder for such results (--results).
 
 Both programs need their data/shakespeare_char. Random tokens are added to both data folders.
 nanoGPT's MFU is relative to an A100.
@@ -34,11 +35,10 @@ GPT2 = (
     "config/train_gpt2.py --dataset=random_tokens --wandb_log=False --max_iters=30 "
     "--eval_interval=1000 --eval_iters=1 --log_interval=1"
 )
-SPEED = f"{GPT2} --batch_size=32 --gradient_accumulation_steps=6"
-SMALL = "config/shakespeare_char.py --max_iters=300 --eval_iters=1"
 FAST = "config/shakespeare_char_fast.py"
 ONE_STEP = f"{GPT2} --max_iters=2 --gradient_accumulation_steps=1"
 TEN_TEXTS = "--num_samples=10 --max_new_tokens=500"
+UNTRAINED = f"{SAMPLE} --out_dir={{out}}/untrained --max_new_tokens=500"
 PARTS = {
     "tests": {"tests": "{python} -m pytest -q -n8 --dist=worksteal -m gpu {folio}/tests"},
     "speed": {
@@ -62,35 +62,19 @@ PARTS = {
         "sampling-folio-compiled": f"{SAMPLE} --out_dir={{out}}/curve-folio {TEN_TEXTS} --compile",
         "sampling-nanogpt": f"{NANOGPT} sample.py --out_dir={{out}}/curve-nanogpt {TEN_TEXTS}",
         "untrained": f"{TRAIN} {ONE_STEP} --batch_size=1 --compile=False",
-    }
-    | {
-        f"sampling-124M-{count}{flag.replace('--', '-')}": f"{SAMPLE} --out_dir={{out}}/untrained "
-        f"--num_samples={count} --max_new_tokens=500 {flag}"
-        for count in (1, 64)
-        for flag in ("", "--compile")
+        "sampling-124M-1": f"{UNTRAINED} --num_samples=1",
+        "sampling-124M-1-compiled": f"{UNTRAINED} --num_samples=1 --compile",
+        "sampling-124M-64": f"{UNTRAINED} --num_samples=64",
+        "sampling-124M-64-compiled": f"{UNTRAINED} --num_samples=64 --compile",
     },
     "memory": {
-        f"memory-124M-{size}": f"{TRAIN} {ONE_STEP} --batch_size={size}"
-        for size in (64, 128, 192, 256)
-    }
-    | {
+        "memory-124M-64": f"{TRAIN} {ONE_STEP} --batch_size=64",
+        "memory-124M-128": f"{TRAIN} {ONE_STEP} --batch_size=128",
+        "memory-124M-256": f"{TRAIN} {ONE_STEP} --batch_size=256",
         "memory-1.5B": f"{TRAIN} {ONE_STEP} --batch_size=16 --n_layer=48 --n_head=25 --n_embd=1600 "
-        "--activation_checkpointing=True"
+        "--activation_checkpointing=True",
     },
     "lecture": {"lecture": f"{TRAIN} config/tutorials/lecture.py"},
-    "candidates": {  # one change each to GPT-2 or to the Shakespeare recipe; slow to compile last
-        "small-eager": f"{TRAIN} {SMALL} --compile=False",
-        "small-default": f"{TRAIN} {SMALL}",
-        "small-cuda-graphs": f"{TRAIN} {SMALL} --compile=reduce-overhead",
-        "124M-default": f"{TRAIN} {SPEED}",
-        # torch 2.11 prefers cuDNN
-        "124M-flash": f"env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 {TRAIN} {SPEED}",
-        "124M-6-heads": f"{TRAIN} {SPEED} --n_head=6",
-        "124M-muon": f"{TRAIN} {SPEED} --optimizer=muon",
-        "124M-cuda-graphs": f"{TRAIN} {SPEED} --compile=reduce-overhead",
-        "small-autotune": f"{TRAIN} {SMALL} --compile=max-autotune",
-        "124M-autotune": f"{TRAIN} {SPEED} --compile=max-autotune",
-    },
 }
 
 

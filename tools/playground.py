@@ -17,7 +17,6 @@ from folio.errors import UserError
 from folio.fields import setting
 from folio.settings import load, parse_arguments
 
-MODULES = ("gradio", "matplotlib")
 USER = "folio"
 
 
@@ -52,8 +51,8 @@ def main(argv=None):
     settings = load(PlaygroundConfig, argv, {"device": resolve_device})
     if not (run := RunDir(settings.out_dir)).exists():
         run.load_best()  # whose error lists the runs
-    if missing := [name for name in MODULES if not find_spec(name)]:
-        raise UserError(f"the playground needs {missing[0]}: pip install {' '.join(MODULES)}")
+    if missing := [name for name in ("gradio", "matplotlib") if not find_spec(name)]:
+        raise UserError(f"the playground needs {missing[0]}: pip install gradio matplotlib")
     print(f"open {serve(settings)} in a browser; Ctrl-C stops the server", flush=True)
     threading.Event().wait()
 

@@ -35,10 +35,9 @@ def main(argv=None):
 
     def extend(ids, count):
         controls = {"temperature": settings.temperature, "top_k": settings.top_k}
-        return model.generate(
-            ids, max_new_tokens=count, do_sample=True, eos_token_id=None, **controls
-        )
+        return model.generate(ids, max_new_tokens=count, do_sample=True, **controls)
 
+    model.generation_config.eos_token_id = None
     ids = torch.zeros(settings.num_samples, 1, dtype=torch.int64, device=settings.device)
     extend(ids, 1)  # a warmup
     start = time.monotonic()
