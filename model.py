@@ -100,8 +100,9 @@ def rotary_tables(config, device):
     size = config.n_embd // config.n_head
     frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
     angles = torch.outer(torch.arange(config.block_size), frequencies)
-    cos, sin = angles.cos().to(device), angles.sin().to(device)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    # moved last, because torch.cat on meta would import torch._dynamo
+    return torch.cat((cos, cos), dim=-1).to(device), torch.cat((-sin, sin), dim=-1).to(device)
 
 
 def rotate(x, cos, sin):

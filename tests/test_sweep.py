@@ -260,7 +260,7 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("tool", ["bench", "gpu_suite", "plot", "sweep"])
+@pytest.mark.parametrize("tool", ["bench", "gpu_suite", "playground", "plot", "sweep"])
 def test_tools_answer_help_and_signals_while_torch_is_imported(tool):
     write(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n", "torch.py")
     out, err = (helped := start("--help", tool=tool)).communicate()

@@ -4,16 +4,16 @@
     python -m tools.gpu_suite --vs_dir=../nanoGPT --parts=speed,curve
 
 Each measurement is one command. When it ends, its figures are written to out-gpu-suite/NAME.json.
-If that file exists, with the same command, machine and commit, the command is not repeated. An
-error is printed, and the next command runs. Arguments after -- are added to every command of
-train.py.
+If that file exists, the command is not repeated. An error is printed, and the next command runs.
+Arguments after -- are added to every command of train.py, such as --compile=max-autotune; use
+another folder for such results (--results).
 
-Replaces nanoGPT's data/shakespeare_char by folio's, and adds random tokens to both data folders.
+Both programs need their data/shakespeare_char. Random tokens are added to both data folders.
+nanoGPT's MFU is relative to an A100.
 """
 
 import json
 import pickle
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,7 @@ from folio.fields import setting
 from folio.settings import ROOT, load, parse_arguments
 
 TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
-VOCABULARIES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
-HIDDEN = ("last_s", "memory_gib")  # only in the JSON files
+VOCABULARY = 50_304  # of the random tokens, as in nanoGPT's GPT-2
 
 # {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
 # and {out}, folders. train.py gets --out_dir={out}/NAME.
@@ -36,11 +35,10 @@ GPT2 = (
     "config/train_gpt2.py --dataset=random_tokens --wandb_log=False --max_iters=30 "
     "--eval_interval=1000 --eval_iters=1 --log_interval=1"
 )
-SPEED = f"{GPT2} --batch_size=32 --gradient_accumulation_steps=6"
-SMALL = "config/shakespeare_char.py --max_iters=300 --eval_iters=1"
 FAST = "config/shakespeare_char_fast.py"
 ONE_STEP = f"{GPT2} --max_iters=2 --gradient_accumulation_steps=1"
 TEN_TEXTS = "--num_samples=10 --max_new_tokens=500"
+UNTRAINED = f"{SAMPLE} --out_dir={{out}}/untrained --max_new_tokens=500"
 PARTS = {
     "tests": {"tests": "{python} -m pytest -q -n8 --dist=worksteal -m gpu {folio}/tests"},
     "speed": {
@@ -64,36 +62,19 @@ PARTS = {
         "sampling-folio-compiled": f"{SAMPLE} --out_dir={{out}}/curve-folio {TEN_TEXTS} --compile",
         "sampling-nanogpt": f"{NANOGPT} sample.py --out_dir={{out}}/curve-nanogpt {TEN_TEXTS}",
         "untrained": f"{TRAIN} {ONE_STEP} --batch_size=1 --compile=False",
-    }
-    | {
-        f"sampling-124M-{count}{flag.replace('--', '-')}": f"{SAMPLE} --out_dir={{out}}/untrained "
-        f"--num_samples={count} --max_new_tokens=500 {flag}"
-        for count in (1, 64)
-        for flag in ("", "--compile")
+        "sampling-124M-1": f"{UNTRAINED} --num_samples=1",
+        "sampling-124M-1-compiled": f"{UNTRAINED} --num_samples=1 --compile",
+        "sampling-124M-64": f"{UNTRAINED} --num_samples=64",
+        "sampling-124M-64-compiled": f"{UNTRAINED} --num_samples=64 --compile",
     },
     "memory": {
-        f"memory-124M-{size}": f"{TRAIN} {ONE_STEP} --batch_size={size}"
-        for size in (64, 128, 192, 256)
-    }
-    | {
+        "memory-124M-64": f"{TRAIN} {ONE_STEP} --batch_size=64",
+        "memory-124M-128": f"{TRAIN} {ONE_STEP} --batch_size=128",
+        "memory-124M-256": f"{TRAIN} {ONE_STEP} --batch_size=256",
         "memory-1.5B": f"{TRAIN} {ONE_STEP} --batch_size=16 --n_layer=48 --n_head=25 --n_embd=1600 "
-        "--activation_checkpointing=True"
+        "--activation_checkpointing=True",
     },
     "lecture": {"lecture": f"{TRAIN} config/tutorials/lecture.py"},
-    "candidates": {  # one change each to GPT-2 or to the Shakespeare recipe; slow to compile last
-        "small-eager": f"{TRAIN} {SMALL} --compile=False",
-        "small-default": f"{TRAIN} {SMALL}",
-        "small-cuda-graphs": f"{TRAIN} {SMALL} --compile=reduce-overhead",
-        "124M-default": f"{TRAIN} {SPEED}",
-        # torch 2.11 prefers cuDNN
-        "124M-flash": f"env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 {TRAIN} {SPEED}",
-        "124M-6-heads": f"{TRAIN} {SPEED} --n_head=6",
-        "124M-unpadded": f"{TRAIN} {SPEED} --dataset=random_unpadded",
-        "124M-muon": f"{TRAIN} {SPEED} --optimizer=muon",
-        "124M-cuda-graphs": f"{TRAIN} {SPEED} --compile=reduce-overhead",
-        "small-autotune": f"{TRAIN} {SMALL} --compile=max-autotune",
-        "124M-autotune": f"{TRAIN} {SPEED} --compile=max-autotune",
-    },
 }
 
 
@@ -121,26 +102,27 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from folio.dataset import load_dataset
 from folio.files import replacing
-from tools.bench import figures, measure, where
+from tools.bench import measure, shown, where
 from tools.table import aligned
 
 
 def main(argv=None):
-    settings, machine = load(SuiteConfig, argv), where()
-    prepare(Path(settings.vs_dir, "data"))
+    settings = load(SuiteConfig, argv)
+    for data in (Path("data"), Path(settings.vs_dir, "data")):
+        write_random_tokens(data / "random_tokens")
     rows = [("measurement", "figures")]
     for part in settings.parts.split(","):
         for name, template in PARTS[part].items():
             command = command_of(name, template, settings)
             try:
-                rows.append((name, shown(result(name, command, settings, machine))))
+                figures = figures_of(Path(settings.results, f"{name}.json"), command)
+                rows.append((name, shown(figures)))
                 print(": ".join(rows[-1]), flush=True)
-            except UserError as error:
+            except (UserError, OSError) as error:
                 rows.append((name, "failed"))
                 print(f"{name}: {error}", flush=True)
-    print("", machine, "", *aligned(rows), sep="\n")
+    print("", where(), "", *aligned(rows), sep="\n")
 
 
 def command_of(name, template, settings):
@@ -148,78 +130,31 @@ def command_of(name, template, settings):
     folders = {"folio": ROOT, "nanogpt": settings.vs_dir, "out": Path(settings.results).resolve()}
     command = [word.format(python=sys.executable, **folders) for word in template.split()]
     if "train.py" in template:
-        command += [f"--out_dir={folders['out']}/{name}", *settings.arguments]
+        command += [*settings.arguments, f"--out_dir={folders['out']}/{name}"]
     return command
 
 
-def result(name, command, settings, machine):
-    """Returns the figures of a command and its validation losses with their times.
-
-    They are read from the file of an earlier run or measured and written to it.
-    """
-    date, _, machine = machine.partition(", ")
-    key, folder = {"command": command, "machine": machine}, Path(settings.results)
-    path = folder / f"{name}.json"
+def figures_of(path, command):
+    """Returns the figures of a command from a file, or measures them and writes the file."""
     if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.items() >= key.items():
-            return found
-    shutil.rmtree(folder / name, ignore_errors=True)  # of a command that was interrupted
-    values = measure(command)
-    found = figures(values, TARGET)
-    if "nanogpt" in name:
-        found.pop("mfu", None)  # relative to an A100
-    if peak := peak_memory_gib(folder / name / "log.jsonl"):
-        found["peak_memory_gib"] = peak
-    found = key | {"date": date, "figures": found, "curve": values.get("val_loss", [])}
-    folder.mkdir(parents=True, exist_ok=True)
+        return json.loads(path.read_text(encoding="utf-8"))["figures"]
+    figures = measure(command, target=TARGET)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as [file]:
-        file.write(json.dumps(found, indent=1).encode())
-    return found
+        content = {"machine": where(), "command": command, "figures": figures}
+        file.write(json.dumps(content, indent=1).encode())
+    return figures
 
 
-def peak_memory_gib(log):
-    """Returns the largest memory of a GPU that a run of train.py has logged; None without a GPU."""
-    events = map(json.loads, log.read_text(encoding="utf-8").splitlines()) if log.exists() else ()
-    return max((event.get("peak_memory_gib") or 0 for event in events), default=0) or None
-
-
-def shown(found):
-    """Returns the figures of a result as text."""
-    texts = (
-        f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.5g}"
-        for name, value in found["figures"].items()
-        if name not in HIDDEN
-    )
-    return ", ".join(texts)
-
-
-# Datasets
-
-
-def prepare(data):
-    """Writes the datasets to nanoGPT's data folder, and the random ones to folio's."""
-    random = np.random.default_rng(0).integers(
-        min(VOCABULARIES.values()), size=2**21, dtype=np.uint16
-    )
-    for name, vocab_size in VOCABULARIES.items():
-        for folder in (Path("data", name), data / name):
-            write_dataset(folder, random, random[: 2**17], map(chr, range(vocab_size)))
-    dataset = load_dataset("shakespeare_char")
-    if dataset.tokenizer.kind != "char":
-        raise UserError("data/shakespeare_char does not have characters: run python prepare.py")
-    characters = dataset.tokenizer.characters
-    write_dataset(data / "shakespeare_char", dataset.train, dataset.val, characters)
-
-
-def write_dataset(folder, train, val, characters):
-    """Writes token ids and their characters in nanoGPT's format."""
+def write_random_tokens(folder):
+    """Writes random token ids, each of which is a character, in nanoGPT's format."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, ids in (("train.bin", train), ("val.bin", val)):
-        (folder / name).unlink(missing_ok=True)  # it may be a link to the file that is read
-        ids.tofile(folder / name)
-    itos = dict(enumerate(characters))
-    meta = {"vocab_size": len(itos), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
+    ids = np.random.default_rng(0).integers(VOCABULARY, size=2**21, dtype=np.uint16)
+    ids.tofile(folder / "train.bin")
+    ids[: 2**17].tofile(folder / "val.bin")
+    itos = dict(enumerate(map(chr, range(VOCABULARY))))
+    stoi = {character: i for i, character in itos.items()}
+    meta = {"vocab_size": VOCABULARY, "itos": itos, "stoi": stoi}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 

@@ -2,7 +2,6 @@
 
 import html
 import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import wraps
@@ -22,9 +21,9 @@ from tools.table import compared
 
 CONTROLS = ("temperature", "max_new_tokens", "seed")  # settings of sample.py
 MORE_CONTROLS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_stride", "stop")
-SECONDS = 5  # between looks for new losses
+SECONDS = 5  # between two updates of the losses
 ADVICE = "use --device=cpu, or a smaller model or shorter text"
-MOST_CURVES = 8  # that are drawn if no runs are selected
+MOST_CURVES = 8  # of the best runs
 OTHERS = "select a token of the text to see which others were likely"
 # Options of events. They are private because the description of a public API, with the names of
 # runs, would be served without a password.
@@ -40,20 +39,18 @@ BANDS = {  # lowest probability: text, color
     0.01: ("1–5%", "#fbbd97"),
     0.0: ("below 1%", "#f1998c"),
 }
+SPANS = [f'<span style="background: {color}">{text}</span>' for text, color in BANDS.values()]
+LEGEND = f'<p class="legend">probability {"".join(SPANS)}</p>'
 # gr.HighlightedText breaks lines inside words, so texts are HTML.
 TOKENS_CSS = """
 .tokens { display: flex; flex-direction: column-reverse; max-height: 60vh; overflow-y: auto }
 .tokens p { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 3em; line-height: 1.6 }
-.tokens .token { cursor: pointer }
-.tokens .token:hover { outline: 2px solid }
-.tokens u::before { content: "↵"; opacity: 0.5 }
-.tokens u { text-decoration: none; color: inherit }
+.token { cursor: pointer }
+.token span::before { content: "↵"; opacity: 0.5 }
+.token[style], .legend span { color: black }
 .legend { margin-bottom: 8px; font-size: 12px; line-height: 2 }
 .legend span { padding: 2px 6px; white-space: nowrap }
-""" + "".join(
-    f".band{number} {{ background: {color}; color: black }}\n"
-    for number, (_, color) in enumerate(BANDS.values())
-)
+"""
 SELECT_JS = """
 element.addEventListener("click", event => {
     const index = [...element.querySelectorAll(".token")].indexOf(event.target.closest(".token"));
@@ -62,18 +59,21 @@ element.addEventListener("click", event => {
 """
 
 
-def build(models, path):
-    """Returns the page, with a checkpoint selected, after loading it."""
+def build(newest, device, folder):
+    """Returns the page. The model of the run in `folder` is selected.
+
+    `newest` returns the model of a run; see tools.texts.model_loader.
+    """
     # A thread that calls torch on a CPU has its own OpenMP threads. If several have, there are more
     # of them than cores, and generation takes twice as long.
     thread = ThreadPoolExecutor(1)
 
     def step(items):
-        with explained_out_of_memory(models.device, ADVICE):
+        with explained_out_of_memory(device, ADVICE):
             return next(items, None)
 
     def computed(generator):
-        """Runs a generator function in the thread, and shows a UserError on the page.
+        """Runs a generator function in the thread, and shows an error on the page.
 
         Several generators, such as those of two tabs, alternate.
         """
@@ -84,7 +84,7 @@ def build(models, path):
             try:
                 while (item := thread.submit(step, items).result()) is not None:
                     yield item
-            except UserError as error:
+            except (UserError, OSError) as error:
                 message = html.escape(str(error), quote=False)
                 raise gr.Error(message, print_exception=False) from error
             finally:
@@ -92,23 +92,22 @@ def build(models, path):
 
         return run
 
-    thread.submit(step, map(models.newest, [path])).result()
     with gr.Blocks(title="folio", analytics_enabled=False) as page:
         with gr.Tab("Text") as text:
-            settings = text_tab(page, computed, models, path)
+            settings = text_tab(page, computed, newest, folder)
         with gr.Tab("Compare") as compare:
-            compare_tab(computed, models, path, settings)
+            compare_tab(computed, newest, folder, settings)
         with gr.Tab("Runs") as runs:
             runs_tab(computed, runs, [text, compare])
     return page
 
 
-def text_tab(page, computed, models, path):
+def text_tab(page, computed, newest, folder):
     """Generates or scores a text, and explains its tokens. Returns the inputs of the settings."""
     text, picked = gr.State(), gr.State()  # a TokenText, and one with the index of a token
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
-            model, summary = model_list("model", path), gr.HTML(padding=False)
+            model, summary = model_list("model", folder), gr.HTML(padding=False)
             with gr.Tab("Generate"):
                 prompt = gr.Textbox(label="prompt", lines=3, placeholder="empty: a line break")
                 with gr.Row():
@@ -131,20 +130,20 @@ def text_tab(page, computed, models, path):
                 figure = gr.Plot(show_label=False)
 
     @computed
-    def describe(path):
-        yield html.escape(models.newest(path).checkpoint.summary)
+    def describe(folder):
+        yield html.escape(newest(folder).checkpoint.summary)
 
     @computed
-    def generate(path, prompt, *values):
-        yield from map(shown, texts.generate(models, path, prompt, settings_of(values)))
+    def generate(folder, prompt, *values):
+        yield from map(shown, texts.generate(newest(folder), prompt, settings_of(values)))
 
     @computed
     def branch(picked, choice, *values):
         yield from map(shown, texts.branch(*picked, choice, settings_of(values)))
 
     @computed
-    def score(path, pasted):
-        yield shown(texts.score(models, path, pasted))
+    def score(folder, pasted):
+        yield shown(texts.score(newest(folder), pasted))
 
     def shown(text):
         return text, *text_html(text), gr.Radio([], value=None, label=OTHERS)
@@ -158,7 +157,7 @@ def text_tab(page, computed, models, path):
     def attention(text, layer):
         if not text:
             raise UserError("generate or score a text first")
-        layer = int(layer or 0)
+        layer = int(layer or 0)  # None: empty
         yield draw(text.trained, text.ids, f"layer {layer}", [layer])
 
     outputs, starts = [text, view, status, others], [start.click, prompt.submit]
@@ -174,28 +173,26 @@ def text_tab(page, computed, models, path):
     return settings
 
 
-def compare_tab(computed, models, path, settings):
+def compare_tab(computed, newest, folder, settings):
     """Continues a prompt with two models, with the same settings."""
     prompt = gr.Textbox(label="prompt", lines=2, placeholder="empty: a line break")
     with gr.Row():
         start = gr.Button("Generate with both", variant="primary")
         stop = gr.Button("Stop")
     gr.Markdown("The seed and the other settings are those of the tab Text.")
-    folder = os.path.dirname(path)
-    others = [each for each in checkpoints() if os.path.dirname(each) != folder]
     lists, sides = [], []
     with gr.Row():
-        for label, value in (("first model", path), ("second model", [*others, path][0])):
+        for label in ("first model", "second model"):
             with gr.Column(min_width=320):
-                lists.append(model_list(label, value))
+                lists.append(model_list(label, folder))
                 sides += [tokens_view(), gr.HTML(padding=False)]
 
     @computed
     def compare(first, second, prompt, *values):
         settings = settings_of(values)
-        for text in texts.generate(models, first, prompt, settings):
+        for text in texts.generate(newest(first), prompt, settings):
             yield *text_html(text), gr.skip(), gr.skip()
-        for text in texts.generate(models, second, prompt, settings):
+        for text in texts.generate(newest(second), prompt, settings):
             yield gr.skip(), gr.skip(), *text_html(text)
 
     running = start.click(compare, [*lists, prompt, *settings], sides, **EVENT)
@@ -204,40 +201,29 @@ def compare_tab(computed, models, path, settings):
 
 def runs_tab(computed, tab, other_tabs):
     """Compares the losses of runs, also while they are trained, as long as the tab is open."""
-    known = gr.State()  # what is shown: sizes of logs, selected runs, axes
-    label = f"runs in the plot (none selected: the best {MOST_CURVES})"
-    selected = gr.Dropdown([], label=label, multiselect=True)
+    known = gr.State()  # what is shown: sizes of logs, axes
     with gr.Row():
         x = gr.Radio(list(AXES), value="steps", label="x axis")
         y = gr.Radio(list(LABELS), value="loss", label="y axis and table")
-    plot = gr.Plot(show_label=False)
+    plot = gr.Plot(label=f"the best {MOST_CURVES} runs")
     table = gr.Dataframe(label="all runs, the best first", interactive=False)
     timer = gr.Timer(SECONDS, active=False)
 
     @computed
-    def refresh(known, selected, x, y):
+    def refresh(known, x, y):
         logs = [RunDir(folder).log for folder in nested()]
         sizes = {str(log.parent): log.stat().st_size for log in logs if log.exists()}
-        selected = [folder for folder in selected if folder in sizes]
-        if known == (sizes, selected, x, y):
-            yield [gr.skip()] * 4
+        if known == (sizes, x, y):
+            yield [gr.skip()] * 3
             return
-        runs = read_all(sizes)
-        groups = grouped(runs, y)
+        groups = grouped(read_all(sizes), y)
         header, *rows = compared(groups) if groups else [["run"]]
-        if selected:
-            groups = grouped([run for run in runs if run.folder in selected], y)
         drawn = [group for group in groups if group.evaluated][:MOST_CURVES]
-        yield (
-            (sizes, selected, x, y),
-            gr.Dropdown(choices=list(sizes), value=selected, multiselect=True),
-            gr.Dataframe(rows, headers=header),
-            draw_losses(drawn, x) if drawn else None,
-        )
+        figure = draw_losses(drawn, x) if drawn else None
+        yield (sizes, x, y), gr.Dataframe(rows, headers=header), figure
 
-    inputs, outputs = [known, selected, x, y], [known, selected, table, plot]
-    changes = [tab.select, timer.tick, selected.input, x.input, y.input]
-    gr.on(changes, refresh, inputs, outputs, **EVENT)
+    changes = [tab.select, timer.tick, x.input, y.input]
+    gr.on(changes, refresh, [known, x, y], [known, table, plot], **EVENT)
     tab.select(lambda: gr.Timer(active=True), None, timer, **EVENT)
     for other in other_tabs:
         other.select(lambda: gr.Timer(active=False), None, timer, **EVENT)
@@ -246,32 +232,24 @@ def runs_tab(computed, tab, other_tabs):
 # Components
 
 
-def model_list(label, path):
-    """Returns a list of checkpoints, `path` selected, that is read again when it is opened."""
+def model_list(label, folder):
+    """Returns a list of runs with a model, `folder` selected. Opening it reads it again."""
 
     def choices(selected):
-        labels = {selected: selected} | checkpoints()  # the selected one may have been deleted
-        return [(label, path) for path, label in labels.items()]
+        trained = {str(each) for each in nested() if RunDir(each).exists()}
+        return sorted(trained | {selected})  # which may be elsewhere, or deleted
 
-    models = gr.Dropdown(choices(path), value=path, label=label)
-    models.focus(lambda selected: gr.Dropdown(choices=choices(selected)), models, models, **EVENT)
-    return models
-
-
-def checkpoints():
-    """Returns {path: label} of the checkpoints in the working directory and in its sweeps."""
-    labels = {}
-    for run in map(RunDir, nested()):
-        labels |= {run.best: str(run.folder), run.last: f"{run.folder}, newest state"}
-    return {str(path): label for path, label in labels.items() if path.is_file()}
+    runs = gr.Dropdown(choices(folder), value=folder, label=label)
+    runs.focus(lambda selected: gr.Dropdown(choices(selected)), runs, runs, **EVENT)
+    return runs
 
 
 def control(name):
     """Returns the input for a setting of sample.py, as text."""
     [field] = [field for field in fields(SampleConfig) if field.name == name]
-    info, bounds, default = *map(field.metadata.get, ("explanation", "bounds")), str(field.default)
+    info, bounds = field.metadata["explanation"], field.metadata["bounds"]
     info += f"; in {bounds}" if bounds else ""
-    return gr.Textbox(default, label=name, info=info, placeholder=default)
+    return gr.Textbox(str(field.default), label=name, info=info)
 
 
 def settings_of(values):
@@ -284,25 +262,22 @@ def settings_of(values):
 def tokens_view():
     """Returns the component for the tokens of a text; `select` has the index of a token."""
     style = {"css_template": TOKENS_CSS, "js_on_load": SELECT_JS}
-    return gr.HTML(tokens_html([]), container=True, padding=True, **style)
+    return gr.HTML(LEGEND, container=True, padding=True, **style)
 
 
 def text_html(text):
-    """Returns the tokens of a TokenText, and its status, as HTML."""
-    return tokens_html(text.tokens), html.escape(text.status)
+    """Returns the tokens of a TokenText, and its status, as HTML.
 
-
-def tokens_html(tokens):
-    """Returns tokens as HTML: the color shows a token's probability, the tooltip has it."""
-    legend = [f'<span class="band{n}">{text}</span>' for n, (text, _) in enumerate(BANDS.values())]
+    The color of a token shows its probability, and the tooltip has it.
+    """
     shown = []
-    for token in tokens:
-        band = title = ""
-        if token.logprob is not None:
-            probability = math.exp(token.logprob)
-            band = next(n for n, least in enumerate(BANDS) if probability >= least)
-            title = texts.percent(probability)
-        piece = html.escape(token.piece).replace("\n", "<u></u>\n")
-        shown.append(f'<span class="token band{band}" title="{title}">{piece}</span>')
-    legend = f'<p class="legend">probability {"".join(legend)}</p>'
-    return f'{legend}<div class="tokens"><p>{"".join(shown)}</p></div>'
+    for piece, logprob in zip(text.pieces, text.logprobs, strict=True):
+        look = ""
+        if logprob is not None:
+            probability = math.exp(logprob)
+            color = next(color for least, (_, color) in BANDS.items() if probability >= least)
+            look = f' style="background: {color}" title="{texts.percent(probability)}"'
+        piece = html.escape(piece).replace("\n", "<span></span>\n")
+        shown.append(f'<span class="token"{look}>{piece}</span>')
+    tokens = f'<div class="tokens"><p>{"".join(shown)}</p></div>'
+    return LEGEND + tokens, html.escape(text.status)

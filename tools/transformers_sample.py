@@ -32,11 +32,12 @@ def main(argv=None):
     except (OSError, ValueError) as error:
         raise UserError(f"--init_from={settings.init_from}: no exported model: {error}") from error
     model = model.to(settings.device)
-    controls = {"temperature": settings.temperature, "top_k": settings.top_k, "eos_token_id": None}
 
     def extend(ids, count):
+        controls = {"temperature": settings.temperature, "top_k": settings.top_k}
         return model.generate(ids, max_new_tokens=count, do_sample=True, **controls)
 
+    model.generation_config.eos_token_id = None
     ids = torch.zeros(settings.num_samples, 1, dtype=torch.int64, device=settings.device)
     extend(ids, 1)  # a warmup
     start = time.monotonic()
