@@ -25,7 +25,7 @@ from folio.fields import setting
 from folio.settings import ROOT, load, parse_arguments
 
 TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
-VOCABULARY = 50_304  # of the random tokens, as in nanoGPT's GPT-2
+VOCABULARIES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
 
 # {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
 # and {out}, folders. train.py gets --out_dir={out}/NAME.
@@ -35,6 +35,8 @@ GPT2 = (
     "config/train_gpt2.py --dataset=random_tokens --wandb_log=False --max_iters=30 "
     "--eval_interval=1000 --eval_iters=1 --log_interval=1"
 )
+SPEED = f"{GPT2} --batch_size=32 --gradient_accumulation_steps=6"
+SMALL = "config/shakespeare_char.py --max_iters=300 --eval_iters=1"
 FAST = "config/shakespeare_char_fast.py"
 ONE_STEP = f"{GPT2} --max_iters=2 --gradient_accumulation_steps=1"
 TEN_TEXTS = "--num_samples=10 --max_new_tokens=500"
@@ -75,6 +77,20 @@ PARTS = {
         "--activation_checkpointing=True",
     },
     "lecture": {"lecture": f"{TRAIN} config/tutorials/lecture.py"},
+    "candidates": {  # one change each to GPT-2 or to the Shakespeare recipe; slow to compile last
+        "small-eager": f"{TRAIN} {SMALL} --compile=False",
+        "small-default": f"{TRAIN} {SMALL}",
+        "small-cuda-graphs": f"{TRAIN} {SMALL} --compile=reduce-overhead",
+        "124M-default": f"{TRAIN} {SPEED}",
+        # torch 2.11 prefers cuDNN
+        "124M-flash": f"env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 {TRAIN} {SPEED}",
+        "124M-6-heads": f"{TRAIN} {SPEED} --n_head=6",
+        "124M-unpadded": f"{TRAIN} {SPEED} --dataset=random_unpadded",
+        "124M-muon": f"{TRAIN} {SPEED} --optimizer=muon",
+        "124M-cuda-graphs": f"{TRAIN} {SPEED} --compile=reduce-overhead",
+        "small-autotune": f"{TRAIN} {SMALL} --compile=max-autotune",
+        "124M-autotune": f"{TRAIN} {SPEED} --compile=max-autotune",
+    },
 }
 
 
@@ -110,7 +126,8 @@ from tools.table import aligned
 def main(argv=None):
     settings = load(SuiteConfig, argv)
     for data in (Path("data"), Path(settings.vs_dir, "data")):
-        write_random_tokens(data / "random_tokens")
+        for name, vocab_size in VOCABULARIES.items():
+            write_random_tokens(data / name, vocab_size)
     rows = [("measurement", "figures")]
     for part in settings.parts.split(","):
         for name, template in PARTS[part].items():
@@ -146,15 +163,15 @@ def figures_of(path, command):
     return figures
 
 
-def write_random_tokens(folder):
+def write_random_tokens(folder, vocab_size):
     """Writes random token ids, each of which is a character, in nanoGPT's format."""
     folder.mkdir(parents=True, exist_ok=True)
-    ids = np.random.default_rng(0).integers(VOCABULARY, size=2**21, dtype=np.uint16)
+    ids = np.random.default_rng(0).integers(vocab_size, size=2**21, dtype=np.uint16)
     ids.tofile(folder / "train.bin")
     ids[: 2**17].tofile(folder / "val.bin")
-    itos = dict(enumerate(map(chr, range(VOCABULARY))))
+    itos = dict(enumerate(map(chr, range(vocab_size))))
     stoi = {character: i for i, character in itos.items()}
-    meta = {"vocab_size": VOCABULARY, "itos": itos, "stoi": stoi}
+    meta = {"vocab_size": vocab_size, "itos": itos, "stoi": stoi}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
