@@ -2,7 +2,7 @@
 
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ def compile_or_fall_back(function, trial, **options):
         compiled = torch.compile(function, **options)
         trial(compiled)
         return compiled
-    with suppress(Exception):  # the compiler may not even be importable
-        torch.compiler.reset()
     return function
 
 
@@ -76,20 +74,17 @@ def continue_on_failure(action):
 def step_accelerator(machine):
     """Returns a function accelerate(step, *arguments), or None if the machine has no faster way.
 
-    accelerate returns a faster version of `step` for tensors of the arguments' shapes, or None.
+    accelerate returns a faster version of `step` for tensors of the arguments' shapes. A CPU has
+    folio/aot.py instead.
     """
-    on_cuda = kind_of(machine.device) == "cuda"
-    if not (machine.compile or on_cuda):
+    kind = kind_of(machine.device)
+    if kind == "cpu" or not (machine.compile or kind == "cuda"):
         return None
 
     def accelerate(step, *arguments):
-        fast = step
         if machine.compile:
-            fast = compile_or_fall_back(step, lambda compiled: compiled(*arguments))
-        if on_cuda:
-            with continue_on_failure("CUDA graph capture"):
-                return capture_cuda_graph(fast, *arguments)
-        return fast if fast is not step else None
+            step = compile_or_fall_back(step, lambda compiled: compiled(*arguments))
+        return capture_cuda_graph(step, *arguments) if kind == "cuda" else step
 
     return accelerate
 
@@ -135,14 +130,14 @@ class PackedLinear(nn.Module):
 
 
 @torch.no_grad()
-def optimize_for_inference(model, compiled=False):
+def optimize_for_inference(model):
     """Makes a model faster, in place, for inference only. Returns it.
 
-    Removes dropout and, on a CPU, packs linear layers, unless they are to be compiled.
+    Removes dropout and, on a CPU, packs linear layers.
     """
     model.eval()
     weight = model.transformer.wte.weight
-    packs = not compiled and weight.device.type == "cpu" and can_pack(weight.dtype)
+    packs = weight.device.type == "cpu" and can_pack(weight.dtype)
     fused = FUSED.get(model.config.activation) if packs else None
     for block in model.transformer.h if fused else ():
         block.mlp.c_fc = PackedLinear(block.mlp.c_fc, *fused)

@@ -116,8 +116,6 @@ def test_many_prompts_are_read_in_several_passes():
     prompts = [random_ids(model)[0].tolist()[:n] for n in (8, 1, 7)]
     expected = generate_cached(model, prompts, 5)
     assert generate_cached(model, prompts * 1000, 5) == expected * 1000  # > 2^14 tokens
-    found = generate_cached(model, prompts, 5, accelerate=lambda *_: None)
-    assert found == expected  # without a faster step
 
 
 @pytest.mark.parametrize("accelerate", [None, fixed_shapes], ids=["dynamic", "fixed"])
