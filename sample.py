@@ -27,10 +27,7 @@ from folio.settings import load, parse_arguments
 
 EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
-    ("stream", "json", "logprobs"),
-    ("interactive", "json", "logprobs"),
-    ("score", "stream"),
-    ("score", "compile"),
+    ("interactive", "stream", "json", "logprobs"),
 )
 
 

@@ -5,7 +5,7 @@ from tiny import SHAPES, random_ids, random_model
 
 import train
 from folio.batches import Batches
-from folio.compile import capture_cuda_graph, compile_model, optimize_for_inference
+from folio.compile import compile_model, optimize_for_inference
 from folio.device import Machine
 from model import ACTIVATIONS
 
@@ -97,21 +97,6 @@ def test_gpu_dropout_depends_on_the_step_only(verse, compile):
     warmup = [loss(step) for step in range(5)]
     assert [loss(step) for step in range(5)] == warmup
     assert len(set(warmup)) == 5
-
-
-# CUDA graphs
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_cuda_graph_returns_new_results_for_new_arguments():
-    first, second = torch.ones(3, device="cuda"), torch.full((3,), 5.0, device="cuda")
-    replay = capture_cuda_graph(lambda x: (x * 2, x + 1), first)
-    results = [replay(first), replay(second)]
-    assert [[part.tolist() for part in each] for each in results] == [
-        [[2.0] * 3, [2.0] * 3],
-        [[10.0] * 3, [6.0] * 3],
-    ]
 
 
 # Inference

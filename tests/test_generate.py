@@ -8,7 +8,7 @@ from tiny import SHAPES, SWITCHES, random_ids, random_model
 
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.device import Machine
-from folio.generate import Context, KVCache, context_start, decode_one, generate, prefill, token_nll
+from folio.generate import KVCache, decode_one, generate, prefill, token_nll
 from folio.sampling import Controls
 
 GREEDY = Controls(temperature=0.0)
@@ -117,14 +117,6 @@ def test_repetition_penalty_applies_to_tokens_beyond_the_context():
         text.append(token)
 
 
-def test_log_probabilities_are_those_of_the_model():
-    model, ids = random_model(), [1, 2, 3]
-    for token, logprob in generate(model, [ids], [0], Controls(temperature=0.3), 5):
-        expected = last_logits(model, ids).log_softmax(0)[token]
-        assert torch.allclose(logprob, expected, atol=1e-5)
-        ids = [*ids, token.item()]
-
-
 def test_only_ids_below_vocab_size_are_drawn():
     rows = generate_cached(random_model(), [[1]] * 9, 30, Controls(temperature=5.0), vocab_size=5)
     assert max(map(max, rows)) < 5
@@ -163,15 +155,6 @@ def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
     model = optimize_for_inference(random_model(**changes).cuda())
     arguments = {"context_stride": 4, "accelerate": accelerate}
     assert generate_cached(model, prompts, 30, controls, **arguments) == expected
-
-
-@pytest.mark.parametrize(("size", "stride", "filled"), [(1, 1, 1), (4, 1, 2), (5, 3, 5), (6, 6, 9)])
-def test_context_start_is_that_of_the_context(size, stride, filled):
-    context = Context([list(range(filled))], size, 40, "cpu")
-    for index in range(filled, filled + 40):
-        assert context.ids[0, 0] == context_start(index, size, stride, filled)
-        assert context.lengths[0] == index - context.ids[0, 0]
-        context.append(torch.tensor([index]), stride)
 
 
 # Scores

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_scripts import call
 
 import prepare
 import sample
@@ -173,8 +172,8 @@ def copy(workplace, tmp_path, monkeypatch):
 def run(monkeypatch, capfd, recwarn):
     """A function that runs a script in this process. Returns its exit status and stderr."""
 
-    def run_in_process(command, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    def run_in_process(command):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
         monkeypatch.setattr(sys, "argv", command)
         capfd.readouterr()
         with pytest.raises(SystemExit) as caught:
@@ -224,10 +223,3 @@ def test_an_invalid_checkpoint_gives_one_error_line(copy, run, name, path, comma
 @pytest.mark.parametrize("command", [TRAIN, SAMPLE])
 def test_a_missing_gpu_gives_one_error_line(copy, run, command):
     check(run, [*command, "--device=cuda"], "cuda")
-
-
-@pytest.mark.slow
-def test_a_process_gives_the_same_error(copy, run):
-    for command, stdin in ((TEXT, b""), ([*SAMPLE, "--start=-"], b"ab\xff")):
-        code, _, err = call(*command, cwd=copy, stdin=stdin)
-        assert run(command, stdin) == (code, err)

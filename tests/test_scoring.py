@@ -8,11 +8,9 @@ import torch
 
 from folio.completion import Completion, complete
 from folio.errors import UserError
-from folio.generate import context_start, scoring_starts, stride_of
+from folio.generate import context_start, stride_of
 from folio.sampling import Controls
 from folio.scoring import likely_next, score_text
-
-STRIDES = pytest.mark.parametrize("stride", [None, 1, 3, 50])
 
 
 @pytest.fixture(params=["exact", "padded"])
@@ -32,20 +30,7 @@ def probability_of(trained, token, context):
 # Tokens
 
 
-@STRIDES
-@pytest.mark.parametrize("length", [2, 9, 29])
-def test_a_scored_token_has_the_probability_of_the_next_token(trained, length, stride):
-    ids = (tiny.random_ids(trained.model, rows=1, length=length)[0] % 37).tolist()
-    scored = score_text(trained, trained.tokenizer.decode(ids), stride)
-    logprobs, starts = scored.logprobs, [0, *scoring_starts(trained.model, length, stride)]
-    assert (scored.ids, logprobs[0], len(logprobs)) == (ids, None, length)
-    for at in range(1, length):
-        expected = probability_of(trained, ids[at], ids[starts[at] : at])
-        assert math.exp(logprobs[at]) == pytest.approx(expected, abs=1e-5)
-        assert at - starts[at] <= 8
-
-
-@STRIDES
+@pytest.mark.parametrize("stride", [None, 1, 3, 50])
 @pytest.mark.parametrize("prompt", ["a", "more than 8 tokens"])
 def test_a_generated_token_has_the_probability_of_the_next_token(trained, prompt, stride):
     filled = len(prompt)

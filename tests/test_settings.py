@@ -83,13 +83,11 @@ def resolve(device):
     [
         (["read.py"], "mps"),
         (["read.py", "--device=cpu"], "cpu"),
-        (["--device=cpu", "auto.py", "read.py"], "mps"),
         (["cuda.py", "--device=cpu", "read.py"], "cpu"),
     ],
 )
 def test_a_config_file_reads_the_resolved_device(argv, seen):
     config_file("name = device", "read.py")
-    config_file("device = 'auto'", "auto.py")
     config_file("device = 'cuda'", "cuda.py")
     settings = load(Settings, argv, {"device": resolve})
     assert (settings.name, settings.device) == (seen, seen)
@@ -112,17 +110,6 @@ def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-values = scalars | st.lists(scalars) | st.dictionaries(st.text(), scalars)
-
-
-@given(st.sampled_from([*NAMES, "other"]), values)
-def test_any_value_in_a_config_file_is_used_or_a_user_error(name, value):
-    file = config_file(f"{name} = {value!r}")
-    try:
-        settings = load(Settings, [file])
-    except UserError:
-        return
-    assert getattr(settings, name) == value
 
 
 # Unknown names
@@ -132,7 +119,6 @@ def test_any_value_in_a_config_file_is_used_or_a_user_error(name, value):
     ("argument", "names"),
     [
         ("--stepz=1", ["--stepz", "--steps?"]),
-        ("--zzz", ["--zzz", "--help"]),
         ("--steps", ["--steps=VALUE"]),
         ("notes.txt", ["notes.txt", ".py"]),
         ("steps=5", ["steps=5", "--name=value"]),
