@@ -101,7 +101,7 @@ def parse_arguments(settings_class, argv=None, choose=None):
             continue
         name, equals, text = argument[2:].partition("=")
         if name not in fields:
-            hint = nearest(name, fields, "; --help lists the settings", "--")
+            hint = nearest(name, fields, "; --help lists the settings")
             raise UserError(f"unknown setting --{name}{hint}")
         field = fields[name]
         if not equals:

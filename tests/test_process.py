@@ -73,11 +73,6 @@ def test_only_train_py_and_only_with_torchrun_leaves_printing_to_rank_0():
     assert fail("1", "process.use_ranks()", **launched) == (2, "")
 
 
-def test_a_script_whose_library_has_threads_does_not_wait_for_them():
-    lines = ["import threading", "timer = threading.Timer(9, os._exit, [1])"]
-    assert shell("$PYTHON", *lines, "process.run(timer.start, has_threads=True)") == (0, "")
-
-
 @posix
 def test_failing_output_sets_the_exit_status_and_prints_no_traceback(tmp_path):
     lines = ["def main():", " print('x')", " sys.exit(0)", "process.run(main)"]

@@ -1,9 +1,8 @@
 """Settings from config files and flags, and `--help`."""
 
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 from test_fields import Settings
 
 from folio.errors import UserError
-from folio.fields import setting
-from folio.settings import changed, load, names_in
+from folio.settings import changed, load
 
 NAMES = [field.name for field in fields(Settings)]
 
@@ -118,7 +116,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | 
 @pytest.mark.parametrize(
     ("argument", "names"),
     [
-        ("--stepz=1", ["--stepz", "--steps?"]),
+        ("--stepz=1", ["--stepz", "steps?"]),
         ("--steps", ["--steps=VALUE"]),
         ("notes.txt", ["notes.txt", ".py"]),
         ("steps=5", ["steps=5", "--name=value"]),
@@ -166,37 +164,3 @@ def test_help_has_each_group_and_setting_and_defaults_are_valid_arguments(capsys
     assert "      whether to compile (auto, True or False)" in lines
     argv = [word for line in lines if line.startswith("  --") for word in shlex.split(line)]
     assert load(Settings, argv) == Settings()
-
-
-# For tools
-
-
-def test_names_in_returns_the_settings_of_scopes():
-    assert names_in(Settings, "run", "display") == set(NAMES) - {"device", "compile"}
-
-
-def test_choose_replaces_values_and_quiet_suppresses_output(capsys):
-    config_file("print('hello')\nsteps = [1, 2]")
-
-    def choose(name, value):
-        return value[-1] if isinstance(value, list) else value
-
-    settings = load(Settings, ["a.py", "--rate=0.1,1"], choose=choose, quiet=True)
-    assert (settings.steps, settings.rate) == (2, 1.0)
-    assert capsys.readouterr().out == ""
-
-
-@dataclass(frozen=True)
-class Tool:
-    OPERANDS: ClassVar[str] = "files"
-
-    files: tuple = setting((), "to read")
-    width: int = setting(1, "of the output")
-
-
-def test_operands_are_collected(capsys):
-    found = load(Tool, ["a.py", "--width=3", "b"])
-    assert (found.files, found.width) == (("a.py", "b"), 3)
-    with pytest.raises(SystemExit):
-        load(Tool, ["--help"])
-    assert "--files" not in capsys.readouterr().out
