@@ -93,11 +93,11 @@ def compile_for_later(trained, path):
     start = time.monotonic()
     checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
     model = checkpoints.build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
-    program = Step(model.requires_grad_(False)).export()
     with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
         with useful_threads(model.num_params()), redirect_stderr(io.StringIO()):
+            program = Step(model.requires_grad_(False)).export()
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(output), inductor_configs=OPTIONS
             )

@@ -26,7 +26,7 @@ def cache(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the compilation sets
     tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz0123456789 ")
-    tiny.write_checkpoint("ckpt.pt", tokenizer, **tiny.SWITCHES)
+    tiny.write_checkpoint("ckpt.pt", tokenizer, **tiny.SWITCHES, n_layer=1)
     return folder / "cache" / "folio"
 
 

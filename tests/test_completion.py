@@ -74,20 +74,6 @@ def test_stop_texts_are_one_text_or_a_json_list(stop):
 # Batches
 
 
-def test_batch_is_completed_with_the_models_log_probabilities(trained):
-    prompts = ("a", "some longer prompt", " ")
-    batch = [completion_of(prompt, trained.tokenizer, seed=3) for prompt in prompts]
-    for _ in complete(trained, batch, Controls(), 6, context_stride=1):
-        pass
-    for each in batch:
-        assert (len(each.ids), each.stopped) == (6, "length")
-        assert each.text == "".join(each.pieces) == trained.tokenizer.decode(each.ids)
-        ids = each.prompt_ids + each.ids
-        for at, logprob in enumerate(each.logprobs, start=len(each.prompt_ids)):
-            logits = trained.model.logits(torch.tensor([ids[max(0, at - 8) : at]]))[0, -1]
-            assert logprob == pytest.approx(logits.log_softmax(0)[ids[at]].item(), abs=1e-4)
-
-
 def test_generation_ends_when_all_texts_have(trained):
     batch = [completion_of("a", trained.tokenizer, trained.tokenizer.characters) for _ in range(2)]
     assert len(list(complete(trained, batch, Controls(), 10_000))) == 1

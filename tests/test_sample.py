@@ -21,11 +21,6 @@ from folio.tokenizers import from_dict
 
 QUICK = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
 SEPARATOR = "---------------"
-CONTROLS = (
-    "temperature=0", "top_k=1", "top_p=1e-9", "min_p=1", "repetition_penalty=100",
-    "context_stride=1",
-)  # fmt: skip
-OUT_OF_BOUNDS = ("temperature=-1", "top_p=0", "min_p=1.1", "context_stride=0")
 COMBINED = ("start=a --prompts=b", "score=a --interactive", "interactive --json")
 
 
@@ -100,12 +95,6 @@ def test_each_text_has_its_own_random_stream(capsys):
     for each in objects(capsys, "--prompts=prompts.txt", "--num_samples=2", "--seed=7"):
         (alone,) = objects(capsys, f"--start={each['prompt']}", f"--seed={each['seed']}")
         assert alone == each | {"logprobs": pytest.approx(each["logprobs"], abs=1e-5)}
-
-
-@pytest.mark.parametrize("flag", CONTROLS)
-def test_each_control_has_an_effect(capsys, flag):
-    flags = ["--temperature=5", "--max_new_tokens=40"]
-    assert texts(capsys, *flags, f"--{flag}") != texts(capsys, *flags)
 
 
 # Output
@@ -227,7 +216,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        *((f"--{flag}", f"^--{flag.split('=')[0]} ") for flag in OUT_OF_BOUNDS),
+        ("--top_p=0", "--top_p"),
         *((f"--{flags}", "^--.* and --.* cannot be combined") for flags in COMBINED),
         ("--start=artü", r"'ü' \(U\+00FC\) at position 3"),
         ("--start=", "empty"),
