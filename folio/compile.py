@@ -16,18 +16,6 @@ PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or 
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
-def compile_or_fall_back(function, trial, **options):
-    """Returns `function` compiled, or `function` itself and a warning if the compiler fails.
-
-    The compiler runs on first use, so `trial(compiled)` must call it as the caller will.
-    """
-    with continue_on_failure("compilation"):
-        compiled = torch.compile(function, **options)
-        trial(compiled)
-        return compiled
-    return function
-
-
 def compile_model(model, machine, batch):
     """Returns `model` compiled for training and evaluation, if possible.
 
@@ -37,27 +25,23 @@ def compile_model(model, machine, batch):
     batch: the arguments of a training step. An evaluation has the first two.
     """
     mode = machine.compile if uses_cuda_graphs(machine.compile) else None
-
-    def trial(compiled):
-        # Training last: an evaluation leaves some parameters of FSDP gathered, and then zero_grad()
-        # does not find their gradients.
+    forward, start = model, time.monotonic()
+    with continue_on_failure("compilation"):
+        compiled = torch.compile(model, mode=mode, dynamic=False)  # the shapes never change
+        # The first calls run the compiler. Training last: an evaluation leaves some parameters of
+        # FSDP gathered, and then zero_grad() does not find their gradients.
         for training in (False, True):
             model.train(training)
             with machine.autocast(), torch.set_grad_enabled(training):
                 loss = compiled(*batch) if training else compiled(*batch[:2])
-            if training:
-                loss.backward()
-
-    start = time.monotonic()
-    # The shapes never change.
-    compiled = compile_or_fall_back(model, trial, mode=mode, dynamic=False)
-    if compiled is not model:
+        loss.backward()
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+        forward = compiled
     model.train()
     for parameter in model.parameters():
         keeps = mode and parameter.requires_grad  # a teacher's does not
         parameter.grad = torch.zeros_like(parameter) if keeps else None
-    return compiled
+    return forward
 
 
 @contextmanager
@@ -82,9 +66,13 @@ def step_accelerator(machine):
         return None
 
     def accelerate(step, *arguments):
+        fast = step
         if machine.compile:
-            step = compile_or_fall_back(step, lambda compiled: compiled(*arguments))
-        return capture_cuda_graph(step, *arguments) if kind == "cuda" else step
+            with continue_on_failure("compilation"):
+                compiled = torch.compile(step)
+                compiled(*arguments)  # runs the compiler
+                fast = compiled
+        return capture_cuda_graph(fast, *arguments) if kind == "cuda" else fast
 
     return accelerate
 
