@@ -27,10 +27,7 @@ from folio.settings import load, parse_arguments
 
 EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
-    ("stream", "json", "logprobs"),
-    ("interactive", "json", "logprobs"),
-    ("score", "stream"),
-    ("score", "compile"),
+    ("interactive", "stream", "json", "logprobs"),
 )
 
 
@@ -166,23 +163,24 @@ def continued(trained, settings, batch):
 def print_samples(trained, prompts, settings):
     """Generates texts in batches as large as memory allows, and prints each."""
     texts = completions_of(prompts, settings, trained.tokenizer)
-    size = 1 if settings.stream else max_batch_size(trained.model, settings.max_new_tokens)
+    size = 1 if settings.stream else max_batch_size(trained.model)
     start, first, tokens = time.monotonic(), None, 0
     while batch := list(islice(texts, size)):
+        printed = 0
         for _ in continued(trained, settings, batch):
             first = first or time.monotonic() - process.STARTED
             if settings.stream:
-                print_new(batch[0])
+                printed = print_new(batch[0], printed)
         for each in batch:
-            print_completion(each, settings)
+            print_completion(each, settings, printed)
         tokens += sum(len(each.ids) for each in batch)
     seconds = time.monotonic() - start
     speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
     print(f"{speed}; first token after {first:.2f} s", file=sys.stderr)
 
 
-def print_completion(completion, settings):
-    """Prints a finished completion; with --stream, the part that is not printed yet."""
+def print_completion(completion, settings, printed):
+    """Prints a finished completion, without the characters that have been printed."""
     if settings.json:
         names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
         data = {name: getattr(completion, name) for name in names}
@@ -191,7 +189,7 @@ def print_completion(completion, settings):
         print_tokens(completion.pieces, completion.logprobs)
         print(SEPARATOR)
     else:
-        print_new(completion)
+        print_new(completion, printed)
         print(f"\n{SEPARATOR}")
     sys.stdout.flush()
 
@@ -202,11 +200,11 @@ def print_tokens(pieces, logprobs):
         print("-" if logprob is None else f"{logprob:.4f}", repr(piece), sep="\t")
 
 
-def print_new(completion):
-    """Prints the confirmed text that has not been printed yet."""
-    new = completion.confirmed()[completion.printed :]
-    completion.printed += len(new)
-    print(new, end="", flush=True)
+def print_new(completion, printed):
+    """Prints the confirmed text after the first `printed` characters. Returns its length."""
+    text = completion.confirmed()
+    print(text[printed:], end="", flush=True)
+    return len(text)
 
 
 def converse(trained, settings):
@@ -220,11 +218,11 @@ def converse(trained, settings):
             prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
             ids = trained.tokenizer.encode(prompt, settings.allow_special).tolist()
             completion = Completion(prompt, ids, seed, trained.tokenizer, stops)
-            text, seed, completion.printed = prompt, seed + 1, len(prompt)
+            text, seed, printed = prompt, seed + 1, len(prompt)
             for _ in continued(trained, settings, [completion]):
-                print_new(completion)
+                printed = print_new(completion, printed)
                 text = prompt + completion.text
-            print_new(completion)
+            print_new(completion, printed)
         except EOFError:
             print()
             return

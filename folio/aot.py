@@ -6,11 +6,11 @@ come from someone else. It continues one text; for more texts, steps with packed
 """
 
 import hashlib
+import io
 import os
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from torch import nn
 from folio import checkpoint as checkpoints
 from folio.compile import continue_on_failure
 from folio.device import DTYPES, kind_of, useful_threads
-from folio.errors import UserError, cause_of
+from folio.errors import UserError
 from folio.generate import KVCache, decode_one
 from folio.initial import load_initial
 from folio.settings import ROOT
@@ -43,20 +43,22 @@ def compiled_step(trained, one_text):
     """A context in which texts of a TrainedModel on a CPU are continued by a compiled step.
 
     If there is none yet, it is compiled when the context ends, for later runs. `one_text`: whether
-    each batch has only one text; others are continued as usual.
+    each batch has only one text; others are continued as usual. Raises UserError if the model is
+    not from a file.
     """
-    path = None
-    if kind_of(trained.machine.device) == "cpu":
-        if one_text:
-            with continue_on_failure("loading the compiled step"):
-                path = stored_path(trained)
-                if path.exists():
-                    trained.decode = CompiledStep(path, trained.model.config)
-                    print("using the step that an earlier run compiled", file=sys.stderr)
-        else:
+    on_cpu = kind_of(trained.machine.device) == "cpu"
+    if not (on_cpu and one_text):
+        if on_cpu:
             print(BATCH_HINT, file=sys.stderr)
+        yield
+        return
+    path = stored_path(trained)
+    if path.exists():
+        with continue_on_failure("loading the compiled step"):
+            trained.decode = CompiledStep(path, trained.model.config)
+            print("using the step that an earlier run compiled", file=sys.stderr)
     yield
-    if path and trained.decode is decode_one:
+    if trained.decode is decode_one:
         with continue_on_failure("compilation"):
             compile_for_later(trained, path)
 
@@ -77,37 +79,28 @@ def stored_path(trained):
 
 
 def cache_folder():
-    """Returns the folder of compiled files, which is created if it does not exist.
-
-    Raises UserError if another user could have written a file, which would be executed.
-    """
+    """Returns the folder of compiled files, which is created if it does not exist."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = (folder if folder.is_absolute() else Path.home() / ".cache") / "folio"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stat = folder.stat()
-    if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
-        raise UserError(f"other users own or can write to {folder}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # files of others would be executed
     return folder
 
 
+@torch.no_grad()
 def compile_for_later(trained, path):
-    """Compiles the step of a TrainedModel to a file. Raises UserError if the compiler fails.
-
-    Another process does it, which discards the compiler's messages.
-    """
+    """Compiles the step of a TrainedModel to a file."""
     print(HINT, file=sys.stderr, flush=True)
-    start, source = time.monotonic(), Path(trained.checkpoint.path).resolve()
+    start = time.monotonic()
+    checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
+    model = checkpoints.build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
     with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
-        child = subprocess.run(
-            [sys.executable, "-m", "folio.aot", source, trained.machine.dtype, output],
-            cwd=ROOT,
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TMPDIR": folder},
-            capture_output=True,
-        )
-        if child.returncode:
-            messages = child.stderr.decode(errors="replace").strip()
-            raise UserError(messages.splitlines()[-1] if messages else "the compiler crashed")
+        with useful_threads(model.num_params()), redirect_stderr(io.StringIO()):
+            program = Step(model.requires_grad_(False)).export()
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(output), inductor_configs=OPTIONS
+            )
         output.replace(path)
     for old in sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)[:-KEPT]:
         old.unlink(missing_ok=True)
@@ -167,22 +160,3 @@ def elementwise_attention(q, k, v, attn_mask):
     scores = (q * k).sum(dim=-1) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~attn_mask[:, :, 0], -torch.inf).softmax(dim=-1)
     return (weights.unsqueeze(-1) * v).sum(dim=2, keepdim=True)
-
-
-@torch.no_grad()
-def compile_checkpoint(source, dtype, output):
-    """Compiles the step of a checkpoint's model to the file `output`."""
-    model = checkpoints.build_model(load_initial(source)).to(DTYPES[dtype]).eval()
-    program = Step(model.requires_grad_(False)).export()
-    with useful_threads(model.num_params()):
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=output, inductor_configs=OPTIONS
-        )
-    CompiledStep(output, model.config)  # raises if it cannot be loaded
-
-
-if __name__ == "__main__":
-    try:
-        compile_checkpoint(*sys.argv[1:])
-    except Exception as error:  # a missing or broken toolchain can raise anything
-        sys.exit(cause_of(error))

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -16,20 +16,6 @@ PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or 
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
-def compile_or_fall_back(function, trial, **options):
-    """Returns `function` compiled, or `function` itself and a warning if the compiler fails.
-
-    The compiler runs on first use, so `trial(compiled)` must call it as the caller will.
-    """
-    with continue_on_failure("compilation"):
-        compiled = torch.compile(function, **options)
-        trial(compiled)
-        return compiled
-    with suppress(Exception):  # the compiler may not even be importable
-        torch.compiler.reset()
-    return function
-
-
 def compile_model(model, machine, batch):
     """Returns `model` compiled for training and evaluation, if possible.
 
@@ -39,27 +25,23 @@ def compile_model(model, machine, batch):
     batch: the arguments of a training step. An evaluation has the first two.
     """
     mode = machine.compile if uses_cuda_graphs(machine.compile) else None
-
-    def trial(compiled):
-        # Training last: an evaluation leaves some parameters of FSDP gathered, and then zero_grad()
-        # does not find their gradients.
+    forward, start = model, time.monotonic()
+    with continue_on_failure("compilation"):
+        compiled = torch.compile(model, mode=mode, dynamic=False)  # the shapes never change
+        # The first calls run the compiler. Training last: an evaluation leaves some parameters of
+        # FSDP gathered, and then zero_grad() does not find their gradients.
         for training in (False, True):
             model.train(training)
             with machine.autocast(), torch.set_grad_enabled(training):
                 loss = compiled(*batch) if training else compiled(*batch[:2])
-            if training:
-                loss.backward()
-
-    start = time.monotonic()
-    # The shapes never change.
-    compiled = compile_or_fall_back(model, trial, mode=mode, dynamic=False)
-    if compiled is not model:
+        loss.backward()
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+        forward = compiled
     model.train()
     for parameter in model.parameters():
         keeps = mode and parameter.requires_grad  # a teacher's does not
         parameter.grad = torch.zeros_like(parameter) if keeps else None
-    return compiled
+    return forward
 
 
 @contextmanager
@@ -76,20 +58,21 @@ def continue_on_failure(action):
 def step_accelerator(machine):
     """Returns a function accelerate(step, *arguments), or None if the machine has no faster way.
 
-    accelerate returns a faster version of `step` for tensors of the arguments' shapes, or None.
+    accelerate returns a faster version of `step` for tensors of the arguments' shapes. A CPU has
+    folio/aot.py instead.
     """
-    on_cuda = kind_of(machine.device) == "cuda"
-    if not (machine.compile or on_cuda):
+    kind = kind_of(machine.device)
+    if kind == "cpu" or not (machine.compile or kind == "cuda"):
         return None
 
     def accelerate(step, *arguments):
         fast = step
         if machine.compile:
-            fast = compile_or_fall_back(step, lambda compiled: compiled(*arguments))
-        if on_cuda:
-            with continue_on_failure("CUDA graph capture"):
-                return capture_cuda_graph(fast, *arguments)
-        return fast if fast is not step else None
+            with continue_on_failure("compilation"):
+                compiled = torch.compile(step)
+                compiled(*arguments)  # runs the compiler
+                fast = compiled
+        return capture_cuda_graph(fast, *arguments) if kind == "cuda" else fast
 
     return accelerate
 
@@ -135,14 +118,14 @@ class PackedLinear(nn.Module):
 
 
 @torch.no_grad()
-def optimize_for_inference(model, compiled=False):
+def optimize_for_inference(model):
     """Makes a model faster, in place, for inference only. Returns it.
 
-    Removes dropout and, on a CPU, packs linear layers, unless they are to be compiled.
+    Removes dropout and, on a CPU, packs linear layers.
     """
     model.eval()
     weight = model.transformer.wte.weight
-    packs = not compiled and weight.device.type == "cpu" and can_pack(weight.dtype)
+    packs = weight.device.type == "cpu" and can_pack(weight.dtype)
     fused = FUSED.get(model.config.activation) if packs else None
     for block in model.transformer.h if fused else ():
         block.mlp.c_fc = PackedLinear(block.mlp.c_fc, *fused)

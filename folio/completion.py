@@ -1,7 +1,7 @@
 """Completions of prompts as text: incremental decoding, stop texts, batches; loading a model."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ from folio import checkpoint as checkpoints
 from folio import tokenizers
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.dataset import load_tokenizer
-from folio.device import DTYPES, Machine, choose_machine, kind_of, useful_threads
+from folio.device import DTYPES, Machine, choose_machine, useful_threads
 from folio.errors import UserError
 from folio.files import read_text
 from folio.generate import decode_one, generate
@@ -22,7 +22,6 @@ from folio.scoring import check_finite
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
 MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end
-BYTES_PER_TOKEN = 100  # of a Completion
 MEMORY_SHARE = 1 / 4  # of the device, for a batch; more texts take several batches
 
 
@@ -41,13 +40,10 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
-    is_ahead = compile and kind_of(device) == "cpu"  # of time; see folio/aot.py
-    machine = choose_machine(device, dtype, compile and not is_ahead)
-    if is_ahead:
-        machine = replace(machine, summary=machine.summary.rpartition(", ")[0])
+    machine = choose_machine(device, dtype, compile)
     model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
-    model = optimize_for_inference(model, machine.compile)
+    model = optimize_for_inference(model)
     torch.backends.cuda.enable_cudnn_sdp(False)  # see without_cudnn
     return TrainedModel(model, tokenizer, machine, checkpoint)
 
@@ -83,7 +79,6 @@ class Completion:
     pieces: list = field(default_factory=list)  # text added by each token
     text: str = ""  # of the continuation, without the stop text
     stopped: str | None = None  # "length", "end of text", or the stop text
-    printed: int = 0  # characters of prompt and continuation that have been printed
 
     def __post_init__(self):
         self._decode = self.tokenizer.decoder()
@@ -164,14 +159,14 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
         each.finish("length")
 
 
-def max_batch_size(model, count):
-    """Returns how many texts of `count` new tokens fit into a share of the device's memory."""
+def max_batch_size(model):
+    """Returns for how many texts the cache and the logits fit into a share of the memory."""
     config = model.config
     cache = 2 * config.n_layer * config.block_size * config.n_embd
     logits = 8 * config.vocab_size  # and the tensors of sampling
     available = memory_bytes(model.transformer.wte.weight.device) or 2**33
-    size = 4 * (cache + logits) + BYTES_PER_TOKEN * count
-    return min(max(1, int(MEMORY_SHARE * available) // size), MAX_BATCH_SIZE)
+    size = int(MEMORY_SHARE * available) // (4 * (cache + logits))
+    return min(max(1, size), MAX_BATCH_SIZE)
 
 
 def sample_text(model, tokenizer, seed):
@@ -209,7 +204,7 @@ def stop_texts(stop):
         return []
     try:
         texts = json.loads(stop)
-    except (ValueError, RecursionError):
+    except ValueError:
         texts = stop
     texts = texts if isinstance(texts, list) else [stop]
     if not all(isinstance(each, str) and each for each in texts):

@@ -141,11 +141,8 @@ def read_text(name):
         raise UserError("the name of the file to read is empty")
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return raw.decode("utf-8").removeprefix("\ufeff")
+        return raw.decode().removeprefix("\ufeff")
     except OSError as error:
         raise os_error("read", source, error) from error
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{source} is not UTF-8 text: byte {error.start:,} is 0x{raw[error.start]:02x}; "
-            "convert the file to UTF-8, or leave it out"
-        ) from error
+        raise UserError(f"{source} is not UTF-8 text, convert it: {error}") from error

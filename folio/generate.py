@@ -185,7 +185,7 @@ def generate(
             prefill(model, cache, context.ids[to_prefill, : longest - 1], to_prefill)
         newest = context.newest(earlier, fixed_shape=is_compiled or accelerate is not None)
         if accelerate:
-            fast = fast or accelerate(step, *newest, uniform) or step
+            fast = fast or accelerate(step, *newest, uniform)
             ids, logprobs = fast(*newest, uniform)
         else:
             ids, logprobs = step(*newest, uniform, max(context.lengths))

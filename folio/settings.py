@@ -23,24 +23,6 @@ from folio.fields import check_value, parse_value, type_name
 
 ROOT = Path(__file__).parent.parent  # of the repository
 PRESETS = ROOT / "config"
-SYNONYMS = {  # setting: its names in other tools
-    "learning_rate": "lr max_lr",
-    "max_iters": "epochs num_epochs steps max_steps num_steps iterations",
-    "batch_size": "bs micro_batch_size",
-    "block_size": "ctx n_ctx context_length seq_len max_seq_len sequence_length",
-    "gradient_accumulation_steps": "grad_accum grad_accum_steps",
-    "n_layer": "layers num_layers depth",
-    "n_head": "heads num_heads",
-    "n_embd": "d_model dim hidden_size embed_dim width",
-    "weight_decay": "wd",
-    "init_from": "resume",
-    "dtype": "precision",
-    "out_dir": "output_dir save_dir model checkpoint",
-    "max_new_tokens": "max_tokens num_tokens length",
-    "start": "prompt text",
-    "input": "file text",
-    "dataset": "data data_dir",
-}
 
 
 def names_in(settings_class, *scopes):
@@ -101,25 +83,25 @@ def parse_arguments(settings_class, argv=None, choose=None):
     Prints the help text and exits if it is requested. Raises UserError for invalid arguments.
     """
     argv = sys.argv[1:] if argv is None else argv
-    fields, steps, rest = _fields(settings_class), [], list(argv)
     operands = getattr(settings_class, "OPERANDS", None)
+    fields, steps, rest, given = _fields(settings_class), [], list(argv), []
     if {"-h", "--help"} & set(argv):
         print(_help_text(settings_class))
         sys.exit(0)
     while rest:
         argument = rest.pop(0)
         if operands and argument == "--":
-            steps.append((operands, (*dict(steps).get(operands, ()), *rest)))
+            given += rest
             break
         if not argument.startswith("--"):
             if operands:
-                steps.append((operands, (*dict(steps).get(operands, ()), argument)))
+                given.append(argument)
             else:
                 steps.append((None, _find_config_file(argument)))
             continue
         name, equals, text = argument[2:].partition("=")
         if name not in fields:
-            hint = _hint(name, fields, "; --help lists the settings", "--")
+            hint = nearest(name, fields, "; --help lists the settings")
             raise UserError(f"unknown setting --{name}{hint}")
         field = fields[name]
         if not equals:
@@ -132,19 +114,7 @@ def parse_arguments(settings_class, argv=None, choose=None):
                 raise UserError(f"--{name} needs a value: --{name}=VALUE, {type_name(field)}")
         text = choose(name, text.split(",")) if choose else text
         steps.append((name, parse_value(field, text, f"--{name}")))
-    return steps
-
-
-def _hint(name, known, otherwise="", dashes=""):
-    """Returns a suggestion for an unknown name: a synonym from other tools, or a similar name."""
-    name = name.lower().replace("-", "_")
-    for setting, synonyms in SYNONYMS.items():
-        if setting in known and name in synonyms.split():
-            return f"; use {dashes}{setting} ({known[setting].metadata['explanation']})"
-    positive = known.get(name.removeprefix("no_"))
-    if name.startswith("no_") and positive and positive.type is bool:
-        return f"; use {dashes}{positive.name}=False"
-    return nearest(name, known, otherwise, dashes)
+    return [*steps, (operands, tuple(given))] if given else steps
 
 
 def _find_config_file(argument):
@@ -153,11 +123,9 @@ def _find_config_file(argument):
             return path
     if "=" in argument or argument.startswith("-"):
         raise UserError(f"write settings as --name=value, not {argument}")
-    if os.path.isfile(argument):
-        raise UserError(f"{argument} is not a config file: their names end in .py")
     presets = [path.relative_to(ROOT).as_posix() for path in sorted(PRESETS.rglob("[!_]*.py"))]
     hint = nearest(argument, presets, f"; available: {', '.join(presets)}")
-    raise UserError(f"there is no config file {argument}{hint}")
+    raise UserError(f"there is no config file {argument}, with a name that ends in .py{hint}")
 
 
 # Config files
@@ -182,7 +150,7 @@ def _run_config_file(fields, values, path, choose):
             value = choose(name, value) if choose else value
             found[name] = check_value(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or callable(value)):
-            hint = f"{_hint(name, fields)}; names of helper variables start with _"
+            hint = f"{nearest(name, fields)}; names of helper variables start with _"
             raise UserError(f"{path}: unknown setting {name}{hint}")
     return found
 

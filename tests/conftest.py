@@ -21,7 +21,7 @@ from folio.device import choose_machine
 from folio.tokenizers import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
 
 # the same examples in every run; no time limit, for loaded machines
-settings.register_profile("folio", derandomize=True, deadline=None, database=None)
+settings.register_profile("folio", derandomize=True, deadline=None, database=None, max_examples=30)
 settings.load_profile("folio")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 

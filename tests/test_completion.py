@@ -1,7 +1,5 @@
 """Tests of folio/completion.py: completions of prompts as text, loading a model."""
 
-import math
-
 import pytest
 import tiny
 import torch
@@ -9,7 +7,6 @@ import torch
 from folio import completion
 from folio.completion import Completion, complete, load_trained
 from folio.errors import UserError
-from folio.initial import load_initial
 from folio.run_dir import RunDir
 from folio.sampling import Controls
 from folio.tokenizers import CharTokenizer
@@ -26,16 +23,13 @@ def completion_of(prompt, tokenizer, stops=(), seed=1):
     ("characters", "stops", "text", "stopped", "count"),
     [
         ("abcd", ["bc", "c"], "a", "bc", 3),
-        ("abcd", ["cd", "b"], "a", "b", 2),
         ("aabab", ["abab"], "a", "abab", 5),
-        ("aaab", ["aab"], "a", "aab", 4),
         ("bcd", ["abc"], "bcd", None, 3),  # the prompt is not searched
         ("a\n\nb", ["\n\n"], "a", "\n\n", 3),
-        ("é", ["é"], "", "é", 1),
     ],
 )
 def test_text_ends_before_its_first_stop_text(characters, stops, text, stopped, count):
-    tokenizer = CharTokenizer("\nabcdé")
+    tokenizer = CharTokenizer("\nabcd")
     each = completion_of("a", tokenizer, stops)
     for token in tokenizer.encode(characters).tolist():
         each.add(token, -1.0)
@@ -50,7 +44,7 @@ def test_text_ends_at_the_end_of_text_token(gpt2_of_bytes):
     assert (each.text, each.stopped, each.ids) == ("ab", "end of text", [97, 98, 256])
 
 
-@pytest.mark.parametrize("content", ["ab", "é", "🦶🏽", "a\ud7ff"])
+@pytest.mark.parametrize("content", ["ab", "🦶🏽"])
 def test_incomplete_character_is_not_confirmed_until_the_end(gpt2_of_bytes, content):
     each = completion_of("x", gpt2_of_bytes)
     for byte in [*content.encode(), 0xC3]:
@@ -70,7 +64,7 @@ def test_possible_start_of_a_stop_text_is_not_confirmed():
     assert shown == ["aa", "aa", "aa", "aabba", "aabba", "aabba", "aabba", "aabba", "aabba"]
 
 
-@pytest.mark.parametrize("stop", ["a", "12", '{"a": 1}', "[a", "[" * 100_000])
+@pytest.mark.parametrize("stop", ["a", "12", '{"a": 1}', "[a"])
 def test_stop_texts_are_one_text_or_a_json_list(stop):
     assert completion.stop_texts(stop) == [stop]
     assert completion.stop_texts('["a", "\\n"]') == ["a", "\n"]
@@ -80,48 +74,20 @@ def test_stop_texts_are_one_text_or_a_json_list(stop):
 # Batches
 
 
-def test_batch_is_completed_with_the_models_log_probabilities(trained):
-    prompts = ("a", "some longer prompt", " ")
-    batch = [completion_of(prompt, trained.tokenizer, seed=3) for prompt in prompts]
-    for _ in complete(trained, batch, Controls(), 6, context_stride=1):
-        pass
-    for each in batch:
-        assert (len(each.ids), each.stopped) == (6, "length")
-        assert each.text == "".join(each.pieces) == trained.tokenizer.decode(each.ids)
-        ids = each.prompt_ids + each.ids
-        for at, logprob in enumerate(each.logprobs, start=len(each.prompt_ids)):
-            logits = trained.model.logits(torch.tensor([ids[max(0, at - 8) : at]]))[0, -1]
-            assert logprob == pytest.approx(logits.log_softmax(0)[ids[at]].item(), abs=1e-4)
-
-
 def test_generation_ends_when_all_texts_have(trained):
     batch = [completion_of("a", trained.tokenizer, trained.tokenizer.characters) for _ in range(2)]
     assert len(list(complete(trained, batch, Controls(), 10_000))) == 1
     assert [each.text for each in batch] == ["", ""]
 
 
-@pytest.mark.parametrize(("memory", "size"), [(4, 1), (7.99, 1), (8, 2), (0.001, 1)])
+@pytest.mark.parametrize(("memory", "size"), [(7.99, 1), (8, 2), (0.001, 1)])
 def test_batch_size_is_limited_to_a_quarter_of_the_memory(trained, monkeypatch, memory, size):
     row = 4 * (2 * 2 * 8 * 16 + 8 * 37)  # bytes of keys and values, and of logits
-    row += 30 * completion.BYTES_PER_TOKEN
     monkeypatch.setattr(completion, "memory_bytes", lambda device: int(memory * row))
-    assert completion.max_batch_size(trained.model, 30) == size
-
-
-def test_output_that_is_not_finite_is_a_user_error(trained):
-    trained.model.transformer.ln_f.weight.data.fill_(math.inf)
-    with pytest.raises(UserError, match="not finite: try --dtype=float32"):
-        next(complete(trained, [completion_of("a", trained.tokenizer)], Controls(), 1))
+    assert completion.max_batch_size(trained.model) == size
 
 
 # Loading
-
-
-def test_a_loaded_model_does_not_use_cudnns_attention(folder):  # see folio/kernels.py
-    tiny.write_checkpoint("ckpt.pt", CharTokenizer("abc"))
-    assert torch.backends.cuda.cudnn_sdp_enabled()
-    load_trained(load_initial("ckpt.pt"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
@@ -130,14 +96,6 @@ def test_nanogpts_checkpoint_uses_the_tokenizer_of_its_dataset(folder):
     trained = load_trained(RunDir("out").load_best())
     ids = torch.from_numpy(trained.tokenizer.encode("Shall I").astype("int64"))[None]
     assert torch.allclose(trained.model.logits(ids), model.logits(ids), atol=1e-5)
-
-
-def test_tokenizer_of_another_size_than_the_model_is_a_user_error(folder):
-    tiny.write_nanogpt_checkpoint(65, dataset="nowhere")
-    checkpoint = RunDir("out").load_best()
-    checkpoint.tokenizer = {"kind": "byte"}
-    with pytest.raises(UserError, match=r"of 65, but the tokenizer is byte with 256 .*s$"):
-        load_trained(checkpoint)
 
 
 def test_nanogpts_checkpoint_without_its_dataset_is_a_user_error(folder):

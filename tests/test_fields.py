@@ -1,5 +1,6 @@
 """Settings as dataclass fields: parsing and checking their values."""
 
+import reprlib
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -27,12 +28,6 @@ class Settings:
 FIELDS = {field.name: field for field in fields(Settings)}
 
 
-def error_of(name, value):
-    with pytest.raises(UserError) as caught:
-        check_value(FIELDS[name], value, "HERE")
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -54,24 +49,13 @@ def test_text_is_parsed_to_the_type_of_the_field(name, text, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "reason"),
+    ("name", "value", "reason"),
     [
         ("steps", "1.5", "must be int, not '1.5'"),
         ("steps", "9223372036854775808", "must be a 64-bit integer, not 9223372036854775808"),
         ("rate", "fast", "must be float, not 'fast'"),
         ("rate", "nan", "must be in (0, 1], not nan"),
         ("shift", "1e400", "must be in (-inf, inf), not inf"),
-    ],
-)
-def test_invalid_text_is_an_error(name, text, reason):
-    with pytest.raises(UserError) as caught:
-        parse_value(FIELDS[name], text, "HERE")
-    assert str(caught.value) == f"HERE {reason}"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
         ("steps", 1.0, "must be int, not 1.0"),
         ("steps", True, "must be int, not True"),
         ("steps", -1, "must be in [0, inf), not -1"),
@@ -80,13 +64,12 @@ def test_invalid_text_is_an_error(name, text, reason):
         ("bias", 1, "must be True or False, not 1"),
         ("compile", 1, "must be auto, True or False, not 1"),
         ("norm", "batchnorm", "must be layernorm or rmsnorm, not 'batchnorm'"),
-        ("name", str, "must be str or None, not <class 'str'>"),
+        ("name", [1] * 10**6, "must be str or None, not [1, 1, 1, 1, 1, 1, ...]"),
     ],
+    ids=reprlib.repr,
 )
 def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, reason):
-    assert error_of(name, value) == f"HERE {reason}"
-
-
-def test_an_error_about_a_long_value_is_short():
-    for name, value in (("steps", "x" * 10**6), ("shift", 10**4000), ("name", [1] * 10**6)):
-        assert len(error_of(name, value)) < 200
+    function = parse_value if isinstance(value, str) else check_value
+    with pytest.raises(UserError) as caught:
+        function(FIELDS[name], value, "HERE")
+    assert str(caught.value) == f"HERE {reason}"

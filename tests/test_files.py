@@ -25,20 +25,6 @@ def write(content, *paths):
             file.write(content)
 
 
-def test_new_content_replaces_the_old_at_the_end_after_it_is_synced(monkeypatch):
-    calls, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
-    Path("file.tmp").write_bytes(b"of a process that was killed")
-    write(b"old", "file")
-    with replacing("file") as [file]:
-        file.write(b"new")
-        file.flush()
-        assert Path("file").read_bytes() == b"old"
-    assert contents() == {"file": b"new"}
-    assert calls[:2] == ["fsync", "replace"]
-
-
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
@@ -59,6 +45,7 @@ def test_an_error_while_writing_leaves_the_old_file(error, raised):
 
 
 def test_several_files_are_replaced_together_or_not_at_all():
+    Path("a.tmp").write_bytes(b"of a process that was killed")
     write(b"old", "a", "b")
     with pytest.raises(UserError, match="gone/c"):
         write(b"new", "a", "b", "gone/c")
@@ -89,16 +76,12 @@ def test_a_folder_has_one_writer_at_a_time():
         with locked("new/out"), pytest.raises(UserError, match="another process .* new/out"):
             locked("new/out").__enter__()
     assert set(os.listdir("new/out")) <= {LOCK}
-
-
-def test_a_folder_that_cannot_be_created_is_an_error():
     Path("file").touch()
-    for folder in ("file", "file/out"):
-        with pytest.raises(UserError, match=folder):
-            locked(folder).__enter__()
+    with pytest.raises(UserError, match="file/out"):
+        locked("file/out").__enter__()
 
 
-def test_earlier_files_are_moved_to_the_first_free_number():
+def test_earlier_files_are_moved_to_the_first_free_number(monkeypatch):
     for folder in ("out", "out.1", "out.3"):
         Path(folder).mkdir()
     for name in ("work", "log", "note"):
@@ -106,25 +89,15 @@ def test_earlier_files_are_moved_to_the_first_free_number():
     assert move_aside("out", ["work", "log", "other"]) == Path("out.2")
     assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
     assert move_aside("out", ["work", "log", "other"]) is None
-
-
-def test_current_folder_is_moved_aside_beside_itself(folder, monkeypatch):
-    (folder / "runs").mkdir(parents=True)
-    monkeypatch.chdir(folder / "runs")
-    Path("work").touch()
-    assert move_aside(".", ["work"]) == Path("..", "runs.1")
-    assert os.listdir(folder / "runs.1") == ["work"]
+    monkeypatch.chdir("out")
+    assert move_aside(".", ["note"]) == Path("..", "out.4")
 
 
 def test_text_keeps_its_line_endings_and_must_be_utf8():
     Path("text").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
     assert read_text("text") == "café\r\n"
-    for content, message in (
-        (b"caf\xe9 au lait", "text .* byte 3 is 0xe9"),
-        (b"\xff\xfea", "0xff"),
-    ):
-        Path("text").write_bytes(content)
-        with pytest.raises(UserError, match=message):
-            read_text("text")
+    Path("text").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(UserError, match="text .* byte 0xe9 in position 3"):
+        read_text("text")
     with pytest.raises(UserError, match="none"):
         read_text("none")

@@ -31,8 +31,8 @@ def explicit(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
 
 
 @pytest.mark.parametrize("kernel", [F.scaled_dot_product_attention, kernels.attention, explicit])
-@pytest.mark.parametrize("window", [0, 1, 4, 5, 32, 33, 40])
-@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4), (2, 2, 33, 16)], ids=str)
+@pytest.mark.parametrize("window", [0, 1, 4, 5, 40])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4)], ids=str)
 def test_attention_and_its_gradients_follow_the_definition(shape, window, kernel):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, *shape, requires_grad=True).unbind()
@@ -56,23 +56,6 @@ def test_a_model_with_fast_kernels_computes_the_same(window):
     with torch.autocast("cpu", torch.bfloat16):  # the explicit form rounds differently
         assert torch.allclose(plain.logits(idx), fast.logits(idx), atol=0.1)
         assert not torch.equal(plain.logits(idx), fast.logits(idx))
-
-
-def test_explicit_attention_drops_its_share_and_keeps_the_mean():
-    torch.manual_seed(0)
-    q = k = torch.zeros(1, 1, 400, 8)
-    v = torch.eye(400)[None, None]
-    weights = explicit_attention(q, k, v, torch.zeros(1, 400, 400), dropout=0.25)
-    assert (weights == 0).float().mean() == pytest.approx(0.25, abs=0.01)
-    assert weights.max() == pytest.approx(1 / 400 / 0.75)
-
-
-def test_cudnn_is_excluded_on_cuda_only():
-    for device, enabled in (("cpu", True), ("cuda", False)):
-        with kernels.without_cudnn(torch.device(device)):
-            assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
-            assert torch.backends.cuda.flash_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.gpu
@@ -99,27 +82,17 @@ def test_gpu_attention_with_very_low_scores_has_correct_gradients(window):
 # Dropout
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
-def test_a_fraction_is_dropped_and_the_mean_is_kept(rate, dtype):
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.9])
+def test_a_fraction_is_dropped_and_the_mean_is_kept(rate):
     torch.manual_seed(0)
-    x = torch.full((1001, 1001), 2.0, dtype=dtype)
-    y = apply_dropout(x, rate)
-    assert y.dtype == dtype
+    y = apply_dropout(torch.full((1001, 1001), 2.0, dtype=torch.bfloat16), rate)
+    assert y.dtype == torch.bfloat16
     assert (y == 0).float().mean() == pytest.approx(rate, abs=2e-3)
     assert y.float().mean() == pytest.approx(2.0, rel=1e-2)
     kept = y[y != 0]
     assert (kept == kept[0]).all()
     rows = (y == 0).float().mean(dim=0)  # no pattern along a dimension
     assert rows.std() == pytest.approx((rate * (1 - rate) / 1001) ** 0.5, rel=0.1, abs=1e-9)
-
-
-def test_neighboring_elements_are_dropped_independently():
-    torch.manual_seed(0)
-    dropped = (apply_dropout(torch.ones(10**6), 0.5) == 0).double() - 0.5
-    for distance in range(1, 9):
-        correlation = (dropped[:-distance] * dropped[distance:]).mean() * 4
-        assert abs(correlation) < 5e-3
 
 
 def test_the_seed_sets_the_mask_which_the_gradient_shares():

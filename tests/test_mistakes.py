@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_scripts import call
 
 import prepare
 import sample
@@ -29,10 +28,8 @@ TRAIN = ["train.py", *tiny.flags()]
 RESUME = ["train.py", *tiny.flags(out_dir="run", init_from="resume", max_iters=9)]
 SAMPLE = ["sample.py", "--out_dir=run", "--device=cpu", "--dtype=float32", "--max_new_tokens=5"]
 TEXT = ["prepare.py", "--dataset=new", "--input=text.txt"]
-BIN = "data/verse/train.bin"
 META, TABLE = "data/verse/meta.json", "data/verse/meta.pkl"
 BEST, LAST = "run/ckpt.pt", "run/last.pt"
-LONG = "a" * 300  # too long for a file name
 
 
 # Damage to files
@@ -72,8 +69,8 @@ def put_table(content):
     put(TABLE, pickle.dumps(content))
 
 
-def without_tokenizer(name="verse"):
-    alter(BEST, lambda c: (c.update(tokenizer=None), c["config"].update(dataset=name)))
+def without_tokenizer():
+    alter(BEST, lambda c: c.update(tokenizer=None))
 
 
 class Hostile:
@@ -89,15 +86,8 @@ MISTAKES = {
     "prepare.py": (
         (None, [], "text.txt"),
         (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), [], "text.txt is not UTF-8"),
-        (lambda: put("text.txt", b"rose\n"), [], "text.txt"),
         (None, ["--input=https://x.org/a.txt"], "x.org/a.txt"),
-        (
-            lambda: (put("texts/a", tiny.VERSE), put("texts/b.png", b"\x89PNG")),
-            ["--input=texts"],
-            "texts/b.png is not UTF-8",
-        ),
         (lambda: put("text.txt", tiny.VERSE), ["--dataset=../new"], "../new"),
-        (lambda: put("text.txt", tiny.VERSE), [f"--dataset={LONG}"], LONG[:100]),
         (lambda: (put("text.txt", tiny.VERSE), put("data/new")), [], "data/new"),
         (
             lambda: put("data/shakespeare_char/input.txt", tiny.VERSE),
@@ -109,42 +99,28 @@ MISTAKES = {
         (None, [f"--max_iters={'9' * 5000}"], "--max_iters must be int"),
         (None, ["--init_from=gpt3"], "gpt2?"),
         (None, ["--n_embd=15"], "n_embd=15"),
-        (None, ["--smear=8"], "smear=8"),
-        (None, ["--min_lr=0.1"], "learning_rate=0.01"),
         (None, ["--out_dir="], "out_dir"),
         (None, ["--out_dir=verse.txt/out"], "verse.txt/out"),
         (None, ["--device=gpu"], "'gpu'"),
         (None, ["--n_layer=1000000000"], "memory"),
-        (lambda: put("mine.py", b"out_dir = '\xff'"), ["mine.py"], "mine.py"),
         # Datasets
         (None, ["--dataset=vers"], "data/vers/train.bin"),
         (None, ["--block_size=512"], "block_size"),
         (lambda: cut(META), [], META),
         (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), [], TABLE),
-        (lambda: put_table({"vocab_size": 10**15, "itos": "ab"}), [], TABLE),
-        (lambda: put_table({"vocab_size": 2, "itos": "ab"}), [], BIN),
         # Resuming
         (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
         (None, [*RESUME, "--n_layer=2"], "n_layer is 1 in the checkpoint"),
         (None, [*RESUME, "--optimizer=muon"], "optimizer is adamw in the checkpoint"),
-        (
-            lambda: tiny.prepare_verse("new", tiny.VERSE * 30),
-            [*RESUME, "--dataset=new"],
-            "dataset is verse",
-        ),
         (lambda: tiny.prepare_verse(text=tiny.VERSE * 30), RESUME, "dataset verse has changed"),
-        (lambda: alter(LAST, lambda c: c.update(optimizer=None)), RESUME, LAST),
         (lambda: alter(LAST, alter_moments), RESUME, LAST),  # fused AdamW would crash
         (lambda: put_folder("run/log.jsonl"), RESUME, "run/log.jsonl"),
     ),
     "sample.py": (
-        (None, ["--seed=9223372036854775808"], "--seed"),
         (lambda: Path(BEST).unlink(), [], "last.pt exists"),
         (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), [], "24"),
-        (lambda: without_tokenizer(".."), [], BEST),
         (lambda: (without_tokenizer(), put_table({"itos": Hostile()})), [], TABLE),
         (None, ["--start=\udcff"], "U+DCFF"),
-        (None, ["--start=FILE:"], "empty"),
         (None, ["--start=-"], "empty"),
     ),
 }
@@ -155,17 +131,13 @@ MISTAKES = [
     for damage, arguments, message in rows
 ]
 
-CONTENTS = {  # changes of a checkpoint
-    "a later format": lambda c: c.update(format=99),
-    "no weights": lambda c: c["model"].clear(),
-    "another width": lambda c: c["model_args"].update(n_embd=32),
-}
 CHECKPOINTS = {
     "cut": cut,
     "hostile": lambda path: torch.save({"model": Hostile()}, path),
     "a folder": put_folder,
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
-    **{name: lambda path, f=change: alter(path, f) for name, change in CONTENTS.items()},
+    "a later format": lambda path: alter(path, lambda c: c.update(format=99)),
+    "another width": lambda path: alter(path, lambda c: c["model_args"].update(n_embd=32)),
 }
 
 
@@ -195,8 +167,8 @@ def copy(workplace, tmp_path, monkeypatch):
 def run(monkeypatch, capfd, recwarn):
     """A function that runs a script in this process. Returns its exit status and stderr."""
 
-    def run_in_process(command, stdin=b""):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+    def run_in_process(command):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
         monkeypatch.setattr(sys, "argv", command)
         capfd.readouterr()
         with pytest.raises(SystemExit) as caught:
@@ -246,10 +218,3 @@ def test_an_invalid_checkpoint_gives_one_error_line(copy, run, name, path, comma
 @pytest.mark.parametrize("command", [TRAIN, SAMPLE])
 def test_a_missing_gpu_gives_one_error_line(copy, run, command):
     check(run, [*command, "--device=cuda"], "cuda")
-
-
-@pytest.mark.slow
-def test_a_process_gives_the_same_error(copy, run):
-    for command, stdin in ((TEXT, b""), ([*SAMPLE, "--start=-"], b"ab\xff")):
-        code, _, err = call(*command, cwd=copy, stdin=stdin)
-        assert run(command, stdin) == (code, err)

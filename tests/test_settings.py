@@ -1,9 +1,8 @@
 """Settings from config files and flags, and `--help`."""
 
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -11,11 +10,7 @@ from hypothesis import strategies as st
 from test_fields import Settings
 
 from folio.errors import UserError
-from folio.fields import setting
-from folio.settings import SYNONYMS, changed, load, names_in
-from prepare import PrepareConfig
-from sample import SampleConfig
-from train import TrainConfig
+from folio.settings import changed, load
 
 NAMES = [field.name for field in fields(Settings)]
 
@@ -39,13 +34,12 @@ def error_of(*argv):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--steps=7"], {"steps": 7}),
+        (["--steps=3", "--steps=7"], {"steps": 7}),
         (["--steps", "7"], {"steps": 7}),
         (["--shift", "-1"], {"shift": -1.0}),
         (["--bias", "--steps=7"], {"bias": True, "steps": 7}),
         (["--bias", "true"], {"bias": True}),
         (["--name=--a=b"], {"name": "--a=b"}),
-        (["--name="], {"name": ""}),
     ],
 )
 def test_spellings_of_a_flag(argv, expected):
@@ -55,30 +49,25 @@ def test_spellings_of_a_flag(argv, expected):
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        ([], {}),
         (["a.py", "--steps=3"], {"steps": 3, "bias": True}),
         (["--steps=3", "a.py"], {"steps": 1, "bias": True}),
-        (["a.py", "b.py"], {"steps": 2, "bias": True, "rate": 1.0}),
-        (["--steps=3", "--steps=4"], {"steps": 4}),
+        (["a.py", "b.py"], {"steps": 20, "bias": True, "rate": 1.0}),
+        (["--steps=50", "c.py"], {"steps": 50, "warmup": 5}),
+        (["c.py", "--steps=50"], {"steps": 50, "warmup": 5}),
+        (["c.py", "b.py"], {"steps": 20, "warmup": 10, "rate": 1.0}),  # of the default
+        (["b.py", "c.py"], {"steps": 20, "warmup": 2, "rate": 1.0}),
+        (["d.py"], {"steps": 50}),
     ],
 )
-def test_files_and_flags_accumulate_and_the_rightmost_takes_precedence(order, expected):
+def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_right(
+    order, expected
+):
     config_file("steps = 1\nbias = True", "a.py")
-    config_file("steps = 2\nrate = 1", "b.py")
+    config_file("steps = 20\nrate = 1", "b.py")
+    config_file("warmup = steps // 10", "c.py")
+    helpers = "import math as bias\ndef half(x): return x // 2\nclass A: pass\n_hundred = 100\n"
+    config_file(helpers + "steps = half(_hundred)", "d.py")
     assert changed(load(Settings, order)) == expected
-
-
-def test_a_config_file_reads_the_values_so_far_and_those_of_flags_to_its_right():
-    file, other = config_file("warmup = steps // 10"), config_file("steps = 70", "b.py")
-    assert load(Settings, ["--steps=50", file]).warmup == 5
-    assert load(Settings, [file, "--steps=50"]).warmup == 5
-    assert load(Settings, [other, file]).warmup == 7
-    assert load(Settings, [file, other]).warmup == 10  # the default's tenth
-
-
-def test_modules_functions_and_underscored_names_are_not_settings():
-    text = "import math as bias\ndef half(x): return x // 2\nclass Helper: pass\n_hundred = 100\n"
-    assert load(Settings, [config_file(text + "steps = half(_hundred)")]) == Settings(steps=50)
 
 
 def resolve(device):
@@ -91,15 +80,12 @@ def resolve(device):
     ("argv", "seen"),
     [
         (["read.py"], "mps"),
-        (["--device=cpu", "read.py"], "cpu"),
         (["read.py", "--device=cpu"], "cpu"),
-        (["--device=cpu", "auto.py", "read.py"], "mps"),
         (["cuda.py", "--device=cpu", "read.py"], "cpu"),
     ],
 )
 def test_a_config_file_reads_the_resolved_device(argv, seen):
     config_file("name = device", "read.py")
-    config_file("device = 'auto'", "auto.py")
     config_file("device = 'cuda'", "cuda.py")
     settings = load(Settings, argv, {"device": resolve})
     assert (settings.name, settings.device) == (seen, seen)
@@ -111,34 +97,17 @@ def test_a_config_file_reads_the_resolved_device(argv, seen):
     ("text", "message"),
     [
         ("steps = -1", "a.py: steps must be in [0, inf), not -1"),
-        ("steps = 'many'", "a.py: steps must be int, not 'many'"),
-        ("steps = 1\nrate = 1 / 0", "a.py line 2: ZeroDivisionError: "),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("\nraise SystemExit('enough')", "a.py line 2: SystemExit: enough"),
-        ("raise GeneratorExit", "a.py line 1: GeneratorExit"),
-        ("def _f(): _f()\n_f()", "a.py line 1: RecursionError: "),
         ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
-        ("zzz = 1", "a.py: unknown setting zzz; names of helper variables start with _"),
-        ("step = 1", "a.py: unknown setting step; did you mean steps?; names of helper variables"),
+        ("step = 1", "a.py: unknown setting step; did you mean steps?; "),
     ],
 )
 def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
-    config_file("shift = 1", "b.py")
-    assert error_of("b.py", config_file(text), "b.py").startswith(message)
+    assert error_of(config_file(text)).startswith(message)
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-values = scalars | st.lists(scalars) | st.dictionaries(st.text(), scalars)
-
-
-@given(st.sampled_from([*NAMES, "other"]), values)
-def test_any_value_in_a_config_file_is_used_or_a_user_error(name, value):
-    file = config_file(f"{name} = {value!r}")
-    try:
-        settings = load(Settings, [file])
-    except UserError:
-        return
-    assert getattr(settings, name) == value
 
 
 # Unknown names
@@ -147,10 +116,8 @@ def test_any_value_in_a_config_file_is_used_or_a_user_error(name, value):
 @pytest.mark.parametrize(
     ("argument", "names"),
     [
-        ("--stepz=1", ["--stepz", "--steps?"]),
-        ("--zzz", ["--zzz", "--help"]),
+        ("--stepz=1", ["--stepz", "steps?"]),
         ("--steps", ["--steps=VALUE"]),
-        ("--no-bias", ["--no-bias", "--bias=False"]),
         ("notes.txt", ["notes.txt", ".py"]),
         ("steps=5", ["steps=5", "--name=value"]),
         ("config/shakespear_char.py", ["config/shakespear_char.py", "config/shakespeare_char.py?"]),
@@ -162,18 +129,6 @@ def test_an_unknown_argument_is_an_error_with_a_hint(argument, names):
     Path("notes.txt").touch()
     message = error_of(argument)
     assert all(name in message for name in names)
-
-
-def test_names_of_other_tools_are_suggested():
-    with pytest.raises(UserError, match=r"--d-model; use --n_embd \("):
-        load(TrainConfig, ["--d-model=1"])
-    scripts = [
-        {f.name for f in fields(each)} for each in (PrepareConfig, TrainConfig, SampleConfig)
-    ]
-    assert SYNONYMS.keys() <= set.union(*scripts)
-    for names in scripts:
-        for name in SYNONYMS.keys() & names:
-            assert not names & set(SYNONYMS[name].split()), name
 
 
 arguments = (
@@ -209,37 +164,3 @@ def test_help_has_each_group_and_setting_and_defaults_are_valid_arguments(capsys
     assert "      whether to compile (auto, True or False)" in lines
     argv = [word for line in lines if line.startswith("  --") for word in shlex.split(line)]
     assert load(Settings, argv) == Settings()
-
-
-# For tools
-
-
-def test_names_in_returns_the_settings_of_scopes():
-    assert names_in(Settings, "run", "display") == set(NAMES) - {"device", "compile"}
-
-
-def test_choose_replaces_values_and_quiet_suppresses_output(capsys):
-    config_file("print('hello')\nsteps = [1, 2]")
-
-    def choose(name, value):
-        return value[-1] if isinstance(value, list) else value
-
-    settings = load(Settings, ["a.py", "--rate=0.1,1"], choose=choose, quiet=True)
-    assert (settings.steps, settings.rate) == (2, 1.0)
-    assert capsys.readouterr().out == ""
-
-
-@dataclass(frozen=True)
-class Tool:
-    OPERANDS: ClassVar[str] = "files"
-
-    files: tuple = setting((), "to read")
-    width: int = setting(1, "of the output")
-
-
-def test_operands_are_collected(capsys):
-    found = load(Tool, ["a.py", "--width=3", "b"])
-    assert (found.files, found.width) == (("a.py", "b"), 3)
-    with pytest.raises(SystemExit):
-        load(Tool, ["--help"])
-    assert "--files" not in capsys.readouterr().out

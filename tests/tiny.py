@@ -157,10 +157,6 @@ def saved(name="ckpt.pt", out_dir="out"):
 def write_checkpoint(path, tokenizer, **changes):
     """Writes a checkpoint of a model with random weights; see random_model."""
     model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
-    write_model(path, model, tokenizer)
-
-
-def write_model(path, model, tokenizer):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     progress = checkpoints.Progress(step=3, evaluated=3, best_step=3, best_val_loss=2.5)
     checkpoint = checkpoints.Checkpoint(
