@@ -58,11 +58,10 @@ def continue_on_failure(action):
 def step_accelerator(machine):
     """Returns a function accelerate(step, *arguments), or None if the machine has no faster way.
 
-    accelerate returns a faster version of `step` for tensors of the arguments' shapes. A CPU has
-    folio/aot.py instead.
+    accelerate returns a faster version of `step` for tensors of the arguments' shapes.
     """
-    kind = kind_of(machine.device)
-    if kind == "cpu" or not (machine.compile or kind == "cuda"):
+    on_cuda = kind_of(machine.device) == "cuda"
+    if not (machine.compile or on_cuda):
         return None
 
     def accelerate(step, *arguments):
@@ -72,7 +71,7 @@ def step_accelerator(machine):
                 compiled = torch.compile(step)
                 compiled(*arguments)  # runs the compiler
                 fast = compiled
-        return capture_cuda_graph(fast, *arguments) if kind == "cuda" else fast
+        return capture_cuda_graph(fast, *arguments) if on_cuda else fast
 
     return accelerate
 

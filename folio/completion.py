@@ -11,7 +11,7 @@ from folio import checkpoint as checkpoints
 from folio import tokenizers
 from folio.compile import optimize_for_inference, step_accelerator
 from folio.dataset import load_tokenizer
-from folio.device import DTYPES, Machine, choose_machine, useful_threads
+from folio.device import DTYPES, Machine, choose_machine, kind_of, useful_threads
 from folio.errors import UserError
 from folio.files import read_text
 from folio.generate import decode_one, generate
@@ -40,7 +40,8 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
-    machine = choose_machine(device, dtype, compile)
+    on_cpu = kind_of(device) == "cpu"  # where folio/aot.py compiles
+    machine = choose_machine(device, dtype, compile and not on_cpu)
     model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model)
