@@ -115,7 +115,6 @@ class TrainConfig:
 
 
 if __name__ == "__main__":
-    process.use_ranks()
     process.start(parse_arguments, TrainConfig)  # --help must not wait for torch
 
 import numpy as np

@@ -20,8 +20,6 @@ SIGPIPE = 13  # which Windows lacks
 SECONDS_TO_PRINT = 2  # for rank 0, which raises the same errors
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
-_rank = None  # see use_ranks
-
 
 class Interrupted(KeyboardInterrupt):
     """A signal ended the script. `number` is the signal number."""
@@ -47,7 +45,7 @@ def run(main, has_threads=False):
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
     status = _run(main)
-    if has_threads or _rank is not None:  # gloo has threads
+    if has_threads or is_launched():  # gloo has threads
         os._exit(status or 0)
     if status is not None:
         sys.exit(status)
@@ -97,13 +95,6 @@ def print_error(message):
 # Processes of a run
 
 
-def use_ranks():
-    """Lets rank 0 print for all processes that torchrun has started. Only train.py calls this."""
-    global _rank
-    if is_launched():
-        _rank = os.environ["RANK"]
-
-
 def is_launched():
     """Whether torchrun has started this process. Others may set RANK alone, such as Kubernetes."""
     return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
@@ -111,7 +102,7 @@ def is_launched():
 
 def is_main():
     """Whether this is the process that prints: the only one, or rank 0."""
-    return _rank in (None, "0")
+    return not is_launched() or os.environ["RANK"] == "0"
 
 
 # Signals

@@ -71,7 +71,6 @@ def _run(sender, folder, rank, size, port, function, args):
     os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
     sys.argv = ["train.py"]
     torch.set_num_threads(1)
-    process.use_ranks()
     process.run(lambda: sender.send(function(*args)))
 
 

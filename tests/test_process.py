@@ -60,17 +60,16 @@ def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
 
 
 @posix
-def test_only_train_py_and_only_with_torchrun_leaves_printing_to_rank_0():
-    def fail(rank, *lines, **variables):
-        lines = [*lines, "process.SECONDS_TO_PRINT = 0", "def main():", " print('x')"]
+def test_only_processes_of_torchrun_leave_printing_to_rank_0():
+    def fail(rank, **variables):
+        lines = ["process.SECONDS_TO_PRINT = 0", "def main():", " print('x')"]
         lines += [" from folio.errors import UserError", " raise UserError('wrong')"]
         return shell("$PYTHON", *lines, "process.run(main)", RANK=rank, **variables)
 
     launched = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert fail("1", **launched) == (2, "-c: wrong\n")
-    assert fail("1", "process.use_ranks()") == (2, "-c: wrong\n")  # as on Kubernetes
-    assert fail("0", "process.use_ranks()", **launched) == (2, "-c: wrong\n")
-    assert fail("1", "process.use_ranks()", **launched) == (2, "")
+    assert fail("1") == (2, "-c: wrong\n")  # as on Kubernetes
+    assert fail("0", **launched) == (2, "-c: wrong\n")
+    assert fail("1", **launched) == (2, "")
 
 
 @posix
