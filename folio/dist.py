@@ -56,12 +56,6 @@ class World:
         torch.distributed.all_gather(list(result.chunk(self.size)), share)
         return result
 
-    def all_to_all(self, parts):
-        """Sends parts[i] to rank i; returns those received, in the order of the ranks."""
-        result = torch.empty_like(parts)
-        torch.distributed.all_to_all_single(result, parts)
-        return result
-
     def gather(self, value):
         """Returns the plain data that each process passes, in the order of the ranks."""
         values = [value] * self.size
