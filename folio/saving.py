@@ -97,7 +97,7 @@ class Saver:
     def _finish_previous(self):
         """Waits for the write in flight, if any. Warns if it failed."""
         if message := self._wait():
-            self.tracking.report_save_error(message)
+            self.tracking.warn(f"{message}; training continues and retries at the next save")
         self.before = dataclasses.replace(self.run.progress)
 
     def _wait(self):
@@ -136,16 +136,13 @@ def host_copy(tree, is_main=True):
             return value
         if id(value) not in copies:
             full = gathered(value.detach())
-            copies[id(value)] = to_host(full) if is_main else None
+            copies[id(value)] = None
+            if is_main:
+                target = torch.empty_like(full, device="cpu", pin_memory=full.is_cuda)
+                copies[id(value)] = target.copy_(full, non_blocking=full.is_cuda)
         return copies[id(value)]
 
     copied = copy(tree)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # until the data has arrived
     return copied
-
-
-def to_host(tensor):
-    """Returns a copy on the CPU, which may still be in progress on a GPU."""
-    target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return target.copy_(tensor, non_blocking=tensor.is_cuda)

@@ -156,10 +156,6 @@ class Tracking:
         if is_main():
             print_error(message)
 
-    def report_save_error(self, error):
-        """Reports a UserError that does not stop training."""
-        self.warn(f"{error}; training continues and retries at the next save")
-
     def _print(self, function, *args, **kwargs):
         """Calls a function that prints. If output fails, only the line is lost."""
         try:
@@ -196,7 +192,7 @@ def print_start(settings, dataset, learner):
     machine, world, resolved = learner.machine, learner.world, ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
-    size = state_bytes(learner.model.config, settings, world.size)
+    size = state_bytes(learner.model, settings, world.size)
     available = memory_bytes(machine.device)
     known = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
