@@ -143,12 +143,7 @@ def joined(device):
 
 def _launched(device):
     """Returns the World that torchrun describes in the environment."""
-    try:
-        rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    except ValueError as error:
-        raise UserError(
-            f"RANK, WORLD_SIZE or LOCAL_RANK is invalid ({cause_of(error)}): start with torchrun"
-        ) from error
+    rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         # torch 2.13's restarted processes can read the addresses of ended ones in this store.
@@ -161,10 +156,6 @@ def _launched(device):
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
     if kind == "cuda":
         count = torch.cuda.device_count()
-        if device != "cuda":
-            raise UserError(
-                f"--device={device} with torchrun: use --device=cuda, one GPU per process"
-            )
         if local >= count:
             raise UserError(f"this machine has fewer GPUs: use --nproc_per_node={count}")
         device = f"cuda:{local}"

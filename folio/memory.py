@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from folio.device import kind_of
 from folio.errors import RankError, UserError
-from model import GPT, Block
+from model import GPT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 LOGIT_PARTS = 8  # of a micro-batch, with activation checkpointing
@@ -37,18 +38,20 @@ def memory_bytes(device):
 def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
     """Returns the memory limits of this process's control groups and their parents, in bytes.
 
-    A line of `groups` is ID:CONTROLLERS:PATH. In a container, the path may be that of the host, and
-    the limit in the root.
+    A line of `groups` is ID:CONTROLLERS:PATH; without controllers, it is about version 2. In a
+    container, the path may be that of the host, and the limit in the root.
     """
     limits = []
     with suppress(OSError):  # not Linux
         for line in Path(groups).read_text().splitlines():
-            path = line.split(":", 2)[2].lstrip("/")
-            for top, name in ((root, "memory.max"), (root + "/memory", "memory.limit_in_bytes")):
-                group = Path(top, path)
-                for folder in (group, *group.parents):
-                    with suppress(OSError, ValueError):  # no such file, or "max" for no limit
-                        limits.append(int((folder / name).read_text()))
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            group = Path(root, controllers, path.lstrip("/"))
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # no such file, or "max" for no limit
+                    limits.append(int((folder / name).read_text()))
     return limits
 
 
@@ -145,22 +148,13 @@ def is_out_of_memory(error):
 def recompute_activations(model):
     """Makes a GPT save memory in training, in place.
 
-    Losses and gradients change by rounding only: the second run restores the generators' states, so
-    that it drops the same elements. FSDP must be applied afterwards, because it also replaces the
-    classes of modules.
+    Each block keeps only its input for the backward pass, which runs the block again. Losses and
+    gradients change by rounding only: the second run restores the generators' states, so that it
+    drops the same elements. FSDP must be applied afterwards, because it also replaces the class.
     """
     model.__class__ = RecomputedGPT
-    for block in model.transformer.h:
-        block.__class__ = RecomputedBlock  # a wrapper would change the names of the parameters
-
-
-class RecomputedBlock(Block):
-    """A Block that keeps only its input for the backward pass, which runs the block again."""
-
-    def forward(self, x, rotation=None, attend=None):
-        if not torch.is_grad_enabled():
-            return super().forward(x, rotation, attend)
-        return checkpoint(super().forward, x, rotation, attend, use_reentrant=False)
+    for block in model.transformer.h:  # a wrapper would change the names of the parameters
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class RecomputedGPT(GPT):

@@ -30,10 +30,8 @@ class RunDir:
     @staticmethod
     def find(parent="."):
         """Returns the folders in `parent` that contain a run, sorted."""
-        with suppress(OSError):  # of a name that is too long
-            paths = Path(parent).glob("*/*")
-            return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
-        return []
+        paths = Path(parent).glob("*/*")
+        return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
 
     def exists(self):
         """Whether the folder contains a checkpoint."""
@@ -93,9 +91,7 @@ class RunDir:
 
     def log_size(self):
         """Returns the bytes in log.jsonl, or None if it is missing."""
-        with suppress(OSError):
-            return self.log.stat().st_size
-        return None
+        return self.log.stat().st_size if self.log.exists() else None
 
     def evaluations(self):
         """Returns (step, training loss, validation loss) of each evaluation in log.jsonl, in order.

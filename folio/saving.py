@@ -24,7 +24,7 @@ class Saver:
         """`run` is a train.Run, `tracking` its Tracking."""
         self.run, self.tracking = run, tracking
         self.writer = ThreadPoolExecutor(max_workers=1)
-        self.in_flight = None  # future of the message of a write that fails, or else of None
+        self.in_flight = None  # future of a write
         self.before = None  # Progress before the evaluation that the write contains
 
     def __enter__(self):
@@ -85,14 +85,7 @@ class Saver:
                 log_bytes=run.run_dir.log_size(),
                 **state,
             )
-            self.in_flight = self.writer.submit(self._write, checkpoint, best)
-
-    def _write(self, checkpoint, best):
-        """Runs in the other thread. Returns the message if writing fails."""
-        try:
-            self.run.run_dir.save(checkpoint, best)
-        except UserError as error:
-            return str(error)  # the exception's traceback would keep the copy in memory
+            self.in_flight = self.writer.submit(run.run_dir.save, checkpoint, best)
 
     def _finish_previous(self):
         """Waits for the write in flight, if any. Warns if it failed."""
@@ -113,9 +106,11 @@ class Saver:
         return message
 
     def _result(self):
-        message = self.in_flight.result() if self.in_flight else None
-        self.in_flight = None
-        return message
+        future, self.in_flight = self.in_flight, None
+        try:
+            return future and future.result()
+        except UserError as error:
+            return str(error)
 
 
 def host_copy(tree, is_main=True):

@@ -126,12 +126,12 @@ def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_c
     with saver_of(run) as saver:
         saver.evaluated(2.0)
         take_step(run)
-        assert saver.in_flight.result() is None
+        saver.in_flight.result()
         disk.error = FULL
         saver.evaluated(1.0)
         assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
         take_step(run)
-        assert saver.in_flight.result() == FULL
+        assert str(saver.in_flight.exception()) == FULL
         disk.error = None
         assert saver.tracking.warnings == []
         saver.evaluated(1.5)
