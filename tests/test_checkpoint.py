@@ -141,7 +141,7 @@ def test_weights_of_another_model_are_refused(value):
         build_model(load(path))
 
 
-@pytest.mark.parametrize("room", [0, 30_000, 100_000])
+@pytest.mark.parametrize("room", [0, 30_000])
 def test_failing_save_keeps_the_old_file(room, folder, limit_files):
     save("ckpt.pt", checkpoint_of(make_model()))
     limit_files(room)

@@ -29,8 +29,8 @@ def sharper(factor):
     return model
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers(temperature):
+def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers():
+    temperature = 0.5
     model, teachers = random_model(), [sharper(20), sharper(-10)]
     idx = random_ids(model)
     logits = model.logits(idx).double() / temperature
@@ -80,10 +80,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
 @pytest.mark.parametrize(
     ("settings", "value"),
     [
-        ({"teachers": "nothing"}, "nothing"),
-        ({"teachers": "out-teacher/ckpt.pt"}, "out-teacher/ckpt.pt"),
-        ({"teachers": "data"}, "data/ckpt.pt"),
-        ({"teachers": "out-teacher,./out"}, "out_dir"),
+        ({"teachers": "out-teacher,nothing"}, "nothing"),
         ({"block_size": 16}, "block_size=8"),
         ({"dataset": "other"}, "vocab_size="),
         ({"dataset": "same-size"}, "tokenizer"),

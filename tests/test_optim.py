@@ -123,12 +123,6 @@ def test_muon_equals_torchs(dtype, tolerance):
         assert (mine - other).norm() < tolerance * (other - before).norm(), tuple(mine.shape)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_muon_computes_in_bfloat16_if_the_model_does_and_else_in_float32(dtype):
-    muon = make_optimizers(tiny_model(), tiny.settings(optimizer="muon", dtype=dtype))["muon"]
-    assert muon.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
-
-
 # Divergence
 
 
@@ -155,11 +149,9 @@ def initial_scale(monkeypatch, scale):
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=scale))
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse, interval):
-    flags = tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=interval)
+def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse):
     with pytest.raises(UserError, match=r"diverged at step \d: .*(nan|inf).*--learning_rate"):
-        train.main(flags)
+        train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=1))
     assert saved_step() == 0
     train.main(tiny.flags(init_from="resume"))
     assert saved_step() == 6

@@ -15,7 +15,7 @@ import train
 from folio import tracking
 from folio.errors import UserError
 from folio.files import LOCK
-from folio.process import SIGPIPE, Interrupted
+from folio.process import Interrupted
 from train import Learner
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]
@@ -147,7 +147,7 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
         "bias is False",
         "optimizer is adamw in the checkpoint and muon",
         "the tokenizer is char with 24 tokens in the checkpoint and another char with 24 tokens",
-        "dataset is verse in the checkpoint and other in the settings",
+        "dataset other has other content than verse",
     ):
         assert words in str(caught.value)
     assert contents() == before
@@ -156,7 +156,7 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
 # Stop signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
     stop = interrupted(*tiny.flags(), number=number, calls=2)
     assert stop.number == number
@@ -164,16 +164,16 @@ def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
     assert "stopped at step 2, saved in out/last.pt; to continue" in str(stop)
 
 
-def test_run_stops_if_the_reader_of_its_output_exits(verse, monkeypatch):
+def test_run_ends_if_the_reader_of_its_output_exits_and_can_be_resumed(verse):
     def write(text, **_):
         if text.startswith("iter 4"):
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     train.main(tiny.flags(out_dir="out-whole"))
-    monkeypatch.setattr(tracking.tqdm, "write", write)
-    with pytest.raises(Interrupted, match="stopped at step 5, saved") as caught:
-        train.main(tiny.flags())
-    assert caught.value.number == SIGPIPE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking.tqdm, "write", write)
+        with pytest.raises(BrokenPipeError):
+            train.main(tiny.flags())
     train.main(tiny.flags(init_from="resume"))
     assert tiny.differences("out", "out-whole") == []
 
