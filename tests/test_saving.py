@@ -82,11 +82,9 @@ def test_copy_has_equal_values_of_its_own():
     assert copied["d"] == [0.5]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_copy_of_tied_weights_is_tied(tied):
-    weights = host_copy(tiny.random_model(tie_weights=tied).state_dict(keep_vars=True))
-    embedding, head = weights["transformer.wte.weight"], weights["lm_head.weight"]
-    assert (embedding.data_ptr() == head.data_ptr()) == tied
+def test_copy_of_tied_weights_is_tied():
+    weights = host_copy(tiny.random_model().state_dict(keep_vars=True))
+    assert weights["transformer.wte.weight"] is weights["lm_head.weight"]
 
 
 @pytest.mark.gpu
@@ -140,19 +138,6 @@ def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_c
     assert disk.written == [("ckpt.pt", 1), ("ckpt.pt", 3)]
     best = checkpoints.load("out/ckpt.pt").progress
     assert (best.step, best.best_step, best.best_val_loss) == (3, 3, 1.5)
-
-
-# The end of a run
-
-
-def test_stopping_waits_and_saves_the_newest_state(run, disk):
-    with saver_of(run) as saver:
-        saver.save()
-        take_step(run)
-        threading.Timer(0.05, disk.free.set).start()
-        with pytest.raises(Interrupted, match="stopped at step 2, saved in out/last.pt"):
-            saver.stopped(SimpleNamespace(number=15))
-        assert disk.written == [("last.pt", 1), ("last.pt", 2)]
 
 
 @pytest.mark.parametrize(("error", "count"), [(ZeroDivisionError(), 1), (Interrupted(2), 0)])
