@@ -18,6 +18,10 @@ from folio.errors import RankError, UserError, cause_of
 from folio.process import is_launched
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+LOST = (  # in messages that another process cannot be reached; the last two are NCCL's
+    "connection closed", "connection reset", "broken pipe", "timed out", "timeout",
+    "remote process exited", "communicator was aborted",
+)  # fmt: skip
 TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed at once
 
 
@@ -131,7 +135,7 @@ def joined(device):
     try:
         yield world
     except RuntimeError as error:
-        if not is_lost(error):
+        if not any(word in str(error).lower() for word in LOST):
             raise
         raise RankError(
             f"rank {world.rank}: another process of the run has ended or cannot be reached "
@@ -161,10 +165,3 @@ def _launched(device):
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
     return World(rank, size, device, is_launched=True)
-
-
-def is_lost(error):
-    """Whether an exception says that another process cannot be reached."""
-    words = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
-    words += ("remote process exited", "communicator was aborted")  # NCCL's
-    return any(word in str(error).lower() for word in words)

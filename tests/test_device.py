@@ -10,7 +10,6 @@ from folio.device import (
     choose_machine,
     resolve_device,
     resolve_dtype,
-    useful_threads,
 )
 from folio.errors import UserError
 
@@ -34,18 +33,6 @@ def machine_with(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
     return pretend
-
-
-def test_small_steps_use_one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for products, threads in ((10**7, 1), (10**7 + 1, 2)):
-            with useful_threads(products):
-                assert torch.get_num_threads() == threads
-            assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +102,6 @@ def test_the_peak_of_a_card_with_a_similar_name_is_measured(card, machine_with, 
     monkeypatch.setattr(device, "_measured_peak", lambda device, dtype: 1e12)
     expected = (1e12, "measured with a matrix product")
     assert Machine("cuda", "bfloat16", False, "").peak == expected
-
-
-def test_the_summary_of_a_machine_names_its_parts(machine_with):
-    machine_with(cards=1, card="Tesla T4", bf16=False)
-    machine = choose_machine("cuda", "auto", False)
-    for part in ("cuda (Tesla T4)", "float16", "not compiled"):
-        assert part in machine.summary
-    assert "threads: 3" in choose_machine("cpu", "float32", "auto").summary
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
