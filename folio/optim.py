@@ -7,10 +7,11 @@ from torch import nn
 
 from folio.device import DTYPES
 from folio.dist import ALONE
-from folio.errors import UserError
+from folio.errors import UserError, cause_of
 from folio.muon import Muon
 from folio.sharding import share_of
 
+MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
 
 
@@ -50,24 +51,45 @@ def make_optimizers(model, settings, world=ALONE):
 def restore_optimizers(optimizers, checkpoint):
     """Loads a Checkpoint's moments into {name: optimizer}; other than `lr`, settings are kept.
 
-    Raises UserError if there are none, or if they belong to other optimizers.
+    Raises UserError if the state belongs to other optimizers or parameters.
     """
     saved = checkpoint.optimizers
-    if saved.keys() != optimizers.keys():
-        found = " and ".join(saved) or "no optimizer"
-        raise UserError(f"{checkpoint.path} has the state of {found}, so it cannot be resumed")
-    for name, optimizer in optimizers.items():
-        state, groups = saved[name]["state"], saved[name]["param_groups"]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        state = {i: _shares(parameters[i], state[i]) for i in state}
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            group["lr"] = before["lr"]  # a save before the next step stores it again
+    if not saved:
+        raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
+    try:
+        if saved.keys() != optimizers.keys():
+            raise ValueError(f"it belongs to {' and '.join(saved)}")
+        for name, optimizer in optimizers.items():
+            state, groups = saved[name]["state"], saved[name]["param_groups"]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            _check_moments(parameters, state, MOMENTS[name])
+            state = {i: _shares(parameters[i], state[i]) for i in state}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group["lr"] = before["lr"]  # a save before the next step stores it again
+    except Exception as error:  # the content may be anything
+        raise UserError(
+            f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
+        ) from error
 
 
 def _shares(parameter, moments):
     """Returns this process's share of a parameter's moments; see sharding.share_of."""
     return {k: v if k == "step" else share_of(parameter, v) for k, v in moments.items()}
+
+
+def _check_moments(parameters, state, keys):
+    """Raises ValueError unless the state fits; fused AdamW would crash the process otherwise."""
+    if state and state.keys() != set(range(len(parameters))):  # empty before the first step
+        raise ValueError("it belongs to other parameters")
+    for index, moments in state.items():
+        if moments.keys() != keys:
+            raise ValueError(f"parameter {index} has {', '.join(moments)}")
+        for key, moment in moments.items():
+            shape = () if key == "step" else parameters[index].shape
+            tensor = torch.as_tensor(moment)
+            if tensor.shape != shape or not tensor.is_contiguous():
+                raise ValueError(f"{key} of parameter {index} has a different shape or layout")
 
 
 def learning_rate_at(step, settings):
