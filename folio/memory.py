@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -98,8 +99,10 @@ def state_bytes(model, settings, world_size=1):
 
 def check_memory(config, settings, world_size=1):
     """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
-    model = GPT.uninitialized(config, "meta")  # takes no memory
-    available, needed = memory_bytes(settings.device), state_bytes(model, settings, world_size)
+    models = (GPT.uninitialized(replace(config, n_layer=n), "meta") for n in (0, 1))  # in no time
+    outside, one = (state_bytes(model, settings, world_size) for model in models)
+    available = memory_bytes(settings.device)
+    needed = outside + config.n_layer * (one - outside)
     if available and needed > available:
         raise UserError(
             f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "

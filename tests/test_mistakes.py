@@ -131,16 +131,20 @@ MISTAKES = {
         (
             lambda: tiny.prepare_verse("new", tiny.VERSE * 30),
             [*RESUME, "--dataset=new"],
-            "dataset is verse",
+            "dataset new has other content than verse",
         ),
-        (lambda: tiny.prepare_verse(text=tiny.VERSE * 30), RESUME, "dataset verse has changed"),
+        (
+            lambda: tiny.prepare_verse(text=tiny.VERSE * 30),
+            RESUME,
+            "dataset verse has other content",
+        ),
         (lambda: alter(LAST, lambda c: c.update(optimizer=None)), RESUME, LAST),
         (lambda: alter(LAST, alter_moments), RESUME, LAST),  # fused AdamW would crash
         (lambda: put_folder("run/log.jsonl"), RESUME, "run/log.jsonl"),
     ),
     "sample.py": (
         (None, ["--seed=9223372036854775808"], "--seed"),
-        (lambda: Path(BEST).unlink(), [], "last.pt exists"),
+        (lambda: Path(BEST).unlink(), [], BEST),
         (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), [], "24"),
         (lambda: without_tokenizer(".."), [], BEST),
         (lambda: (without_tokenizer(), put_table({"itos": Hostile()})), [], TABLE),
