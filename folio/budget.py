@@ -23,21 +23,14 @@ def fit_to_minutes(run):
     machine, unless the budget or the requested number of steps has changed.
     """
     requested, progress = run.requested, run.progress
+    before = run.resumed.settings if run.resumed else {}
     if not requested.minutes:
         progress.fitted_iters = None
-    elif not is_same_request(requested, run.resumed):
+    elif any(before.get(name) != getattr(requested, name) for name in ("minutes", "max_iters")):
         step_s = seconds_per_step(requested, run.learner, run.dataset)
         cost = steps_per_evaluation(requested, run.dataset)
         progress.fitted_iters = steps_within(requested, step_s, cost)
     run.settings = with_max_iters(progress.fitted_iters, requested)
-
-
-def is_same_request(settings, checkpoint):
-    """Whether settings ask for as many steps in as much time as a Checkpoint's, if there is one."""
-    names = ("minutes", "max_iters")
-    return bool(checkpoint) and all(
-        checkpoint.settings.get(name) == getattr(settings, name) for name in names
-    )
 
 
 def steps_per_evaluation(settings, dataset):

@@ -173,7 +173,7 @@ def _measured_peak(device, dtype):
     size = 512 if kind_of(device) == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
-    for _ in range(10):
+    while len(seconds) < 10 and sum(seconds) < 0.5:  # 16-bit products can be very slow on a CPU
         time.sleep(0.015)  # other processes may use the cores for a while
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the product

@@ -18,6 +18,10 @@ from folio.errors import RankError, UserError, cause_of
 from folio.process import is_launched
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+LOST = (  # in messages that another process cannot be reached; the last two are NCCL's
+    "connection closed", "connection reset", "broken pipe", "timed out", "timeout",
+    "remote process exited", "communicator was aborted",
+)  # fmt: skip
 TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed at once
 
 
@@ -54,12 +58,6 @@ class World:
         shape = (self.size * len(share), *share.shape[1:])
         result = torch.empty(shape, dtype=share.dtype, device=share.device)
         torch.distributed.all_gather(list(result.chunk(self.size)), share)
-        return result
-
-    def all_to_all(self, parts):
-        """Sends parts[i] to rank i; returns those received, in the order of the ranks."""
-        result = torch.empty_like(parts)
-        torch.distributed.all_to_all_single(result, parts)
         return result
 
     def gather(self, value):
@@ -137,7 +135,7 @@ def joined(device):
     try:
         yield world
     except RuntimeError as error:
-        if not is_lost(error):
+        if not any(word in str(error).lower() for word in LOST):
             raise
         raise RankError(
             f"rank {world.rank}: another process of the run has ended or cannot be reached "
@@ -149,12 +147,7 @@ def joined(device):
 
 def _launched(device):
     """Returns the World that torchrun describes in the environment."""
-    try:
-        rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    except ValueError as error:
-        raise UserError(
-            f"RANK, WORLD_SIZE or LOCAL_RANK is invalid ({cause_of(error)}): start with torchrun"
-        ) from error
+    rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         # torch 2.13's restarted processes can read the addresses of ended ones in this store.
@@ -167,19 +160,8 @@ def _launched(device):
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
     if kind == "cuda":
         count = torch.cuda.device_count()
-        if device != "cuda":
-            raise UserError(
-                f"--device={device} with torchrun: use --device=cuda, one GPU per process"
-            )
         if local >= count:
             raise UserError(f"this machine has fewer GPUs: use --nproc_per_node={count}")
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
     return World(rank, size, device, is_launched=True)
-
-
-def is_lost(error):
-    """Whether an exception says that another process cannot be reached."""
-    words = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
-    words += ("remote process exited", "communicator was aborted")  # NCCL's
-    return any(word in str(error).lower() for word in words)

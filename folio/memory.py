@@ -5,6 +5,7 @@ import os
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from folio.device import kind_of
 from folio.errors import RankError, UserError
-from model import GPT, Block
+from model import GPT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 LOGIT_PARTS = 8  # of a micro-batch, with activation checkpointing
@@ -28,16 +29,11 @@ def memory_bytes(device):
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):  # Windows
         return None
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([installed, *address_space_limits(), *cgroup_limits()])
-
-
-def address_space_limits():
-    """Returns a list of the limit that `ulimit -v` sets, in bytes; empty without one."""
     import resource  # not on Windows
 
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return [] if limit == resource.RLIM_INFINITY else [limit]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *cgroup_limits()]
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]  # ulimit -v
+    return min(limits if address_space == resource.RLIM_INFINITY else [*limits, address_space])
 
 
 def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
@@ -50,14 +46,11 @@ def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
     with suppress(OSError):  # not Linux
         for line in Path(groups).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:
-                top, name = Path(root), "memory.max"
-            elif "memory" in controllers.split(","):
-                top, name = Path(root, "memory"), "memory.limit_in_bytes"
-            else:
+            if controllers not in ("", "memory"):
                 continue
-            group = top / path.lstrip("/")
-            for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            group = Path(root, controllers, path.lstrip("/"))
+            for folder in (group, *group.parents):
                 with suppress(OSError, ValueError):  # no such file, or "max" for no limit
                     limits.append(int((folder / name).read_text()))
     return limits
@@ -86,45 +79,30 @@ def keep_freed_memory():
 # Models that do not fit
 
 
-def state_bytes(config, settings, world_size=1):
+def state_bytes(model, settings, world_size=1):
     """Returns the size of weights, gradients and moments in each of `world_size` processes.
 
-    Activations are not counted, nor is what FSDP gathers. Raises UserError if a tensor is too large
-    for torch.
+    AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
+    not counted, nor is what FSDP gathers.
 
     Args:
-        config: the model's GPTConfig.
+        model: a GPT, on any device.
         settings: a TrainConfig.
     """
-    try:
-        outside, one = (state_values(replace(config, n_layer=n), settings) for n in (0, 1))
-    except RuntimeError as error:
-        raise UserError("the model is too large: decrease --n_embd or --block_size") from error
-    values = outside + config.n_layer * (one - outside)
+    values = weights = sum(p.numel() for p in model.parameters())
+    if not settings.eval_only:
+        values = 4 * weights
+        if settings.optimizer == "muon":
+            values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
     return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
-
-
-def state_values(config, settings):
-    """Returns how many float32 the weights, gradients and moments of a model have.
-
-    AdamW has two moments per parameter, Muon one. An evaluation has weights only.
-    """
-    with torch.device("meta"):  # takes no memory
-        model = GPT(config)
-    weights = sum(p.numel() for p in model.parameters())
-    if config.tie_weights:  # not yet
-        weights -= model.lm_head.weight.numel()
-    if settings.eval_only:
-        return weights
-    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
-    has_one_moment = matrices if settings.optimizer == "muon" else []
-    return 4 * weights - sum(p.numel() for p in has_one_moment)
 
 
 def check_memory(config, settings, world_size=1):
     """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
+    models = (GPT.uninitialized(replace(config, n_layer=n), "meta") for n in (0, 1))  # in no time
+    outside, one = (state_bytes(model, settings, world_size) for model in models)
     available = memory_bytes(settings.device)
-    needed = state_bytes(config, settings, world_size)
+    needed = outside + config.n_layer * (one - outside)
     if available and needed > available:
         raise UserError(
             f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
@@ -163,7 +141,7 @@ def is_out_of_memory(error):
     """Whether an exception reports a lack of memory, for which torch has no single class."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = ("can't allocate memory", "not enough memory", "out of memory")
+    words = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
@@ -173,22 +151,13 @@ def is_out_of_memory(error):
 def recompute_activations(model):
     """Makes a GPT save memory in training, in place.
 
-    Losses and gradients change by rounding only: the second run restores the generators' states, so
-    that it drops the same elements. FSDP must be applied afterwards, because it also replaces the
-    classes of modules.
+    Each block keeps only its input for the backward pass, which runs the block again. Losses and
+    gradients change by rounding only: the second run restores the generators' states, so that it
+    drops the same elements. FSDP must be applied afterwards, because it also replaces the class.
     """
     model.__class__ = RecomputedGPT
-    for block in model.transformer.h:
-        block.__class__ = RecomputedBlock  # a wrapper would change the names of the parameters
-
-
-class RecomputedBlock(Block):
-    """A Block that keeps only its input for the backward pass, which runs the block again."""
-
-    def forward(self, x, rotation=None, attend=None):
-        if not torch.is_grad_enabled():
-            return super().forward(x, rotation, attend)
-        return checkpoint(super().forward, x, rotation, attend, use_reentrant=False)
+    for block in model.transformer.h:  # a wrapper would change the names of the parameters
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class RecomputedGPT(GPT):

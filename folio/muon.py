@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from folio.dist import ALONE
-from folio.sharding import is_sharded, local
+from folio.sharding import gathered, is_sharded, local, sharded_like, share_of
 
 
 class Muon(torch.optim.Optimizer):
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
             nesterov = torch._foreach_lerp(gradients, buffers, momentum)
             nesterov = [each.to(self.dtype) for each in nesterov]
             if is_sharded(parameters[0]):
-                updates = orthogonalize_shards(nesterov, [len(p) for p in parameters], self.world)
+                updates = orthogonalize_shards(nesterov, parameters, self.world)
             else:
                 updates = orthogonalize_copies(nesterov, self.world)
             if self.found_inf is not None:
@@ -79,40 +79,20 @@ def orthogonalize_copies(matrices, world):
     return results
 
 
-def orthogonalize_shards(shares, rows, world):
-    """Orthogonalizes matrices with divided rows, of which each process gathers a part.
+def orthogonalize_shards(shares, parameters, world):
+    """Orthogonalizes matrices that are distributed like parameters; see orthogonalize_copies.
 
-    Args:
-        shares: this process's rows of each matrix, (at most ceil(rows / size), b) each.
-        rows: the number of rows of each whole matrix.
-
-    Returns this process's rows of the results, a list.
+    `shares` are this process's rows of the matrices. Returns those of the results. Only as many
+    matrices as processes are gathered at a time, to save memory.
     """
-    size, results = world.size, list(shares)
-    groups = indices_by([(n, each.shape[1]) for n, each in zip(rows, shares, strict=True)])
-    stacks = []  # (size, count, most, b) each, the first dimension by receiver
-    for indices in groups:
-        count, most = -(-len(indices) // size), -(-rows[indices[0]] // size)
-        padded = [F.pad(shares[i], (0, 0, 0, most - len(shares[i]))) for i in indices]
-        padded += [torch.zeros_like(padded[0])] * (size * count - len(indices))
-        stacks.append(torch.stack(padded).unflatten(0, (size, count)))
-    for k, stack in enumerate(exchange(stacks, world)):  # now by sender
-        most, n = stack.shape[2], rows[groups[k][0]]
-        whole = stack.transpose(0, 1).flatten(1, 2)[:, :n]  # (count, rows, b)
-        result = orthogonalize(whole) if n <= whole.shape[2] else orthogonalize(whole.mT).mT
-        result = F.pad(result, (0, 0, 0, size * most - n)).unflatten(1, (size, most))
-        stacks[k] = result.transpose(0, 1)
-    for indices, stack in zip(groups, exchange(stacks, world), strict=True):
-        for i, result in zip(indices, stack.flatten(0, 1), strict=False):
-            results[i] = result[: len(shares[i])]
+    results = list(shares)
+    for indices in indices_by([p.shape for p in parameters]):
+        for first in range(0, len(indices), world.size):
+            some = indices[first : first + world.size]
+            whole = [gathered(sharded_like(parameters[i], shares[i])) for i in some]
+            for i, update in zip(some, orthogonalize_copies(whole, world), strict=True):
+                results[i] = local(share_of(parameters[i], update))
     return results
-
-
-def exchange(tensors, world):
-    """Sends tensor[i] of each tensor to rank i; returns what was received, in the same shapes."""
-    received = world.all_to_all(torch.cat([each.flatten(1) for each in tensors], dim=1))
-    parts = received.split([each[0].numel() for each in tensors], dim=1)
-    return [part.reshape(like.shape) for part, like in zip(parts, tensors, strict=True)]
 
 
 def indices_by(keys):

@@ -15,46 +15,47 @@ MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"voc
 def plan_model(settings, dataset, resumed=None, initial=None):
     """Returns (settings, GPTConfig) of a run that resumes or starts from a Checkpoint, or neither.
 
-    Raises UserError if the settings do not fit the checkpoint.
+    The model is the checkpoint's where the settings have their default values. When resuming,
+    other settings may change, such as dropout, learning rates, intervals, batch size and machine.
+    Raises a UserError that names every difference in model, tokenizer, optimizer or data.
     """
-    settings = with_model_of(resumed or initial, settings)
-    config = model_config(settings, dataset.tokenizer, resumed or initial)
+    checkpoint = resumed or initial
+    if checkpoint:
+        names = MODEL_SETTINGS - changed(settings).keys()
+        values = {name: getattr(checkpoint.config, name) for name in names}
+        settings = dataclasses.replace(settings, **values)
+    config = model_config(settings, dataset.tokenizer, checkpoint)
+    wrong, advice = [], None
     if resumed:
-        check_resumable(resumed, config, settings, dataset)
+        wrong = _differences(resumed, config, dataset, {"dropout"})
+        wrong += _differences_of_runs(resumed, settings, dataset)
+        advice = "resume with the run's own settings, or start a new run in another --out_dir"
     elif initial:
-        check_initial(initial, config, dataset)
+        free, old_size = {"dropout"}, initial.config.block_size
+        if config.position == "rotary" or config.block_size < old_size:  # learned: only fewer
+            free.add("block_size")
+        wrong = _differences(initial, config, dataset, free)
+        advice = "omit the model's settings, and prepare the text with "
+        advice += f"--tokenizer={initial.path}"
+    if wrong:
+        what = "; ".join(wrong)
+        raise UserError(f"{checkpoint.path} does not match the settings: {what}; {advice}")
     return settings, config
 
 
 def check_parallel(settings, size):
     """Raises UserError if `size` processes cannot share the work of a step equally."""
-    count, batch_size = settings.gradient_accumulation_steps, settings.batch_size
+    count = settings.gradient_accumulation_steps
     if count % size:
-        near = sorted({max(count // size, 1) * size, (count // size + 1) * size})
-        advice = " or ".join(f"--gradient_accumulation_steps={each}" for each in near)
-        if size > count and not count * batch_size % size:
-            smaller = count * batch_size // size
-            advice += f" (with --batch_size={smaller} for the same tokens per step)"
         raise UserError(
-            f"gradient_accumulation_steps={count} cannot be divided by {size} processes: "
-            f"use {advice}"
+            f"gradient_accumulation_steps={count} cannot be divided by {size} processes: use "
+            f"--gradient_accumulation_steps={-(-count // size) * size}"
         )
     if settings.parallel == "fsdp" and uses_cuda_graphs(settings.compile):
         raise UserError("parallel=fsdp has no CUDA graphs: use --compile=True or --parallel=ddp")
     dtype = resolve_dtype(settings.dtype, settings.device)
     if settings.parallel == "fsdp" and dtype == "float16" and size > 1:
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
-
-
-def with_model_of(checkpoint, settings):
-    """Returns the settings, with a checkpoint's model where they have their default values.
-
-    `checkpoint` may be None.
-    """
-    if not checkpoint:
-        return settings
-    names = MODEL_SETTINGS - changed(settings).keys()
-    return dataclasses.replace(settings, **{n: getattr(checkpoint.config, n) for n in names})
 
 
 def model_config(settings, tokenizer, checkpoint=None):
@@ -69,47 +70,17 @@ def model_config(settings, tokenizer, checkpoint=None):
         raise UserError(str(error)) from error
 
 
-def check_initial(checkpoint, config, dataset):
-    """Raises a UserError that names every difference in model and tokenizer from a checkpoint.
-
-    Learned positions can be fewer than the checkpoint's, rotary positions also more.
-    """
-    free = {"dropout"}
-    if config.position == "rotary" or config.block_size < checkpoint.config.block_size:
-        free.add("block_size")
-    wrong = _differences(checkpoint, config, dataset, free)
-    if wrong:
-        raise UserError(
-            f"{checkpoint.path} cannot be trained further: {'; '.join(wrong)}; omit the model's "
-            f"settings, and prepare the text with --tokenizer={checkpoint.path}"
-        )
-
-
-def check_resumable(checkpoint, config, settings, dataset):
-    """Raises a UserError that names every difference in model, optimizer, tokenizer or data.
-
-    Other settings may change, such as dropout, learning rates, intervals, batch size and machine.
-
-    Args:
-        config: the GPTConfig that the settings describe.
-        settings: a TrainConfig.
-    """
-    wrong = _differences(checkpoint, config, dataset, {"dropout"})
-    before = checkpoint.settings.get("optimizer", "adamw")  # nanoGPT has no other
-    if before != settings.optimizer:
-        now = settings.optimizer
+def _differences_of_runs(checkpoint, settings, dataset):
+    """Returns the differences in optimizer and data as texts."""
+    saved, wrong = checkpoint.settings, []
+    before, now = saved.get("optimizer", "adamw"), settings.optimizer  # nanoGPT has no other
+    if before != now:
         wrong.append(f"optimizer is {before} in the checkpoint and {now} in the settings")
-    name, now = checkpoint.settings.get("dataset", settings.dataset), settings.dataset
-    same_content = checkpoint.data == dataset.fingerprint if checkpoint.data else name == now
-    if not same_content and name == now:
-        wrong.append(f"the content of dataset {name} has changed")
-    elif not same_content:
-        wrong.append(f"dataset is {name} in the checkpoint and {now} in the settings")
-    if wrong:
-        raise UserError(
-            f"{checkpoint.path} does not match the settings: {'; '.join(wrong)}; resume with the "
-            "run's own settings, or start a new run in another --out_dir"
-        )
+    before, now = saved.get("dataset", settings.dataset), settings.dataset
+    has_changed = checkpoint.data != dataset.fingerprint if checkpoint.data else before != now
+    if has_changed:
+        wrong.append(f"dataset {now} has other content than {before} of the checkpoint")
+    return wrong
 
 
 def _differences(checkpoint, config, dataset, free):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from folio import checkpoint as checkpoints
 from folio.errors import UserError, nearest, os_error
-from folio.files import is_file, locked, move_aside, replace_by_link, temporary_path
+from folio.files import is_file, locked, move_aside, replace_by_link
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
@@ -30,10 +30,8 @@ class RunDir:
     @staticmethod
     def find(parent="."):
         """Returns the folders in `parent` that contain a run, sorted."""
-        with suppress(OSError):  # of a name that is too long
-            paths = Path(parent).glob("*/*")
-            return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
-        return []
+        paths = Path(parent).glob("*/*")
+        return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
 
     def exists(self):
         """Whether the folder contains a checkpoint."""
@@ -46,39 +44,18 @@ class RunDir:
         return self._load(self.best, optimizers=False)
 
     def load_newest(self, required=True):
-        """Returns the newest checkpoint, or None if there is none and it is not required.
-
-        If ckpt.pt has more steps than last.pt, it is the newest. If it is missing, the next
-        evaluation writes it. Raises UserError if one of them is damaged.
-        """
-        if not is_file(self.last):
-            return self._load(self.best) if required or is_file(self.best) else None
-        if not is_file(self.best):
-            newest = self._load(self.last)
-            newest.progress.forget_best()
-            return newest
-        if os.path.samefile(self.best, self.last):
-            return self._load(self.last)
-        try:
-            newest = self._load(self.last)
-            if self.load_best().progress.step > newest.progress.step:  # nanoGPT may have written it
-                return self._load(self.best)
-            return newest
-        except UserError as error:
-            raise UserError(f"{error}; move this file away to resume from the other") from error
+        """Returns the newest checkpoint, or None if there is none and it is not required."""
+        path = self.last if is_file(self.last) else self.best
+        return self._load(path) if required or is_file(path) else None
 
     def _load(self, path, optimizers=True):
         if not is_file(path):
-            raise UserError(f"there is no checkpoint {path}{self._hint()}")
+            runs = {str(folder) for folder in self.find()} - {str(self.folder)}
+            hint = f"; available: {', '.join(sorted(runs))}"
+            if not runs:
+                hint = "; train a model first: python train.py config/shakespeare_char.py"
+            raise UserError(f"there is no checkpoint {path}{nearest(str(self.folder), runs, hint)}")
         return checkpoints.load(path, optimizers)
-
-    def _hint(self):
-        if self.last.exists():
-            return f"; {LAST} exists, but no best state has been saved yet"
-        runs = {str(folder) for folder in self.find()} - {str(self.folder)}
-        if not runs:
-            return "; train a model first: python train.py config/shakespeare_char.py"
-        return nearest(str(self.folder), runs, f"; available: {', '.join(sorted(runs))}")
 
     # Writing
 
@@ -92,8 +69,6 @@ class RunDir:
         Returns the folder to which an earlier run was moved, or None.
         """
         try:
-            for path in (self.best, self.last):
-                temporary_path(path).unlink(missing_ok=True)  # left by a process that was killed
             if resumed:
                 if is_file(self.log) and resumed.log_bytes is not None:
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
@@ -116,19 +91,17 @@ class RunDir:
 
     def log_size(self):
         """Returns the bytes in log.jsonl, or None if it is missing."""
-        with suppress(OSError):
-            return self.log.stat().st_size
-        return None
+        return self.log.stat().st_size if self.log.exists() else None
 
     def evaluations(self):
         """Returns (step, training loss, validation loss) of each evaluation in log.jsonl, in order.
 
-        Skips damaged lines.
+        Skips a line that a full disk has cut.
         """
         found = []
         with suppress(OSError):
             for line in self.log.read_bytes().splitlines():
-                with suppress(ValueError, KeyError, TypeError, RecursionError):
+                with suppress(ValueError):
                     event = json.loads(line)
                     if event["split"] == "val":
                         found.append((event["step"], event["train_loss"], event["loss"]))
@@ -137,10 +110,8 @@ class RunDir:
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.
 
-        Raises UserError if writing fails. If ckpt.pt is written but not last.pt, the state is
-        saved, because a run resumes from the newer of the two.
+        Raises UserError if writing fails.
         """
         checkpoints.save(self.best if best else self.last, checkpoint)
         if best:
-            with suppress(UserError):
-                replace_by_link(self.best, self.last)
+            replace_by_link(self.best, self.last)

@@ -24,7 +24,7 @@ class Saver:
         """`run` is a train.Run, `tracking` its Tracking."""
         self.run, self.tracking = run, tracking
         self.writer = ThreadPoolExecutor(max_workers=1)
-        self.in_flight = None  # future of the message of a write that fails, or else of None
+        self.in_flight = None  # future of a write
         self.before = None  # Progress before the evaluation that the write contains
 
     def __enter__(self):
@@ -85,19 +85,12 @@ class Saver:
                 log_bytes=run.run_dir.log_size(),
                 **state,
             )
-            self.in_flight = self.writer.submit(self._write, checkpoint, best)
-
-    def _write(self, checkpoint, best):
-        """Runs in the other thread. Returns the message if writing fails."""
-        try:
-            self.run.run_dir.save(checkpoint, best)
-        except UserError as error:
-            return str(error)  # the exception's traceback would keep the copy in memory
+            self.in_flight = self.writer.submit(run.run_dir.save, checkpoint, best)
 
     def _finish_previous(self):
         """Waits for the write in flight, if any. Warns if it failed."""
         if message := self._wait():
-            self.tracking.report_save_error(message)
+            self.tracking.warn(f"{message}; training continues and retries at the next save")
         self.before = dataclasses.replace(self.run.progress)
 
     def _wait(self):
@@ -113,9 +106,11 @@ class Saver:
         return message
 
     def _result(self):
-        message = self.in_flight.result() if self.in_flight else None
-        self.in_flight = None
-        return message
+        future, self.in_flight = self.in_flight, None
+        try:
+            return future and future.result()
+        except UserError as error:
+            return str(error)
 
 
 def host_copy(tree, is_main=True):
@@ -136,16 +131,13 @@ def host_copy(tree, is_main=True):
             return value
         if id(value) not in copies:
             full = gathered(value.detach())
-            copies[id(value)] = to_host(full) if is_main else None
+            copies[id(value)] = None
+            if is_main:
+                target = torch.empty_like(full, device="cpu", pin_memory=full.is_cuda)
+                copies[id(value)] = target.copy_(full, non_blocking=full.is_cuda)
         return copies[id(value)]
 
     copied = copy(tree)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # until the data has arrived
     return copied
-
-
-def to_host(tensor):
-    """Returns a copy on the CPU, which may still be in progress on a GPU."""
-    target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return target.copy_(tensor, non_blocking=tensor.is_cuda)

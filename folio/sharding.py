@@ -45,11 +45,8 @@ def shard(model, world, dtype):
     model.tie_and_fill_tables()
     idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     mixed = torch.autocast(idx.device.type, DTYPES[dtype], enabled=dtype != "float32")
-    with (
-        torch.no_grad(),
-        mixed,
-    ):  # FSDP initializes itself in the first call
-        model(idx, idx)
+    with torch.no_grad(), mixed:
+        model(idx, idx)  # FSDP initializes itself in the first call
     model.reshard()
 
 
@@ -97,6 +94,15 @@ def share_of(parameter, full):
     full = full.to(parameter.device)
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def sharded_like(parameter, share):
+    """Returns the tensor, sharded like a parameter, of which this process has `share`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, size = parameter.device_mesh, parameter.placements, parameter.shape
+    stride = parameter.stride()
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def gathered(tensor):

@@ -26,9 +26,7 @@ class Trackers:
         for name, kind in TRACKERS.items():
             try:
                 if getattr(settings, name) and is_main():
-                    continues = resumed and resumed.settings.get(name)
-                    before = resumed if continues else None
-                    self.running.append(kind(settings, run_settings, before))
+                    self.running.append(kind(settings, run_settings, resumed))
             except Exception as error:
                 self.close()
                 advice = f"; run pip install {name.split('_')[0]}, or set {name}=False"

@@ -1,10 +1,8 @@
 """Progress of a training run on the console, in log.jsonl and in experiment trackers."""
 
 import dataclasses
-import errno
 import math
 import shlex
-import shutil
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -12,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from tqdm import tqdm
 
 from folio.memory import memory_bytes, peak_memory_gib, state_bytes
-from folio.process import SIGPIPE, STARTED, is_main, print_error
+from folio.process import STARTED, is_main, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
 
@@ -28,9 +26,9 @@ class Tracking:
     (changed settings).
     """
 
-    def __init__(self, run, stop):
-        """`run` is a train.Run. `stop` is a StopSignal, set when the reader of the output exits."""
-        self.run, self.stop = run, stop
+    def __init__(self, run):
+        """`run` is a train.Run."""
+        self.run = run
         self.elapsed_before = run.progress.elapsed_s
         self.first_step, self.log_failed = run.progress.step, False
         self.seconds, self.steps = 0.0, 0  # of training since the last report
@@ -38,13 +36,10 @@ class Tracking:
         self.machine = run.learner.machine
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         self.on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        columns, lines = shutil.get_terminal_size()  # 80 and 24 if the terminal does not know it
         self.bar = tqdm(
             total=self.settings.max_iters,
             initial=self.first_step,
             bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
-            ncols=columns,
-            nrows=lines,
             leave=False,
             disable=not self.on_terminal,
         )
@@ -156,23 +151,20 @@ class Tracking:
         if is_main():
             print_error(message)
 
-    def report_save_error(self, error):
-        """Reports a UserError that does not stop training."""
-        self.warn(f"{error}; training continues and retries at the next save")
-
     def _print(self, function, *args, **kwargs):
-        """Calls a function that prints. If output fails, only the line is lost."""
+        """Calls a function that prints. On a full disk, only the line is lost."""
         try:
             function(*args, **kwargs)
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of the output has exited
-                self.stop.request(SIGPIPE)
+        except BrokenPipeError:  # the reader of the output has exited, which ends the run
+            raise
+        except OSError:
+            pass
 
 
 @contextmanager
-def recorded(run, stop):
+def recorded(run):
     """Yields the Tracking of a run, whose folder rank 0 has locked and prepared."""
-    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
+    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run) as tracking:
         tracking.begin(run.run_dir.begin(run.settings, run.resumed) if is_main() else None)
         yield tracking
 
@@ -196,7 +188,7 @@ def print_start(settings, dataset, learner):
     machine, world, resolved = learner.machine, learner.world, ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
-    size = state_bytes(learner.model.config, settings, world.size)
+    size = state_bytes(learner.model, settings, world.size)
     available = memory_bytes(machine.device)
     known = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""

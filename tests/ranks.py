@@ -12,9 +12,7 @@ import torch
 
 import train
 from folio import process
-from folio.device import resolve_device
 from folio.dist import joined
-from folio.settings import load
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ranks", "torch._dynamo"])
@@ -81,13 +79,6 @@ def in_world(function, *args):
     """Calls function(world, *args)."""
     with joined("cpu") as world:
         return function(world, *args)
-
-
-def in_setup(function, flags, *args):
-    """Calls function(run, *args) with the train.Run of the flags."""
-    settings = load(train.TrainConfig, flags, {"device": resolve_device})
-    with joined(settings.device) as world:
-        return function(train.setup(settings, world), *args)
 
 
 def trained(size, **settings):

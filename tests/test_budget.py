@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 
 import train
 from folio import budget
@@ -50,9 +50,7 @@ def counts(settings):
     ("changes", "expected"),
     [
         ({"minutes": 20}, (600, 100, 50, 500)),
-        ({"minutes": 20, "eval_interval": 3}, (600, 3, 50, 500)),
         ({"minutes": 10}, (600, 100, 50, 500)),
-        ({"minutes": 1e308}, (600, 100, 50, 500)),
         ({"minutes": 2.5}, (150, 50, 13, 125)),  # a quarter, with half as many evaluations
         ({"minutes": 2.5, "warmup_iters": 0, "lr_decay_iters": None}, (150, 50, 0, None)),
     ],
@@ -69,6 +67,7 @@ def test_an_evaluation_is_a_forward_pass_of_both_splits(verse):
     assert steps_per_evaluation(dataclasses.replace(settings, eval_iters=99), splits) == 11 / 3
 
 
+@settings(max_examples=30)
 @given(
     minutes=strategies.floats(0.01, 100),
     max_iters=strategies.integers(1, 3000),
@@ -92,11 +91,6 @@ def test_steps_and_evaluations_fit_into_the_budget(minutes, max_iters, eval_inte
         assert (steps + 1) * (1 + cost / interval) + 2 * cost >= 60 * minutes * (1 - 1e-9)
 
 
-def test_a_budget_that_is_too_small_is_an_error(verse, one_second):
-    with pytest.raises(UserError, match=r"--minutes=0\.01"):
-        fitted(verse, minutes=0.01)
-
-
 def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_second):
     settings, progress = fitted(verse, minutes=2)
     progress.fitted_iters = 90  # on a slower machine
@@ -115,26 +109,11 @@ def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_sec
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_measuring_does_not_change_a_learner(verse, optimizer):
-    settings = tiny.settings(optimizer=optimizer, dropout=0.1, minutes=1)
+    settings = tiny.settings(optimizer=optimizer, dropout=0.1, minutes=1e-3)
     run = train.setup(settings)
-    for step in range(2):
-        learner = run.learner
-        before = copy.deepcopy(learner.state_dict())
-        assert seconds_per_step(settings, learner, to_device(verse, "cpu")) > 0
-        assert tiny.same(learner.state_dict(), before)
-        batches = train.Batches(run.dataset.train, settings).at(step)
-        _, norm = learner.gradient(batches, step)
-        learner.update(norm, 0.01)
-        assert not tiny.same(learner.state_dict()["weights"], before["weights"])
-
-
-def test_measuring_takes_a_small_part_of_the_budget(verse, monkeypatch):
-    settings = tiny.settings(minutes=1e-9)
-    run, steps = train.setup(settings), []
-    update = run.learner.update
-    monkeypatch.setattr(run.learner, "update", lambda *a, **k: steps.append(update(*a, **k)))
-    seconds_per_step(settings, run.learner, run.dataset)
-    assert len(steps) == 3
+    before = copy.deepcopy(run.learner.state_dict())
+    assert seconds_per_step(settings, run.learner, to_device(verse, "cpu")) > 0
+    assert tiny.same(run.learner.state_dict(), before)
 
 
 def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):
@@ -155,18 +134,12 @@ def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):
 def test_a_finished_run_continues_after_a_greater_request(verse, monkeypatch, capsys):
     monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.01)
 
-    def run(*flags, **changes):
-        train.main([*tiny.flags(**SHORT | changes), *flags])
-        return capsys.readouterr().out.splitlines()[-1]
+    def run(**changes):
+        train.main(tiny.flags(**SHORT | {"init_from": "auto"} | changes))
+        return tiny.saved("last.pt")["iter_num"]
 
-    run()
-    steps = tiny.saved("last.pt")["iter_num"]
-    end = run("--init_from=resume")
+    steps = run()
+    assert run() == steps
+    end = capsys.readouterr().out.splitlines()[-1]
     assert end == f"finished at step {steps}; to continue, increase --minutes"
-    run("--init_from=resume", minutes=0.02)
-    assert tiny.saved("last.pt")["iter_num"] > steps
-    whole = {"out_dir": "out-b", "minutes": 5, "max_iters": 6, "eval_interval": 3}
-    run(**whole)  # the budget has no effect
-    assert run("--init_from=resume", **whole).endswith("to continue, increase --max_iters")
-    run("--init_from=resume", out_dir="out-b", minutes=5, max_iters=12, eval_interval=3)
-    assert tiny.saved("last.pt", "out-b")["iter_num"] == 12
+    assert run(minutes=0.02) > steps

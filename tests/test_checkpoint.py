@@ -1,7 +1,5 @@
 """Checkpoint files: saving, loading, nanoGPT's format, refusals, optimizer state."""
 
-import math
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -25,18 +23,13 @@ def make_model(**changes):
     return GPT(GPTConfig(**(SHAPE | changes)))
 
 
-def train_step(model, optimizers):
-    model.zero_grad()
-    model(IDX, IDX).backward()
-    for optimizer in optimizers.values():
-        optimizer.step()
-
-
 def trained(optimizer="adamw", **changes):
     """Returns a model and its optimizers after one step."""
     model = make_model(**changes)
     optimizers = make_optimizers(model, tiny.settings(optimizer=optimizer))
-    train_step(model, optimizers)
+    model(IDX, IDX).backward()
+    for each in optimizers.values():
+        each.step()
     return model, optimizers
 
 
@@ -90,13 +83,6 @@ def test_loaded_model_equals_saved_one(changes):
     assert same_logits(loaded, model)
 
 
-def test_model_shares_the_weights_of_its_checkpoint():
-    checkpoint = checkpoint_of(make_model(tie_weights=False))
-    built = build_model(checkpoint)
-    for name, weight in built.state_dict().items():
-        assert weight.data_ptr() == checkpoint.weights[name].data_ptr()
-
-
 # nanoGPT's format
 
 
@@ -107,8 +93,7 @@ def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
     assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(("prefix", "masks"), [("", False), ("_orig_mod.", True)])
 def test_nanogpts_checkpoint_loads(prefix, masks):
     model, optimizers = trained()
     weights = model.state_dict()
@@ -134,92 +119,27 @@ def test_nanogpts_checkpoint_loads(prefix, masks):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"model": None},
-        {"model": [1]},
-        {"model_args": SHAPE | {"rope": True}},
-        {"iter_num": -1},
-        {"best_val_loss": "low"},
+        ({"model": [1]}, "damaged or not a checkpoint"),
+        ({"model_args": SHAPE | {"rope": True}}, "damaged or not a checkpoint"),
+        ({"format": 2}, "a later version"),
     ],
     ids=str,
 )
-def test_content_that_is_not_a_checkpoint_is_refused(changes):
-    with pytest.raises(UserError, match="ckpt.pt is damaged or not a checkpoint"):
+def test_content_that_is_not_a_checkpoint_is_refused(changes, reason):
+    with pytest.raises(UserError, match=f"ckpt.pt is .*{reason}"):
         load(rewrite(**changes))
 
 
-def test_checkpoint_of_a_later_version_is_refused():
-    with pytest.raises(UserError, match="ckpt.pt is from a later version .*format 2"):
-        load(rewrite(format=2))
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (torch.zeros(16, 8), "do not fit the model: .*transformer.wpe.weight"),
-        (torch.full((8, 16), math.nan), "not finite"),
-        (torch.full((8, 16), -math.inf), "not finite"),
-        (torch.zeros(8, 16).to_sparse(), "do not fit the model"),
-        (None, "do not fit the model: .*transformer.wpe.weight"),
-    ],
-)
-def test_weights_that_cannot_belong_to_the_model_are_refused(value, reason):
+@pytest.mark.parametrize("value", [torch.zeros(16, 8), None])
+def test_weights_of_another_model_are_refused(value):
     path = rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
-    with pytest.raises(UserError, match=f"ckpt.pt.*{reason}"):
+    with pytest.raises(UserError, match="ckpt.pt.*transformer.wpe.weight"):
         build_model(load(path))
 
 
-# Files that change
-
-
-@pytest.mark.parametrize("room", [0, 30_000, 100_000])
-def test_failing_save_keeps_the_old_file(room, folder, limit_files):
-    save("ckpt.pt", checkpoint_of(make_model()))
-    limit_files(room)
-    with pytest.raises(UserError, match=r"cannot write ckpt\.pt: File too large"):
-        save("ckpt.pt", checkpoint_of(*trained(n_embd=64)))
-    assert os.listdir(folder) == ["ckpt.pt"]
-    assert same_logits(build_model(load("ckpt.pt")), make_model())
-
-
-@pytest.mark.parametrize("optimizers", [True, False])
-def test_file_that_is_replaced_while_it_is_read_is_an_error(monkeypatch, optimizers):
-    def replace_and_load(path, **options):
-        os.replace("new.pt", path)
-        return real(path, **options)
-
-    for name in ("ckpt.pt", "new.pt"):
-        save(name, checkpoint_of(make_model()))
-    real = torch.load
-    monkeypatch.setattr(torch, "load", replace_and_load)
-    with pytest.raises(UserError, match="ckpt.pt was replaced .* try again"):
-        load("ckpt.pt", optimizers)
-
-
-# Optimizer state
-
-
-@pytest.mark.parametrize(
-    ("part", "damaged"),
-    [
-        ("adamw", {"state": "moments"}),
-        ("adamw", {"state": {}, "param_groups": []}),
-        ("muon", {"state": {0: {"momentum_buffer": torch.zeros(16, 48)}}}),  # transposed
-    ],
-    ids=str,
-)
-def test_damaged_optimizer_state_is_refused(part, damaged):
-    model, optimizers = trained("muon")
-    checkpoint = checkpoint_of(model, optimizers, path="ckpt.pt")
-    restore_optimizers(optimizers, checkpoint)
-    checkpoint.optimizers[part] |= damaged
-    with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
-        restore_optimizers(optimizers, checkpoint)
-
-
-@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"n_layer": 2}, {"n_embd": 32}])
-def test_state_of_other_optimizers_or_parameters_is_refused(changes):
-    checkpoint = checkpoint_of(*trained(**changes), path="ckpt.pt")
-    with pytest.raises(UserError, match=r"ckpt.pt.* optimizer state"):
+def test_state_of_other_optimizers_is_refused():
+    checkpoint = checkpoint_of(*trained("muon"), path="ckpt.pt")
+    with pytest.raises(UserError, match=r"ckpt.pt.* adamw and muon"):
         restore_optimizers(trained()[1], checkpoint)

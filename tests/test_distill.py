@@ -29,8 +29,8 @@ def sharper(factor):
     return model
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers(temperature):
+def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers():
+    temperature = 0.5
     model, teachers = random_model(), [sharper(20), sharper(-10)]
     idx = random_ids(model)
     logits = model.logits(idx).double() / temperature
@@ -42,17 +42,9 @@ def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers(te
     assert divergence > 0.1
     loss = Distillation(model.train(), teachers)(idx, idx, temperature)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_only_the_model_has_gradients_and_its_own_loss_in_eval_mode():
-    model, teacher = random_model(), sharper(20)
-    distillation, idx = Distillation(model, [teacher]), random_ids(model)
-    model.eval()
-    assert distillation(idx, idx).item() == model(idx, idx).item()
-    model.train()
-    distillation(idx, idx).backward()
+    loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert all(p.grad is None for p in teacher.parameters())
+    assert all(p.grad is None for each in teachers for p in each.parameters())
 
 
 def test_a_run_evaluates_and_saves_only_the_model(teacher):
@@ -80,10 +72,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
 @pytest.mark.parametrize(
     ("settings", "value"),
     [
-        ({"teachers": "nothing"}, "nothing"),
-        ({"teachers": "out-teacher/ckpt.pt"}, "out-teacher/ckpt.pt"),
-        ({"teachers": "data"}, "data/ckpt.pt"),
-        ({"teachers": "out-teacher,./out"}, "out_dir"),
+        ({"teachers": "out-teacher,nothing"}, "nothing"),
         ({"block_size": 16}, "block_size=8"),
         ({"dataset": "other"}, "vocab_size="),
         ({"dataset": "same-size"}, "tokenizer"),

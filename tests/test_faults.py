@@ -1,23 +1,20 @@
-"""Runs in processes of their own that are killed or signaled: they resume and end bit-identical."""
+"""Runs in processes of their own that are killed: they resume and end bit-identical."""
 
-import io
-import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from ranks import CONTEXT
 
 import train
 from folio import files, process
 
 SETTINGS = {"max_iters": 60, "eval_interval": 20, "checkpoint_interval": 5, "dropout": 0.2}
-PIECE_BYTES = 4096
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,13 +22,8 @@ pytestmark = [
 ]
 
 
-def run_train(folder, flags, fatal, pause_s):
-    """Runs train.py in this process, with slow writes of checkpoints.
-
-    Args:
-        fatal: (operation, count) at which the process kills itself, or None.
-        pause_s: time after each piece of a file.
-    """
+def run_train(folder, flags, fatal):
+    """Runs train.py in this process, which kills itself at `fatal`, (operation, count) or None."""
     os.chdir(folder)
     for handle in (1, 2):
         os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), handle)
@@ -43,50 +35,24 @@ def run_train(folder, flags, fatal, pause_s):
         if (operation, counts[operation]) == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    class SlowFile(io.FileIO):
-        def write(self, data):
-            written = super().write(memoryview(data)[:PIECE_BYTES])
-            count("piece")
-            time.sleep(pause_s)
-            return written
-
     def replace(*paths):
         count("before rename")
         real(*paths)
         count("after rename")
 
-    files.open = lambda path, mode: io.BufferedWriter(SlowFile(path, mode), PIECE_BYTES)
     files.os.replace = replace
     sys.argv = ["train.py", *flags]
     process.run(train.main, has_threads=True)  # as train.py does
 
 
-@pytest.fixture(scope="module")
-def server():
-    """A multiprocessing context whose processes have imported torch already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "test_faults", "torch._dynamo"])
-    with pytest.MonkeyPatch.context() as patch:  # the server of Python 3.11 ignores sys.path
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        context.Process(target=int).start()
-    return context
-
-
-def start(server, flags, fatal=None, pause_s=0.001):
-    child = server.Process(target=run_train, args=(os.getcwd(), flags, fatal, pause_s))
+def start(flags, fatal=None):
+    child = CONTEXT.Process(target=run_train, args=(os.getcwd(), flags, fatal))
     child.start()
     return child
 
 
 def output():
-    return Path("output.txt").read_text() if Path("output.txt").exists() else ""
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, output()[-2000:]
-        time.sleep(0.005)
+    return Path("output.txt").read_text()
 
 
 def assert_ends(child, status):
@@ -94,35 +60,14 @@ def assert_ends(child, status):
     assert child.exitcode == status, output()[-2000:]
 
 
-def assert_ends_like_uninterrupted_run(server, flags):
-    assert_ends(start(server, flags), 0)
-    assert tiny.differences("out", "out-whole") == []
-    assert sorted(os.listdir("out")) == [files.LOCK, "ckpt.pt", "last.pt", "log.jsonl"]
-
-
-def test_run_killed_inside_writes_ends_like_an_uninterrupted_one(server, verse):
-    train.main(tiny.flags(out_dir="out-whole", **SETTINGS))
+def test_run_killed_around_renames_ends_like_an_uninterrupted_one(verse):
     flags = tiny.flags(init_from="auto", **SETTINGS)
     for fatal in (
         *(("before rename", number) for number in (1, 2)),
         *(("after rename", number) for number in (1, 3)),
-        *(("piece", number) for number in (3, 40)),
     ):
-        assert_ends(start(server, flags, fatal), -signal.SIGKILL)
-    assert_ends_like_uninterrupted_run(server, flags)
-
-
-def test_second_ctrl_c_exits_during_a_write_and_keeps_the_files_whole(server, verse):
+        assert_ends(start(flags, fatal), -signal.SIGKILL)
+    assert_ends(start(flags), 0)
     train.main(tiny.flags(out_dir="out-whole", **SETTINGS))
-    train.main(tiny.flags(stop_at=3, **SETTINGS))
-    flags = tiny.flags(init_from="resume", **SETTINGS)
-    before = Path("out/last.pt").read_bytes()
-    child = start(server, flags, pause_s=5)  # in the save at step 5
-    wait_until(Path("out/last.pt.tmp").exists)
-    for number in (1, 2):
-        os.kill(child.pid, signal.SIGINT)
-        time.sleep(0.1 * number)
-    assert_ends(child, 128 + signal.SIGINT)
-    assert output().endswith("train.py: interrupted immediately\n")
-    assert Path("out/last.pt").read_bytes() == before
-    assert_ends_like_uninterrupted_run(server, flags)
+    assert tiny.differences("out", "out-whole") == []
+    assert sorted(os.listdir("out")) == [files.LOCK, "ckpt.pt", "last.pt", "log.jsonl"]

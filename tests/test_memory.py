@@ -1,6 +1,5 @@
 """Device memory: its limits, models that do not fit, and activation checkpointing."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import train
 from folio.errors import UserError
 from folio.memory import (
     cgroup_limits,
-    check_memory,
     explained_out_of_memory,
     memory_advice,
     memory_bytes,
@@ -38,9 +36,6 @@ def test_out_of_memory_errors_become_user_errors_with_advice(error):
     caught = pytest.raises(UserError, match="cuda.*use less")
     with caught, explained_out_of_memory("cuda", "use less"):
         raise error
-
-
-def test_other_errors_are_not_changed():
     with pytest.raises(RuntimeError, match="a bug"), explained_out_of_memory("cpu", ""):
         raise RuntimeError("a bug")
 
@@ -63,13 +58,7 @@ def test_advice_keeps_tokens_per_step_and_evaluation():
     [
         ("0::/job/1\n", {"job/1/memory.max": "max", "job/memory.max": "5000"}, [5000]),
         ("0::/\n", {"memory.max": "7000"}, [7000]),  # in a container
-        (
-            "4:cpu:/job\n3:memory:/job\n0::/\n",
-            {"memory/job/memory.limit_in_bytes": "6000", "memory/memory.limit_in_bytes": "9000"},
-            [6000, 9000],
-        ),
         ("3:memory:/of/the/host\n", {"memory/memory.limit_in_bytes": "8000"}, [8000]),
-        ("0::/job\n", {"memory.max": "max"}, []),
     ],
 )
 def test_limits_of_control_groups(folder, groups, files, limits):
@@ -81,50 +70,43 @@ def test_limits_of_control_groups(folder, groups, files, limits):
     assert cgroup_limits("missing", "cgroup") == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits of this kind")
-def test_a_limited_address_space_is_the_memory_of_the_device():
-    code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\n"
-    code += "from folio.memory import memory_bytes; print(memory_bytes('cpu'))"
-    root = Path(train.__file__).parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=True)
-    assert int(done.stdout) == min(2**33, memory_bytes("cpu"))
+def test_a_limited_address_space_is_the_memory_of_the_device(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**30, resource.RLIM_INFINITY))
+    assert memory_bytes("cpu") == 2**30
 
 
 @pytest.mark.parametrize("switches", [{}, {"n_layer": 0}, tiny.SWITCHES], ids=str)
 def test_weights_gradients_and_moments_are_counted(switches):
-    config = GPTConfig(vocab_size=65, **(tiny.SHAPE | {"n_layer": 3} | switches))
-    model = GPT(config)
+    model = GPT(GPTConfig(vocab_size=65, **(tiny.SHAPE | {"n_layer": 3} | switches)))
     count = sum(p.numel() for p in model.parameters())
     matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-    assert state_bytes(config, tiny.settings()) == 16 * count
-    assert state_bytes(config, tiny.settings(optimizer="muon")) == 16 * count - 4 * matrices
-    assert state_bytes(config, tiny.settings(eval_only=True)) == 4 * count
-    assert state_bytes(config, tiny.settings(), world_size=4) == 16 * count
-    assert state_bytes(config, tiny.settings(parallel="fsdp"), world_size=4) == 4 * count
+    assert state_bytes(model, tiny.settings()) == 16 * count
+    assert state_bytes(model, tiny.settings(optimizer="muon")) == 16 * count - 4 * matrices
+    assert state_bytes(model, tiny.settings(eval_only=True)) == 4 * count
+    assert state_bytes(model, tiny.settings(parallel="fsdp"), world_size=4) == 4 * count
 
 
-@pytest.mark.parametrize("changes", [{"n_layer": 10**9}, {"n_embd": 10**6}, {"n_embd": 10**12}])
-def test_models_that_cannot_fit_are_refused(changes):
-    config = GPTConfig(vocab_size=65, **(tiny.SHAPE | changes))
+def test_a_model_that_cannot_fit_is_refused(verse):
     with pytest.raises(UserError, match="decrease .*--n_embd"):
-        check_memory(config, tiny.settings())
+        train.main(tiny.flags(n_embd=10**6))
 
 
 # Activation checkpointing
 
 
-def losses_and_gradients(recomputes, dtype=torch.float32, compiled=False, **changes):
+def losses_and_gradients(recomputes, dtype, **changes):
     """Returns the losses of two steps, the gradients and the generator's state."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SHAPE, **changes))
     if recomputes:
         recompute_activations(model)
-    forward = torch.compile(model, backend="aot_eager") if compiled else model
     ids, losses = torch.randint(30, (2, 16)), []
     for _ in range(2):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            loss = forward(ids, ids)
+            loss = model(ids, ids)
         loss.backward()
         losses.append(loss.detach())
     return losses, [p.grad for p in model.parameters()], torch.get_rng_state()
@@ -139,15 +121,6 @@ def test_losses_gradients_and_dropout_are_the_same(changes, dtype, tolerance):
     for ours, expected in zip(recomputed, gradients, strict=True):
         assert (ours - expected).norm() <= tolerance * expected.norm()
     assert torch.equal(end, state)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_has_the_same_gradients():
-    losses, gradients, state = losses_and_gradients(False, compiled=True, dropout=0.3)
-    found, recomputed, end = losses_and_gradients(True, compiled=True, dropout=0.3)
-    assert tiny.same((found, end), (losses, state))
-    for a, b in zip(recomputed, gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # fused differently
 
 
 def saved_bytes(recomputes):
@@ -185,12 +158,3 @@ def test_names_logits_and_losses_with_ignored_targets_are_the_same():
     assert list(model.state_dict()) == names
     assert torch.equal(model.logits(ids), logits)
     torch.testing.assert_close(model(ids, targets), loss)
-
-
-def test_training_with_it_has_nearly_the_same_losses(verse):
-    common = {"dropout": 0.2, "sample_interval": 3}
-    for name, value in (("a", False), ("b", True)):
-        train.main(tiny.flags(out_dir=name, activation_checkpointing=value, **common))
-    plain, recomputed = (tiny.log_events(name) for name in "ab")
-    for ours, expected in zip(recomputed, plain, strict=True):
-        assert ours.get("loss") == pytest.approx(expected.get("loss"), abs=1e-5)

@@ -6,7 +6,6 @@ a GPU would have to be waited for, raises there, and so does combining tensors o
 
 import dataclasses
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,10 +20,8 @@ from folio.generate import generate
 from folio.plan import model_config
 from folio.run_dir import RunDir
 from folio.sampling import Controls
-from folio.settings import PRESETS, load
 from model import GPT
 
-pytestmark = pytest.mark.usefixtures("text_size")
 META = Machine("meta", "float32", False, "")
 OPTIONS = {  # beside those of the presets
     "gradient_accumulation_steps": 2,
@@ -32,20 +29,9 @@ OPTIONS = {  # beside those of the presets
     "train_temperature": 0.9,
     "dropout": 0.1,
 }
-PATHS = sorted(PRESETS.rglob("[!_]*.py"))
-TOKENIZER = SimpleNamespace(padded_vocab_size=50_304)
-
-every_path = pytest.mark.parametrize(
-    "path",
-    [  # large models
-        pytest.param(path, marks=pytest.mark.slow) if "gpt2" in path.stem else path
-        for path in PATHS
-    ],
-    ids=lambda path: path.stem,
-)
 models = pytest.mark.parametrize(
     ("dtype", "optimizer", "switches"),
-    [("float32", "adamw", {}), ("float16", "adamw", tiny.SWITCHES), ("float16", "muon", {})],
+    [("float32", "adamw", {}), ("float16", "muon", tiny.SWITCHES)],
     ids=str,
 )
 
@@ -65,31 +51,20 @@ def plain_adamw(monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", PlainAdamW)
 
 
-def preset(path):
-    """Returns the settings and the GPTConfig of a preset, with fewer batches and layers."""
-    argv = [str(path), "--dtype=float32", "--eval_iters=2", "--gradient_accumulation_steps=2"]
-    settings = load(train.TrainConfig, argv, {"device": lambda _: "cuda"}, quiet=True)
-    config = model_config(settings, TOKENIZER)
-    return settings, dataclasses.replace(config, n_layer=min(config.n_layer, 2))
-
-
 def step(learner, batches, number):
     _, norm = learner.gradient(batches.at(number), number)
     learner.update(norm, 1e-3)
 
 
-@every_path
-@pytest.mark.usefixtures("plain_adamw")
-def test_training_evaluation_and_sampling_of_a_preset_read_no_value(path):
-    settings, config = preset(path)
-    learner, split = train.Learner(config, settings, META), Split(np.zeros(3000, np.uint16), "meta")
-    batches = Batches(split, settings)
-    for number in range(2):
-        step(learner, batches, number)
-    assert learner.split_loss(split).is_meta
+@pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
+def test_evaluation_and_sampling_read_no_value(verse, switches):
+    settings = tiny.settings(**switches)
+    config = model_config(settings, verse.tokenizer)
+    learner = train.Learner(config, settings, META)
+    assert learner.split_loss(Split(np.zeros(3000, np.uint16), "meta")).is_meta
     model = learner.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
-    controls = Controls(0.8, top_k=200, top_p=0.9, min_p=0.1, repetition_penalty=1.3)
+    controls = Controls(0.8, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.3)
     for accelerate in (None, lambda step, *_: step):
         tokens = list(generate(model, prompts, [1, 2], controls, 3, 4, accelerate=accelerate))
         assert [(ids.is_meta, logprobs.is_meta) for ids, logprobs in tokens] == [(True, True)] * 3

@@ -112,12 +112,16 @@ MISTAKES = {
         (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
         (None, [*RESUME, "--n_layer=2"], "n_layer is 1 in the checkpoint"),
         (None, [*RESUME, "--optimizer=muon"], "optimizer is adamw in the checkpoint"),
-        (lambda: tiny.prepare_verse(text=tiny.VERSE * 30), RESUME, "dataset verse has changed"),
+        (
+            lambda: tiny.prepare_verse(text=tiny.VERSE * 30),
+            RESUME,
+            "dataset verse has other content",
+        ),
         (lambda: alter(LAST, alter_moments), RESUME, LAST),  # fused AdamW would crash
         (lambda: put_folder("run/log.jsonl"), RESUME, "run/log.jsonl"),
     ),
     "sample.py": (
-        (lambda: Path(BEST).unlink(), [], "last.pt exists"),
+        (lambda: Path(BEST).unlink(), [], BEST),
         (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), [], "24"),
         (lambda: (without_tokenizer(), put_table({"itos": Hostile()})), [], TABLE),
         (None, ["--start=\udcff"], "U+DCFF"),

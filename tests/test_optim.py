@@ -78,17 +78,14 @@ def test_adamw_decays_only_matrices_and_keeps_the_order_of_nanogpt():
     model = tiny_model()
     optimizer = make_optimizers(model, tiny.settings(weight_decay=0.3))["adamw"]
     decayed, rest = optimizer.param_groups
-    assert group_names(model, optimizer)[0] == [
-        "transformer.wte.weight",
-        "transformer.wpe.weight",
-        *(f"transformer.h.0.{name}.weight" for name in MATRICES),
-    ]
+    blocks = [f"transformer.h.0.{name}.weight" for name in MATRICES]
+    names = ["transformer.wte.weight", "transformer.wpe.weight", *blocks]
+    assert group_names(model, optimizer)[0] == names
     assert all(p.dim() == 1 for p in rest["params"])
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
 
 
-@pytest.mark.parametrize("n_layer", [0, 2])
-@pytest.mark.parametrize("changes", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
+@pytest.mark.parametrize(("n_layer", "changes"), [(0, {}), (2, tiny.SWITCHES)])
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_layer):
     model = tiny_model(n_layer=n_layer, **changes)
     optimizers = make_optimizers(model, tiny.settings(optimizer="muon"))
@@ -96,7 +93,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_lay
     matrices = [f"transformer.h.{i}.{part}.weight" for i in range(n_layer) for part in MATRICES]
     assert names.get("muon", [[]]) == [matrices]
     if n_layer:
-        tables = ("wte", "context.ngrams.2", "context.ngrams.3") if changes else ("wte", "wpe")
+        tables = ("wte", "context.ngrams.2", "context.ngrams.3")
         assert names["adamw"][-1] == [f"transformer.{name}.weight" for name in tables]
     taken = sum(names["adamw"], matrices)
     assert sorted(taken) == sorted(name for name, _ in model.named_parameters())
@@ -121,12 +118,6 @@ def test_muon_equals_torchs(dtype, tolerance):
         reference.step()
     for mine, other, before in zip(ours, theirs, start, strict=True):
         assert (mine - other).norm() < tolerance * (other - before).norm(), tuple(mine.shape)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_muon_computes_in_bfloat16_if_the_model_does_and_else_in_float32(dtype):
-    muon = make_optimizers(tiny_model(), tiny.settings(optimizer="muon", dtype=dtype))["muon"]
-    assert muon.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
 
 
 # Divergence
@@ -155,18 +146,15 @@ def initial_scale(monkeypatch, scale):
     monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=scale))
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse, interval):
-    flags = tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=interval)
+def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse):
     with pytest.raises(UserError, match=r"diverged at step \d: .*(nan|inf).*--learning_rate"):
-        train.main(flags)
+        train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=1))
     assert saved_step() == 0
     train.main(tiny.flags(init_from="resume"))
     assert saved_step() == 6
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("log_interval", [1, 100])
+@pytest.mark.parametrize(("where", "log_interval"), [("loss", 100), ("gradient", 1)])
 def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, where, log_interval):
     steps = iter(range(100))
 
@@ -195,13 +183,6 @@ def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
     assert 0 < norms[-1] < 100
     assert tiny.saved("last.pt")["scaler"]["scale"] < 2.0**26
     assert "Infinity" not in Path("out/log.jsonl").read_text()
-
-
-def test_infinite_float16_gradient_at_scale_1_ends_the_run(verse, monkeypatch):
-    initial_scale(monkeypatch, 1.0)
-    hook_head(monkeypatch, lambda head: head.weight.register_hook(lambda grad: grad * math.inf))
-    with pytest.raises(UserError, match="training diverged at step 0"):
-        train.main(tiny.flags(dtype="float16"))
 
 
 def test_float16_overflow_of_one_optimizer_skips_all(verse):

@@ -60,43 +60,6 @@ def test_newest_is_last_pt_or_else_ckpt_pt():
     assert RunDir("out").load_newest().progress.step == 2
 
 
-@pytest.mark.parametrize("name", ["ckpt.pt", "last.pt"])
-def test_damaged_file_is_named_and_not_replaced(name):
-    write("out", "ckpt.pt", "last.pt")
-    Path("out", name).write_bytes(b"damaged")
-    with pytest.raises(UserError, match=f"out/{name} is damaged .*move this file away"):
-        RunDir("out").load_newest()
-
-
-def test_run_continues_from_a_ckpt_pt_that_is_further_along():
-    """Such as one that nanoGPT wrote."""
-    write("out", "last.pt", step=40)
-    write("out", "ckpt.pt", step=600)
-    assert RunDir("out").load_newest().progress.step == 600
-
-
-def test_ckpt_pt_that_is_missing_is_written_after_resuming():
-    checkpoint = checkpoint_at(40)
-    checkpoint.progress.record(1.5)
-    Path("out").mkdir()
-    checkpoints.save(Path("out", "last.pt"), checkpoint)
-    progress = RunDir("out").load_newest().progress
-    assert progress.step == 40
-    assert progress.needs_evaluation(tiny.settings(max_iters=40))  # also at the end of a run
-    assert not progress.is_finished(tiny.settings(max_iters=40, patience=1))
-    assert progress.record(9.0)  # is the best
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
-@pytest.mark.parametrize("name", ["ckpt.pt", "last.pt"])
-def test_pipe_in_place_of_a_file_is_refused(name):
-    write("out", "ckpt.pt", "last.pt")
-    Path("out", name).unlink()
-    os.mkfifo(f"out/{name}")
-    with pytest.raises(UserError, match=f"out/{name} is not a regular file"):
-        RunDir("out").load_newest()
-
-
 # Saving
 
 
@@ -113,19 +76,3 @@ def test_best_checkpoint_is_a_link_or_a_copy(links, monkeypatch):
     steps = [checkpoints.load(path).progress.step for path in (run.best, run.last)]
     assert steps == [1, 2]
     assert not list(run.folder.glob("*.tmp"))
-
-
-def test_run_resumes_from_ckpt_pt_if_only_last_pt_could_not_be_replaced():
-    write("out", "ckpt.pt", step=1)
-    Path("out/last.pt.tmp/sub").mkdir(parents=True)  # makes the link fail
-    run = RunDir("out")
-    run.save(checkpoint_at(2), best=True)
-    assert not run.last.exists()
-    assert run.load_newest().progress.step == 2
-
-
-def test_temporary_files_of_a_killed_run_are_removed():
-    write("out", "ckpt.pt", "last.pt", "ckpt.pt.tmp", "last.pt.tmp")
-    run = RunDir("out")
-    run.begin(tiny.settings(init_from="resume"), run.load_newest())
-    assert sorted(os.listdir("out")) == ["ckpt.pt", "last.pt"]

@@ -45,20 +45,7 @@ def test_resumed_run_continues_the_newest_run_of_wandb(verse, wandb, folder):
         (folder / "out" / "wandb" / name).mkdir(parents=True)
     train.main(tiny.flags(**WANDB, init_from="resume"))
     train.main(tiny.flags(**WANDB))
-    train.main(tiny.flags())
-    train.main(tiny.flags(**WANDB, max_iters=9, init_from="resume"))  # of a run without wandb
-    assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "a-b", None, None]
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_wandb_that_cannot_start_leaves_an_earlier_run_unchanged(verse, wandb, folder, overwrite):
-    train.main(tiny.flags())
-    before = {path.name: path.read_bytes() for path in (folder / "out").glob("*.*")}
-    wandb.init.side_effect = RuntimeError("init is broken\nand more")
-    with pytest.raises(UserError, match=r"wandb_log cannot start: init is broken"):
-        train.main(tiny.flags(**WANDB, overwrite=overwrite))
-    assert {path.name: path.read_bytes() for path in (folder / "out").glob("*.*")} == before
-    assert not (folder / "out.1").exists()
+    assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "a-b", None]
 
 
 @pytest.mark.parametrize("call", ["log", "finish"])
@@ -85,13 +72,6 @@ def test_missing_package_is_reported_before_training(verse, monkeypatch, module,
     assert os.listdir("out") == [LOCK]
 
 
-def test_unrequested_packages_are_not_imported(verse, monkeypatch):
-    for module in ("wandb", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, module, None)  # importing it would fail
-    train.main(tiny.flags(max_iters=1))
-    assert tiny.log_events()[-1]["step"] == 1
-
-
 def scalars(folder):
     """Returns {name: [(step, value)]} as TensorBoard reads them."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -104,16 +84,7 @@ def scalars(folder):
     return found
 
 
-def test_tensorboard_receives_the_numbers_of_the_log(verse, folder):
-    train.main(tiny.flags(tensorboard=True))
-    (started,) = (folder / "out" / "tensorboard").iterdir()
-    found = scalars(started)
-    for event in tiny.log_events()[1:]:  # the first has the settings
-        for name, value in numbers(event).items():
-            assert dict(found[name])[event["step"]] == pytest.approx(value, rel=1e-6)
-
-
-def test_tensorboard_shows_repeated_steps_once(verse, folder):
+def test_tensorboard_receives_the_numbers_of_the_log_and_repeated_steps_once(verse, folder):
     train.main(tiny.flags(tensorboard=True, max_iters=3))
     checkpoint = (folder / "out" / "last.pt").read_bytes()
     train.main(tiny.flags(tensorboard=True, init_from="resume"))
@@ -123,3 +94,6 @@ def test_tensorboard_shows_repeated_steps_once(verse, folder):
     found = scalars(started)
     assert [step for step, _ in found["train/loss"]] == list(range(6))
     assert [step for step, _ in found["val/loss"]] == [0, 3, 6]
+    for event in tiny.log_events()[1:]:  # the first has the settings
+        if event["split"] == "val":
+            assert dict(found["val/loss"])[event["step"]] == pytest.approx(event["loss"], rel=1e-6)
