@@ -1,6 +1,7 @@
 """Runs in processes of their own that are killed: they resume and end bit-identical."""
 
 import os
+import random
 import signal
 import sys
 from collections import Counter
@@ -60,6 +61,13 @@ def assert_ends(child, status):
     assert child.exitcode == status, output()[-2000:]
 
 
+def assert_ends_like_an_uninterrupted_run(flags, settings):
+    assert_ends(start(flags), 0)
+    train.main(tiny.flags(out_dir="out-whole", **settings))
+    assert tiny.differences("out", "out-whole") == []
+    assert sorted(os.listdir("out")) == [files.LOCK, "ckpt.pt", "last.pt", "log.jsonl"]
+
+
 def test_run_killed_around_renames_ends_like_an_uninterrupted_one(verse):
     flags = tiny.flags(init_from="auto", **SETTINGS)
     for fatal in (
@@ -67,7 +75,19 @@ def test_run_killed_around_renames_ends_like_an_uninterrupted_one(verse):
         *(("after rename", number) for number in (1, 3)),
     ):
         assert_ends(start(flags, fatal), -signal.SIGKILL)
-    assert_ends(start(flags), 0)
-    train.main(tiny.flags(out_dir="out-whole", **SETTINGS))
-    assert tiny.differences("out", "out-whole") == []
-    assert sorted(os.listdir("out")) == [files.LOCK, "ckpt.pt", "last.pt", "log.jsonl"]
+    assert_ends_like_an_uninterrupted_run(flags, SETTINGS)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_run_stopped_at_random_times_ends_like_an_uninterrupted_one(verse, number):
+    settings = SETTINGS | {"max_iters": 2000, "gradient_accumulation_steps": 2}
+    flags, generator = tiny.flags(init_from="auto", **settings), random.Random(int(number))
+    for _ in range(15):
+        child = start(flags)
+        child.join(generator.uniform(0.2, 2))
+        if child.is_alive():
+            os.kill(child.pid, number)
+        child.join(60)
+        assert child.exitcode in (0, -number, 128 + number), output()[-2000:]
+    assert_ends_like_an_uninterrupted_run(flags, settings)
