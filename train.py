@@ -233,7 +233,7 @@ def train(run):
     world, batches = learner.world, Batches(run.dataset.train, settings, learner.world)
     with (
         process.StopSignal(world.is_launched) as stop,
-        world.entered(recorded(run)) as tracking,
+        world.entered(recorded(run, stop)) as tracking,
         Saver(run, tracking) as saver,
     ):
         while True:

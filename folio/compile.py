@@ -71,7 +71,10 @@ def step_accelerator(machine):
                 compiled = torch.compile(step)
                 compiled(*arguments)  # runs the compiler
                 fast = compiled
-        return capture_cuda_graph(fast, *arguments) if on_cuda else fast
+        if on_cuda:
+            with continue_on_failure("CUDA graph capture"):
+                return capture_cuda_graph(fast, *arguments)
+        return fast
 
     return accelerate
 

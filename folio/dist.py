@@ -160,6 +160,8 @@ def _launched(device):
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
     if kind == "cuda":
         count = torch.cuda.device_count()
+        if device != "cuda":
+            raise UserError(f"--device={device} with torchrun: use cuda, one GPU per process")
         if local >= count:
             raise UserError(f"this machine has fewer GPUs: use --nproc_per_node={count}")
         device = f"cuda:{local}"

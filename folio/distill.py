@@ -5,6 +5,7 @@ generalizes better if it also learns the mean prediction of other models of that
 and Tastet 2023, "Baby Llama").
 """
 
+import os
 from dataclasses import replace
 
 import torch
@@ -68,6 +69,8 @@ def load_teachers(settings, config, tokenizer):
         return []
     if settings.parallel == "fsdp":
         raise UserError("parallel=fsdp does not support teachers: use --parallel=ddp")
+    if os.path.realpath(settings.out_dir) in map(os.path.realpath, folders):
+        raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
     return [_load_teacher(folder, config, tokenizer) for folder in folders]
 
 

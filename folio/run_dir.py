@@ -6,6 +6,7 @@ one JSON object per line, an event of the run.
 """
 
 import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -44,9 +45,18 @@ class RunDir:
         return self._load(self.best, optimizers=False)
 
     def load_newest(self, required=True):
-        """Returns the newest checkpoint, or None if there is none and it is not required."""
+        """Returns the newest checkpoint, or None if there is none and it is not required.
+
+        Without ckpt.pt, the best state is unknown; the next evaluation writes it.
+        """
         path = self.last if is_file(self.last) else self.best
-        return self._load(path) if required or is_file(path) else None
+        if not (required or is_file(path)):
+            return None
+        newest = self._load(path)
+        if not is_file(self.best):
+            newest.progress.evaluated = newest.progress.best_step = -1
+            newest.progress.best_val_loss = math.inf
+        return newest
 
     def _load(self, path, optimizers=True):
         if not is_file(path):
@@ -82,16 +92,21 @@ class RunDir:
 
     def append(self, event):
         """Appends an event to log.jsonl. Returns the UserError if writing fails, else None."""
+        size = self.log_size() or 0
         try:
             with open(self.log, "ab") as file:
                 file.write(json.dumps(event).encode() + b"\n")
         except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.log, size)  # removes an incomplete line
             return os_error("write", self.log, error)
         return None
 
     def log_size(self):
         """Returns the bytes in log.jsonl, or None if it is missing."""
-        return self.log.stat().st_size if self.log.exists() else None
+        with suppress(OSError):
+            return self.log.stat().st_size
+        return None
 
     def evaluations(self):
         """Returns (step, training loss, validation loss) of each evaluation in log.jsonl, in order.
@@ -110,8 +125,10 @@ class RunDir:
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.
 
-        Raises UserError if writing fails.
+        Raises UserError if writing fails. If only last.pt cannot be written, it stays older, and a
+        resumed run repeats the steps since then.
         """
         checkpoints.save(self.best if best else self.last, checkpoint)
         if best:
-            replace_by_link(self.best, self.last)
+            with suppress(UserError):
+                replace_by_link(self.best, self.last)

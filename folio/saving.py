@@ -111,6 +111,8 @@ class Saver:
             return future and future.result()
         except UserError as error:
             return str(error)
+        finally:
+            del future  # its traceback refers to this function and to the copy of the state
 
 
 def host_copy(tree, is_main=True):

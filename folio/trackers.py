@@ -26,7 +26,9 @@ class Trackers:
         for name, kind in TRACKERS.items():
             try:
                 if getattr(settings, name) and is_main():
-                    self.running.append(kind(settings, run_settings, resumed))
+                    continues = resumed and resumed.settings.get(name)  # else it starts anew
+                    before = resumed if continues else None
+                    self.running.append(kind(settings, run_settings, before))
             except Exception as error:
                 self.close()
                 advice = f"; run pip install {name.split('_')[0]}, or set {name}=False"

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shlex
+import shutil
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from tqdm import tqdm
 
 from folio.memory import memory_bytes, peak_memory_gib, state_bytes
-from folio.process import STARTED, is_main, print_error
+from folio.process import SIGPIPE, STARTED, is_main, print_error
 from folio.settings import changed, names_in
 from folio.trackers import Trackers
 
@@ -26,16 +27,17 @@ class Tracking:
     (changed settings).
     """
 
-    def __init__(self, run):
-        """`run` is a train.Run."""
-        self.run = run
+    def __init__(self, run, stop):
+        """`run` is a train.Run. `stop` is a StopSignal, set when the reader of the output exits."""
+        self.run, self.stop = run, stop
         self.elapsed_before = run.progress.elapsed_s
         self.first_step, self.log_failed = run.progress.step, False
         self.seconds, self.steps = 0.0, 0  # of training since the last report
         self.settings, self.run_dir = run.settings, run.run_dir
         self.machine = run.learner.machine
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
-        self.on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
+        self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
         self.bar = tqdm(
             total=self.settings.max_iters,
             initial=self.first_step,
@@ -152,19 +154,19 @@ class Tracking:
             print_error(message)
 
     def _print(self, function, *args, **kwargs):
-        """Calls a function that prints. On a full disk, only the line is lost."""
+        """Calls a function that prints. If output fails, only the line is lost."""
         try:
             function(*args, **kwargs)
-        except BrokenPipeError:  # the reader of the output has exited, which ends the run
-            raise
-        except OSError:
+        except BrokenPipeError:  # Ctrl-C ends a reader such as tee, too
+            self.stop.request(SIGPIPE)
+        except OSError:  # a full disk
             pass
 
 
 @contextmanager
-def recorded(run):
+def recorded(run, stop):
     """Yields the Tracking of a run, whose folder rank 0 has locked and prepared."""
-    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run) as tracking:
+    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
         tracking.begin(run.run_dir.begin(run.settings, run.resumed) if is_main() else None)
         yield tracking
 
@@ -188,7 +190,7 @@ def print_start(settings, dataset, learner):
     machine, world, resolved = learner.machine, learner.world, ("device", "dtype", "compile")
     pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
     peak, source = machine.peak
-    size = state_bytes(learner.model, settings, world.size)
+    size = state_bytes(learner.model, settings, world.size) / 2**20
     available = memory_bytes(machine.device)
     known = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
@@ -199,7 +201,7 @@ def print_start(settings, dataset, learner):
         f"model: {learner.model.num_params():,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        f"memory: {size / 2**30:.3g} GiB{known} for weights, gradients and moments",
+        f"memory: {size:,.1f} MiB{known} for weights, gradients and moments",
         sep="\n",
         flush=True,
     )

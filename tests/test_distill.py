@@ -77,6 +77,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
         ({"dataset": "other"}, "vocab_size="),
         ({"dataset": "same-size"}, "tokenizer"),
         ({"parallel": "fsdp"}, "parallel=fsdp"),
+        ({"out_dir": "./out-teacher"}, "out_dir"),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ import train
 from folio import tracking
 from folio.errors import UserError
 from folio.files import LOCK
-from folio.process import Interrupted
+from folio.process import SIGPIPE, Interrupted
 from train import Learner
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]
@@ -164,16 +164,21 @@ def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
     assert "stopped at step 2, saved in out/last.pt; to continue" in str(stop)
 
 
-def test_run_ends_if_the_reader_of_its_output_exits_and_can_be_resumed(verse):
+@pytest.mark.parametrize("number", [None, signal.SIGINT])  # Ctrl-C ends a reader, too
+def test_run_stops_and_is_saved_if_the_reader_of_its_output_exits(verse, number):
     def write(text, **_):
         if text.startswith("iter 4"):
+            if number:
+                os.kill(os.getpid(), number)
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     train.main(tiny.flags(out_dir="out-whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracking.tqdm, "write", write)
-        with pytest.raises(BrokenPipeError):
+        with pytest.raises(Interrupted, match="stopped at step 5, saved in out/last.pt") as caught:
             train.main(tiny.flags())
+    assert caught.value.number == (number or SIGPIPE)
+    assert tiny.saved("last.pt")["iter_num"] == 5
     train.main(tiny.flags(init_from="resume"))
     assert tiny.differences("out", "out-whole") == []
 

@@ -18,6 +18,7 @@ from folio import tracking
 from folio.checkpoint import Progress
 from folio.device import choose_machine
 from folio.dist import ALONE
+from folio.process import NEVER
 from folio.run_dir import RunDir
 from model import GPT, GPTConfig
 
@@ -34,7 +35,7 @@ def test_console_has_the_settings_and_lines_in_nanogpts_format(verse, capsys):
     assert data == "dataset: verse, 1,458 training and 162 validation tokens, vocabulary 24"
     assert re.fullmatch(r"model: 3,\d{3} parameters; 6 steps of 32 tokens", model)
     assert machine.startswith("machine: cpu (")
-    assert re.fullmatch(r"memory: [\d.e-]+ GiB of [\d,]+ GiB for .* moments", memory)
+    assert re.fullmatch(r"memory: [\d.,]+ MiB of [\d,]+ GiB for .* moments", memory)
     steps = re.findall(r"^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}", out, re.M)
     iters = re.findall(r"^iter (\d+): loss \d+\.\d{4}, time \d+\.\d\dms, mfu [\d.]+%", out, re.M)
     assert steps == ["0", "3", "6"]
@@ -88,7 +89,7 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     peak = run.learner.machine.peak[0]  # measured with the real clock
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
-    with tracking.Tracking(run) as tracker:
+    with tracking.Tracking(run, NEVER) as tracker:
         with tracker.paused():
             clock.now += 1000  # the first evaluation
         for step in range(3):
@@ -108,7 +109,7 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
 
 def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with tracking.Tracking(run) as tracker:
+    with tracking.Tracking(run, NEVER) as tracker:
         monkeypatch.setattr(tracking.tqdm, "write", Mock(side_effect=error))
         tracker.say("line")
 
@@ -147,7 +148,7 @@ def test_progress_bar_replaces_step_lines_on_a_terminal(verse):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_peak_memory_of_a_gpu_is_reported(verse, capsys):
     train.main(tiny.flags(device="cuda"))
-    assert re.search(r"^peak memory: [\d.]+ GiB$", capsys.readouterr().out, re.M)
+    assert re.search(r"^peak memory: [\d.,]+ GiB$", capsys.readouterr().out, re.M)
     assert all(0 < event["peak_memory_gib"] < 1 for event in tiny.log_events())
 
 
