@@ -140,6 +140,10 @@ def find_corpus(name, settings):
     if settings.input is not None and settings.input.startswith("hf:"):
         return hub_sources(settings.input, settings.subset, settings.split, key, limit)
     if settings.input is not None:
+        folder = dataset_folder(name)
+        is_inside = folder.resolve().is_relative_to(Path(settings.input).resolve())
+        if is_inside and os.path.isdir(settings.input):
+            raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
         return find_sources(settings.input, key)
     if name in ON_THE_HUB:
         return hub_sources(*ON_THE_HUB[name], settings.split, key, limit)

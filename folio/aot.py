@@ -34,7 +34,7 @@ OPTIONS = {
 }
 LEAST = 2  # positions that attention covers; torch.export takes a size of 1 for a constant
 KEPT = 4  # compiled files; each is as large as the model
-HINT = "compiling the model for later runs with --compile; Ctrl-C skips this"
+HINT = "compiling the model for later runs with --compile; Ctrl-C stops this"
 BATCH_HINT = "on a CPU, --compile needs --stream, or one prompt with --num_samples=1"
 
 

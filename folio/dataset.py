@@ -158,6 +158,8 @@ def _reading(path):
         )
     try:
         yield path
+    except UserError:  # such as a missing package
+        raise
     except OSError as error:
         raise os_error("read", path, error) from error
     except Exception as error:

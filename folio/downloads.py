@@ -32,7 +32,7 @@ ON_THE_HUB = {  # dataset: (address, subset)
         "sample/10BT",
     ),
 }
-SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 PACKAGES = "huggingface_hub pyarrow"
 FILE_BYTES = 6  # per token; no format needs more
 SHOWN = 20  # names in a message at most
@@ -166,7 +166,7 @@ def data_files(paths, address, subset, split):
         )
     inside = [path for path in tables if path.is_relative_to(subset or "")]
     words = {path: set(re.split(r"[\W_]+", str(path.relative_to(subset or "")))) for path in inside}
-    known = {split for split in SPLITS if any(split in found for found in words.values())}
+    known = {split for split in SPLIT_WORDS if any(split in found for found in words.values())}
     chosen = [path for path in inside if split in words[path] or (split == "train" and not known)]
     if not chosen or (subset is None and len({path.parent for path in chosen}) > 1):
         folders = sorted({str(path.parent) for path in tables})

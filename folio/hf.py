@@ -118,7 +118,7 @@ def _read_tensors(folder):
     if is_file(folder / WEIGHTS):
         files = [WEIGHTS]
     elif is_file(folder / INDEX):
-        files = set(_read_json(folder / INDEX)["weight_map"].values())
+        files = set(dict(_read_json(folder / INDEX).get("weight_map", {})).values())
     else:
         raise UserError(
             f"{folder} has no {WEIGHTS}; if it has other weights that you trust (pickled ones "

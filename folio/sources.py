@@ -127,6 +127,8 @@ def _text(source):
 def _rows(source):
     """Yields a Chunk for each row of a table."""
     number = 0
+    if not source.size:  # an error in pyarrow
+        return
     for batch in _batches(source):
         for text in batch.column(source.text_key).to_pylist():
             number += 1
@@ -175,7 +177,7 @@ def find_sources(name, text_key):
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-        paths = [path for path in paths[0].rglob("*") if not _is_hidden(path.relative_to(name))]
+        paths = _files_in(name)
     elif glob.has_magic(name) and not os.path.exists(name):
         paths = [Path(path) for path in glob.glob(name, recursive=True)]
     files = sorted(path for path in paths if not os.path.isdir(path))
@@ -187,5 +189,12 @@ def find_sources(name, text_key):
     return [Source(file, text_key) for file in files]
 
 
-def _is_hidden(path):
-    return any(part.startswith(".") for part in path.parts)
+def _files_in(folder):
+    """Yields the paths of all files in a folder that are not hidden."""
+
+    def fail(error):
+        raise os_error("read", error.filename, error) from error
+
+    for at, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(at, name) for name in names if not name.startswith("."))

@@ -49,7 +49,7 @@ def run(verse):
         ("bert", "init_from=bert"),
         ("out/nothing.pt", "init_from=out/nothing.pt"),
         ("../model", "init_from=../model"),
-        ("out", "--init_from=out/ckpt.pt"),
+        ("out", "use out/ckpt.pt"),
         ("gpt2", "gpt2/config.json"),  # a folder comes before the hub
         ("data/verse/train.bin", "train.bin is damaged"),
     ],

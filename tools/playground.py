@@ -18,6 +18,7 @@ from folio.fields import setting
 from folio.settings import load, parse_arguments
 
 USER = "folio"
+LOCAL = ("127.0.0.1", "localhost")  # only this machine can reach them
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class PlaygroundConfig:
     def __post_init__(self):
         if self.password == "":
             raise UserError("the password is empty")
+        if self.host not in LOCAL and self.password is None:
+            raise UserError(f"--host={self.host} lets others use the page: add --password=PASSWORD")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -44,19 +45,22 @@ def read(folder):
         raise UserError(f"there is no log {path}; available runs: {available}")
     run = Run(str(Path(folder)))  # without a slash at the end
     for line in path.read_bytes().splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # it is incomplete, such as the last line while a process writes it
-        match event["split"]:
-            case "start":
-                run.settings, run.parameters = event["settings"], event["parameters"]
-            case "resume":
-                run.settings |= {name: new for name, (_, new) in event["changed"].items()}
-            case "train" | "val" as split:
-                getattr(run, split).append(event)
-                run.seconds = event["elapsed_s"]
+        # skips a line that is incomplete, because a process is writing it, or of another program
+        with suppress(ValueError, KeyError, TypeError):
+            add_event(run, json.loads(line))
     return run
+
+
+def add_event(run, event):
+    """Adds an event of a log to a Run."""
+    match event["split"]:
+        case "start":
+            run.settings, run.parameters = event["settings"], event["parameters"]
+        case "resume":
+            run.settings |= {name: new for name, (_, new) in event["changed"].items()}
+        case "train" | "val" as split:
+            run.seconds = event["elapsed_s"]
+            getattr(run, split).append(event)
 
 
 def inside(folder):

@@ -70,7 +70,7 @@ from tools.table import aligned, compared
 from tools.workers import RUN_SETTINGS, last_line, rung_steps, train_all
 from train import TrainConfig
 
-LIMIT = 200  # values of a range; without --trials, combinations are fewer
+LIMIT = 200  # most values of a range, and combinations without --trials
 SEED = 1337  # of the random choice, which is the same when a sweep continues
 SPACINGS = {"uniform": np.linspace, "log": np.geomspace}  # of the values of a range
 

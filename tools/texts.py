@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from folio.completion import Completion, load_trained, stop_texts
+from folio.errors import UserError
 from folio.generate import context_start, scoring_starts, stride_of
 from folio.initial import load_initial
 from folio.run_dir import RunDir
@@ -13,6 +14,7 @@ from sample import continued
 from tools.attention import label_of
 
 ALTERNATIVES = 10
+MOST_CHARACTERS = 20_000  # of a text to score; a page with more becomes slow
 SECONDS = 0.2  # between two updates of a text that is generated
 
 
@@ -108,6 +110,8 @@ def extended(text, completion, settings, status):
 
 def score(trained, string):
     """Returns a text with the probabilities of its tokens."""
+    if len(string) > MOST_CHARACTERS:
+        raise UserError(f"the text has {len(string):,} characters: use sample.py --score=FILE")
     scored = score_text(trained, string)
     pieces = list(map(trained.tokenizer.decoder(), scored.ids))
     starts = [0, *scoring_starts(trained.model, len(scored.ids))]
