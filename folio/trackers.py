@@ -26,7 +26,7 @@ class Trackers:
         for name, kind in TRACKERS.items():
             try:
                 if getattr(settings, name) and is_main():
-                    continues = resumed and resumed.settings.get(name)  # else it starts anew
+                    continues = resumed and resumed.settings.get(name)
                     before = resumed if continues else None
                     self.running.append(kind(settings, run_settings, before))
             except Exception as error:
