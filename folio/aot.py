@@ -79,10 +79,16 @@ def stored_path(trained):
 
 
 def cache_folder():
-    """Returns the folder of compiled files, which is created if it does not exist."""
+    """Returns the folder of compiled files, which is created if it does not exist.
+
+    Raises UserError if another user could have written a file, which would be executed.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = (folder if folder.is_absolute() else Path.home() / ".cache") / "folio"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # files of others would be executed
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = folder.stat()
+    if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
+        raise UserError(f"other users own or can write to {folder}: change its owner and mode")
     return folder
 
 

@@ -57,6 +57,8 @@ def read_pretrained(folder):
     folder = Path(folder)
     config, is_gpt2 = _read_config(folder / CONFIG)
     tensors = _read_tensors(folder)
+    if config.n_layer > len(tensors):  # building such a model could take forever
+        raise UserError(f"{folder / CONFIG} says {config.n_layer:,} layers, more than its weights")
     if is_gpt2:
         weights = _from_gpt2(tensors, config)
     else:

@@ -10,6 +10,7 @@ import torch
 import sample
 from folio import aot
 from folio.completion import load_trained
+from folio.errors import UserError
 from folio.generate import KVCache, decode_one
 from folio.initial import load_initial
 from folio.tokenizers import CharTokenizer
@@ -62,6 +63,9 @@ def test_the_folder_is_the_users_and_nobody_else_can_write_to_it(folder, monkeyp
     path = aot.cache_folder()
     assert path == folder / ".cache" / "folio"
     assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o777)
+    with pytest.raises(UserError, match="other users"):
+        aot.cache_folder()
 
 
 @pytest.mark.slow

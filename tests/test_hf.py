@@ -150,6 +150,7 @@ def test_names_in_older_files_are_known(change):
         ({"n_positions": "8"}, "str"),
         ({"n_head": 3}, "n_head=3"),
         ({"model_type": "folio", **asdict(GPTConfig()), "position": "absolute"}, "absolute"),
+        ({"n_layer": 10**12}, "1,000,000,000,000 layers"),
     ],
 )
 def test_config_of_another_model_is_refused(changes, words):
