@@ -190,7 +190,8 @@ def build_model(checkpoint):
 def load_weights(model, checkpoint):
     """Makes a model use a checkpoint's weights, without a copy if dtype and device allow.
 
-    A sharded model takes this process's share. Raises UserError if the names or shapes differ.
+    A sharded model takes this process's share. Raises UserError if the names or shapes differ, or
+    if a weight is not finite.
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
     for name in parameters | weights:
@@ -199,3 +200,6 @@ def load_weights(model, checkpoint):
             raise UserError(f"{checkpoint.path}: the weights do not fit the model: {name!r}")
     for name, parameter in parameters.items():
         assign(parameter, weights[name])
+    for weight in weights.values():
+        if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+            raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")

@@ -139,6 +139,13 @@ def test_weights_of_another_model_are_refused(value):
         build_model(load(path))
 
 
+def test_weights_that_are_not_finite_are_refused():
+    weights = make_model().state_dict()
+    weights["transformer.wpe.weight"][0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"ckpt.pt.* not finite"):
+        build_model(load(rewrite(model=weights)))
+
+
 def test_state_of_other_optimizers_is_refused():
     checkpoint = checkpoint_of(*trained("muon"), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* adamw and muon"):
