@@ -9,18 +9,18 @@
     python prepare.py --dataset=fineweb_edu --max_tokens=1000000000
 
 Files of any size are read in constant memory: text, and by suffix .jsonl, .csv (both may be .gz or
-.zst) and .parquet. A dataset is replaced when the new one is complete. folio/corpus.py defines the
-validation split, folio/dataset.py the format.
+.zst) and .parquet. A dataset is replaced when the new one is complete. folio/data/corpus.py
+defines the validation split, folio/data/dataset.py the format.
 """
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from folio import process
-from folio.errors import UserError, nearest
-from folio.fields import setting
-from folio.settings import load, parse_arguments
+from folio.cli import process
+from folio.cli.errors import UserError, nearest
+from folio.cli.fields import setting
+from folio.cli.settings import load, parse_arguments
 
 KNOWN = {  # name: tokenizer
     "shakespeare_char": "char",
@@ -90,13 +90,13 @@ class PrepareConfig:
 if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
-from folio.corpus import Corpus, Extent
-from folio.dataset import dataset_folder, load_dataset
-from folio.dataset_writer import dataset_writer
-from folio.downloads import ON_THE_HUB, hub_sources, python_docs, shakespeare
-from folio.encoding import encode_corpus
-from folio.sources import find_sources
-from folio.tokenizers import BPE_SIZE, TOKENIZERS, BPETokenizer
+from folio.data.corpus import Corpus, Extent
+from folio.data.dataset import dataset_folder, load_dataset
+from folio.data.downloads import ON_THE_HUB, hub_sources, python_docs, shakespeare
+from folio.data.encoding import encode_corpus
+from folio.data.sources import find_sources
+from folio.data.tokenizer import BPE_SIZE, TOKENIZERS, BPETokenizer
+from folio.data.writer import dataset_writer
 
 
 def main(argv=None):
@@ -178,8 +178,7 @@ def existing_tokenizer(kind):
     """Returns a tokenizer of one of KINDS, or from a path."""
     if kind in KINDS:
         return TOKENIZERS[kind]()
-    from folio.completion import checkpoint_tokenizer  # these two import torch, which is slow
-    from folio.initial import load_initial
+    from folio.pretrained.load import checkpoint_tokenizer, load_initial  # import torch: slow
 
     return checkpoint_tokenizer(load_initial(kind))
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Literal
 
-from folio import process
-from folio.errors import UserError
-from folio.fields import setting
-from folio.settings import load, parse_arguments
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.cli.fields import setting
+from folio.cli.settings import load, parse_arguments
 
 EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
@@ -85,8 +85,12 @@ if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     process.start(parse_arguments, SampleConfig)  # --help must not wait for torch
 
-from folio.aot import compiled_step
-from folio.completion import (
+from folio.checkpoint.run_dir import RunDir
+from folio.cli.files import read_text
+from folio.hardware.device import resolve_device
+from folio.hardware.memory import explained_out_of_memory
+from folio.inference.compiled import compiled_step
+from folio.inference.completion import (
     Completion,
     complete,
     load_trained,
@@ -94,13 +98,9 @@ from folio.completion import (
     read_prompt,
     stop_texts,
 )
-from folio.device import resolve_device
-from folio.files import read_text
-from folio.initial import load_best
-from folio.memory import explained_out_of_memory
-from folio.run_dir import RunDir
-from folio.sampling import Controls
-from folio.scoring import score_text
+from folio.inference.sampling import Controls
+from folio.inference.scoring import score_text
+from folio.pretrained.load import load_best
 
 SEPARATOR = "---------------"
 
@@ -151,7 +151,7 @@ def completions_of(prompts, settings, tokenizer):
 
 
 def continued(trained, settings, batch):
-    """Continues a batch of texts; see folio.completion.complete."""
+    """Continues a batch of texts; see folio.inference.completion.complete."""
     controls = Controls(**{field.name: getattr(settings, field.name) for field in fields(Controls)})
     count, stream = settings.max_new_tokens, settings.stream or settings.interactive
     return complete(trained, batch, controls, count, settings.context_stride, stream)

@@ -15,10 +15,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from folio import process
-from folio.errors import UserError
-from folio.fields import setting
-from folio.settings import load, parse_arguments
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.cli.fields import setting
+from folio.cli.settings import load, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -120,31 +120,55 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from folio import checkpoint as checkpoints
-from folio.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts, to_device
-from folio.budget import fit_to_minutes
-from folio.checkpoint import Checkpoint, Progress
-from folio.compile import compile_model
-from folio.completion import sample_text
-from folio.dataset import Dataset, load_dataset
-from folio.device import choose_machine, kind_of, read_later, resolve_device, uses_cuda_graphs
-from folio.dist import ALONE, joined
-from folio.distill import Distillation, load_teachers
-from folio.initial import crop, load_start
-from folio.kernels import use_fast_kernels
-from folio.memory import (
+from folio.checkpoint import format as checkpoints
+from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.run_dir import RunDir
+from folio.checkpoint.saving import Saver
+from folio.data.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts, to_device
+from folio.data.dataset import Dataset, load_dataset
+from folio.distributed.sharding import (
+    assign,
+    average_gradients,
+    gathered,
+    replicate,
+    shard,
+    unsharded,
+)
+from folio.distributed.world import ALONE, joined
+from folio.hardware.compile import compile_model
+from folio.hardware.device import (
+    choose_machine,
+    kind_of,
+    read_later,
+    resolve_device,
+    uses_cuda_graphs,
+)
+from folio.hardware.kernels import use_fast_kernels
+from folio.hardware.memory import (
     check_memory,
     explained_out_of_memory,
     keep_freed_memory,
     memory_advice,
     recompute_activations,
 )
-from folio.optim import DivergenceMonitor, learning_rate_at, make_optimizers, restore_optimizers
-from folio.plan import check_parallel, plan_model
-from folio.run_dir import RunDir
-from folio.saving import Saver
-from folio.sharding import assign, average_gradients, gathered, replicate, shard, unsharded
-from folio.tracking import evaluation_line, print_end, print_finished, print_start, recorded
+from folio.inference.completion import sample_text
+from folio.pretrained.load import crop, load_start
+from folio.training.budget import fit_to_minutes
+from folio.training.distillation import Distillation, load_teachers
+from folio.training.optimizers import (
+    DivergenceMonitor,
+    learning_rate_at,
+    make_optimizers,
+    restore_optimizers,
+)
+from folio.training.setup import check_parallel, plan_model
+from folio.training.tracking import (
+    evaluation_line,
+    print_end,
+    print_finished,
+    print_start,
+    recorded,
+)
 from model import GPT
 
 

@@ -4,12 +4,12 @@
 #     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME
 #     python train.py config/own_text.py --dataset=NAME --out_dir=out-NAME --minutes=5
 #
-# config/shakespeare_char_fast.py explains the techniques. RESULTS.md has the texts on which the
-# formulas were chosen, and others on which they were tested.
+# config/shakespeare_char_fast.py explains the techniques. docs/results.md has the texts on which
+# the formulas were chosen, and others on which they were tested.
 
 from math import log10
 
-from folio.dataset import dataset_size
+from folio.data.dataset import dataset_size
 
 minutes = minutes or 2  # the default, if there is no --minutes
 

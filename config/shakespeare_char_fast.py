@@ -2,7 +2,7 @@
 # Prepare the data first: python prepare.py
 #
 # Numbers are reductions of the validation loss at equal steps on a CPU. Seeds differ by 0.01, so
-# smaller differences are not significant (RESULTS.md).
+# smaller differences are not significant (docs/results.md).
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"

@@ -14,11 +14,11 @@ import torch
 from fake_hub import Hub
 from hypothesis import settings
 
-from folio import dataset
-from folio.completion import TrainedModel
-from folio.dataset import DatasetSize, load_dataset
-from folio.device import choose_machine
-from folio.tokenizers import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
+from folio.data import dataset
+from folio.data.dataset import DatasetSize, load_dataset
+from folio.data.tokenizer import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
+from folio.hardware.device import choose_machine
+from folio.inference.completion import TrainedModel
 
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None, max_examples=30)

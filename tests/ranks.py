@@ -11,8 +11,8 @@ import tiny
 import torch
 
 import train
-from folio import process
-from folio.dist import joined
+from folio.cli import process
+from folio.distributed.world import joined
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ranks", "torch._dynamo"])

@@ -13,7 +13,7 @@ import torch
 from ranks import CONTEXT
 
 import train
-from folio import files, process
+from folio.cli import files, process
 
 SETTINGS = {"max_iters": 60, "eval_interval": 20, "checkpoint_interval": 5, "dropout": 0.2}
 

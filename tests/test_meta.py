@@ -13,13 +13,13 @@ import tiny
 import torch
 
 import train
-from folio.batches import Batches, Split, to_device
-from folio.checkpoint import Progress
-from folio.device import Machine, choose_machine
-from folio.generate import generate
-from folio.plan import model_config
-from folio.run_dir import RunDir
-from folio.sampling import Controls
+from folio.checkpoint.format import Progress
+from folio.checkpoint.run_dir import RunDir
+from folio.data.batches import Batches, Split, to_device
+from folio.hardware.device import Machine, choose_machine
+from folio.inference.generate import generate
+from folio.inference.sampling import Controls
+from folio.training.setup import model_config
 from model import GPT
 
 META = Machine("meta", "float32", False, "")

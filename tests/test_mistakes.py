@@ -17,7 +17,7 @@ import torch
 import prepare
 import sample
 import train
-from folio import process
+from folio.cli import process
 
 MAINS = {"prepare.py": prepare.main, "train.py": train.main, "sample.py": sample.main}
 NOTES = ("run/ckpt.pt: step ", "machine: ")  # lines of sample.py before the error

@@ -11,9 +11,9 @@ import pytest
 import tiny
 
 import train
-from folio import downloads
-from folio.dataset import load_dataset
-from folio.errors import UserError
+from folio.cli.errors import UserError
+from folio.data import downloads
+from folio.data.dataset import load_dataset
 from prepare import main
 
 BOM = b"\xef\xbb\xbf"

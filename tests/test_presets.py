@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from folio.optim import learning_rate_at
-from folio.plan import model_config
-from folio.settings import load
-from folio.tokenizers import CharTokenizer, GPT2Tokenizer
+from folio.cli.settings import load
+from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
+from folio.training.optimizers import learning_rate_at
+from folio.training.setup import model_config
 from model import GPT
 from train import TrainConfig
 

@@ -12,10 +12,10 @@ import torch
 from filelock import FileLock
 
 import train
-from folio import tracking
-from folio.errors import UserError
-from folio.files import LOCK
-from folio.process import SIGPIPE, Interrupted
+from folio.cli.errors import UserError
+from folio.cli.files import LOCK
+from folio.cli.process import SIGPIPE, Interrupted
+from folio.training import tracking
 from train import Learner
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]

@@ -15,9 +15,9 @@ import tiny
 import prepare
 import sample
 import train
-from folio.errors import UserError
-from folio.process import Interrupted
-from folio.tokenizers import from_dict
+from folio.cli.errors import UserError
+from folio.cli.process import Interrupted
+from folio.data.tokenizer import from_dict
 
 QUICK = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
 SEPARATOR = "---------------"

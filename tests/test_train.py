@@ -16,7 +16,10 @@ import torch.nn.functional as F
 
 import sample
 import train
-from folio.batches import (
+from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.run_dir import RunDir
+from folio.cli.errors import UserError
+from folio.data.batches import (
     Batches,
     Split,
     dropout_seed,
@@ -24,13 +27,10 @@ from folio.batches import (
     to_device,
     window_starts,
 )
-from folio.checkpoint import Checkpoint, Progress
-from folio.dataset import load_dataset
-from folio.device import choose_machine
-from folio.errors import UserError
-from folio.plan import model_config
-from folio.run_dir import RunDir
-from folio.tokenizers import GPT2Tokenizer
+from folio.data.dataset import load_dataset
+from folio.data.tokenizer import GPT2Tokenizer
+from folio.hardware.device import choose_machine
+from folio.training.setup import model_config
 from model import GPTConfig
 
 CPU = choose_machine("cpu", "float32", False)

@@ -9,14 +9,14 @@ import torch
 
 import prepare
 import train
-from folio import checkpoint as checkpoints
-from folio.corpus import Corpus
-from folio.dataset_writer import dataset_writer
-from folio.encoding import encode_corpus
-from folio.optim import make_optimizers
-from folio.settings import load
-from folio.sources import Chunk, Source
-from folio.tokenizers import TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.checkpoint import format as checkpoints
+from folio.cli.settings import load
+from folio.data.corpus import Corpus
+from folio.data.encoding import encode_corpus
+from folio.data.sources import Chunk, Source
+from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.data.writer import dataset_writer
+from folio.training.optimizers import make_optimizers
 from model import GPT, GPTConfig
 
 VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"

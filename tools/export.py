@@ -2,15 +2,16 @@
 
     python -m tools.export --out_dir=out-shakespeare-char --to=shakespeare-hf
 
-The folder has the best checkpoint of the run, and its tokenizer. folio/hf.py describes the format.
+The folder has the best checkpoint of the run, and its tokenizer.
+folio/pretrained/huggingface.py describes the format.
 """
 
 from dataclasses import dataclass
 
-from folio import process
-from folio.errors import UserError
-from folio.fields import setting
-from folio.settings import load, parse_arguments
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.cli.fields import setting
+from folio.cli.settings import load, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class ExportConfig:
 if __name__ == "__main__":
     process.start(parse_arguments, ExportConfig)  # --help must not wait for torch
 
-from folio.completion import checkpoint_tokenizer
-from folio.hf import write_pretrained
-from folio.run_dir import RunDir
+from folio.checkpoint.run_dir import RunDir
+from folio.pretrained.huggingface import write_pretrained
+from folio.pretrained.load import checkpoint_tokenizer
 
 
 def main(argv=None):

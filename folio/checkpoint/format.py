@@ -1,0 +1,205 @@
+"""The format of a checkpoint file, folio's and nanoGPT's.
+
+nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
+format, muon, scaler, evaluated, best_step, elapsed_s, fitted_iters, tokenizer, data and log_bytes.
+`optimizer` is AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they
+have their default values, so that nanoGPT can read folio's checkpoints of such models.
+"""
+
+import dataclasses
+import math
+import pickle
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.files import replacing
+from folio.distributed.sharding import assign
+from folio.hardware.kernels import use_fast_kernels
+from folio.hardware.memory import is_out_of_memory
+from model import GPT, GPTConfig
+
+FORMAT = 1
+OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
+OPTIONAL = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
+NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
+PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
+MASK = ".attn.bias"  # the causal mask, which nanoGPT stored before PyTorch 2
+
+
+@dataclass
+class Progress:
+    """The progress of a training run."""
+
+    step: int = 0  # updates made
+    evaluated: int = -1  # step of the last recorded evaluation
+    best_step: int = -1  # step of the best evaluation
+    best_val_loss: float = math.inf  # nats per token
+    elapsed_s: float = 0.0  # wall time of all processes of the run
+    fitted_iters: int | None = None  # max_iters that fits into the time budget, if there is one
+
+    def record(self, val_loss):
+        """Adds the evaluation at this step. Returns whether it is the best."""
+        self.evaluated, is_best = self.step, val_loss < self.best_val_loss
+        if is_best:
+            self.best_step, self.best_val_loss = self.step, val_loss
+        return is_best
+
+    def is_due(self, interval):
+        """Whether an action with an interval in steps (None: never) is due."""
+        return bool(interval) and self.step % interval == 0
+
+    def needs_evaluation(self, settings):
+        due = self.is_due(settings.eval_interval) or self.step >= settings.max_iters
+        return due and self.evaluated < self.step
+
+    def is_finished(self, settings):
+        """Whether max_iters is reached and evaluated, or patience is exhausted."""
+        since_best = self.evaluated - self.best_step
+        if settings.patience and since_best >= settings.patience * settings.eval_interval:
+            return True
+        return min(self.step, self.evaluated) >= settings.max_iters
+
+
+@dataclass
+class Checkpoint:
+    """A training run at one step, as plain data and tensors."""
+
+    config: GPTConfig
+    weights: dict  # GPT.state_dict()
+    progress: Progress
+    settings: dict  # of the run
+    optimizers: dict = field(default_factory=dict)  # {name: its state_dict()}
+    scaler: dict | None = None  # loss scaler, for float16
+    tokenizer: dict | None = None  # tokenizer.to_dict(); None in nanoGPT's
+    data: dict | None = None  # Dataset.fingerprint; None in nanoGPT's
+    log_bytes: int | None = None  # length of log.jsonl when this was saved
+    path: Path | None = None  # of the file it was read from
+
+    @property
+    def summary(self):
+        """The path and, after an evaluation, the step and the best loss."""
+        step, loss = self.progress.step, self.progress.best_val_loss
+        best = f": step {step}, best val loss {loss:.4f}" if math.isfinite(loss) else ""
+        return f"{self.path}{best}"
+
+
+# Writing
+
+
+def save(path, checkpoint):
+    """Writes a checkpoint atomically. Raises UserError if writing fails."""
+    plain = {
+        "format": FORMAT,
+        "model": checkpoint.weights,
+        **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
+        "model_args": _model_args(checkpoint.config),
+        "iter_num": checkpoint.progress.step,
+        "config": checkpoint.settings,
+        **{name: getattr(checkpoint, name) for name in OPTIONAL},
+    }
+    plain |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
+    with replacing(path) as [file]:
+        try:
+            torch.save(plain, file.name)  # an error of a file object would abort the process
+        except RuntimeError as error:  # torch does not say why
+            cause = cause_of(error)
+            raise UserError(f"cannot write {path}; is the disk full? ({cause})") from error
+
+
+def _model_args(config):
+    defaults = GPTConfig()
+    return {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name in NANOGPT_ARGS or value != getattr(defaults, name)
+    }
+
+
+# Reading
+
+
+def load(path, optimizers=True):
+    """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
+
+    With optimizers=False, weights are mapped from the file instead of read, and the optimizer
+    state, two thirds of the file, is left out. Raises FileNotFoundError, or UserError if the file
+    is damaged, not a checkpoint, or from a later version.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
+            if (wrong := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
+        plain = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
+        checkpoint = _from_plain(plain, Path(path))
+    except (FileNotFoundError, UserError):
+        raise
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    except Exception as error:  # the content may be anything
+        if is_out_of_memory(error):
+            raise
+        reason = cause_of(error)
+        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute it
+            reason = "it contains more than plain data and tensors; nothing was executed"
+        raise UserError(f"{path} is damaged or not a checkpoint of a GPT ({reason})") from error
+    if not optimizers:
+        checkpoint.optimizers = {}
+    return checkpoint
+
+
+def _from_plain(plain, path):
+    """Returns the Checkpoint in the content of a file, folio's or nanoGPT's."""
+    if plain.get("format", FORMAT) > FORMAT:
+        raise UserError(f"{path} is from a later version of folio (format {plain['format']})")
+    step = int(plain["iter_num"])
+    evaluated = int(plain.get("evaluated", step))  # nanoGPT saves after an evaluation
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in plain["model"].items()}
+    return Checkpoint(
+        config=GPTConfig(**plain["model_args"]),
+        weights={name: tensor for name, tensor in weights.items() if not name.endswith(MASK)},
+        progress=Progress(
+            step=step,
+            evaluated=evaluated,
+            best_step=int(plain.get("best_step", evaluated)),
+            best_val_loss=float(plain["best_val_loss"]),  # a tensor in nanoGPT's
+            elapsed_s=float(plain.get("elapsed_s", 0.0)),
+            fitted_iters=int(plain.get("fitted_iters") or 0) or None,
+        ),
+        settings=dict(plain["config"]),
+        optimizers={name: plain[key] for name, key in OPTIMIZER_KEYS.items() if plain.get(key)},
+        path=path,
+        **{name: plain.get(name) for name in OPTIONAL},
+    )
+
+
+# Use
+
+
+def build_model(checkpoint):
+    """Returns the checkpoint's GPT on the CPU, which shares its weights. See load_weights."""
+    model = GPT.uninitialized(checkpoint.config)
+    use_fast_kernels(model)
+    load_weights(model, checkpoint)
+    return model
+
+
+def load_weights(model, checkpoint):
+    """Makes a model use a checkpoint's weights, without a copy if dtype and device allow.
+
+    A sharded model takes this process's share. Raises UserError if the names or shapes differ, or
+    if a weight is not finite.
+    """
+    parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
+    for name in parameters | weights:
+        expected, found = (getattr(each.get(name), "shape", None) for each in (parameters, weights))
+        if expected != found:
+            raise UserError(f"{checkpoint.path}: the weights do not fit the model: {name!r}")
+    for name, parameter in parameters.items():
+        assign(parameter, weights[name])
+    for weight in weights.values():
+        if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
+            raise UserError(f"{checkpoint.path} has weights that are not finite: the run diverged")

@@ -1,0 +1,134 @@
+"""The output folder of a run: ckpt.pt, last.pt and log.jsonl.
+
+ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
+one), which sample.py loads. last.pt is the newest state, from which a run resumes. log.jsonl has
+one JSON object per line, an event of the run.
+"""
+
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from folio.checkpoint import format as checkpoints
+from folio.cli.errors import UserError, nearest, os_error
+from folio.cli.files import is_file, locked, move_aside, replace_by_link
+
+BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
+
+
+class RunDir:
+    """The output folder of a run. One process at a time may write to it, inside `locked()`.
+
+    With torchrun, this is rank 0.
+    """
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
+
+    @staticmethod
+    def find(parent="."):
+        """Returns the folders in `parent` that contain a run, sorted."""
+        paths = Path(parent).glob("*/*")
+        return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
+
+    def exists(self):
+        """Whether the folder contains a checkpoint."""
+        return is_file(self.last) or is_file(self.best)
+
+    # Reading
+
+    def load_best(self):
+        """Returns the best checkpoint, without optimizer state."""
+        return self._load(self.best, optimizers=False)
+
+    def load_newest(self, required=True):
+        """Returns the newest checkpoint, or None if there is none and it is not required.
+
+        Without ckpt.pt, the best state is unknown; the next evaluation writes it.
+        """
+        path = self.last if is_file(self.last) else self.best
+        if not (required or is_file(path)):
+            return None
+        newest = self._load(path)
+        if not is_file(self.best):
+            newest.progress.evaluated = newest.progress.best_step = -1
+            newest.progress.best_val_loss = math.inf
+        return newest
+
+    def _load(self, path, optimizers=True):
+        if not is_file(path):
+            runs = {str(folder) for folder in self.find()} - {str(self.folder)}
+            hint = f"; available: {', '.join(sorted(runs))}"
+            if not runs:
+                hint = "; train a model first: python train.py config/shakespeare_char.py"
+            raise UserError(f"there is no checkpoint {path}{nearest(str(self.folder), runs, hint)}")
+        return checkpoints.load(path, optimizers)
+
+    # Writing
+
+    def locked(self):
+        """Returns a context in which no other process can write to the folder."""
+        return locked(self.folder)
+
+    def begin(self, settings, resumed=None):
+        """Prepares the folder for a run that starts or resumes.
+
+        Returns the folder to which an earlier run was moved, or None.
+        """
+        try:
+            if resumed:
+                if is_file(self.log) and resumed.log_bytes is not None:
+                    os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
+                return None
+            if settings.overwrite:
+                for path in (self.best, self.last, self.log):
+                    path.unlink(missing_ok=True)
+            return move_aside(self.folder, (BEST, LAST, LOG))
+        except OSError as error:
+            raise os_error("write to", self.folder, error) from error
+
+    def append(self, event):
+        """Appends an event to log.jsonl. Returns the UserError if writing fails, else None."""
+        size = self.log_size() or 0
+        try:
+            with open(self.log, "ab") as file:
+                file.write(json.dumps(event).encode() + b"\n")
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(self.log, size)  # removes an incomplete line
+            return os_error("write", self.log, error)
+        return None
+
+    def log_size(self):
+        """Returns the bytes in log.jsonl, or None if it is missing."""
+        with suppress(OSError):
+            return self.log.stat().st_size
+        return None
+
+    def evaluations(self):
+        """Returns (step, training loss, validation loss) of each evaluation in log.jsonl, in order.
+
+        Skips a line that a full disk has cut.
+        """
+        found = []
+        with suppress(OSError):
+            for line in self.log.read_bytes().splitlines():
+                with suppress(ValueError):
+                    event = json.loads(line)
+                    if event["split"] == "val":
+                        found.append((event["step"], event["train_loss"], event["loss"]))
+        return found
+
+    def save(self, checkpoint, best):
+        """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.
+
+        Raises UserError if writing fails. If only last.pt cannot be written, it stays older, and a
+        resumed run repeats the steps since then.
+        """
+        checkpoints.save(self.best if best else self.last, checkpoint)
+        if best:
+            with suppress(UserError):
+                replace_by_link(self.best, self.last)

@@ -1,0 +1,148 @@
+"""Atomic writes, a lock for one writer per folder, and reading UTF-8 text.
+
+Standard library and filelock only, so that `--help` does not wait for torch.
+"""
+
+import os
+import shutil
+import stat
+import sys
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from folio.cli.errors import UserError, os_error
+
+LOCK = ".lock"  # file in a folder that is being written
+
+
+@contextmanager
+def replacing(*paths):
+    """Yields a list of binary files that replace `paths` when the context ends.
+
+    Each is written to PATH.tmp, synced to disk and renamed. If anything fails before the renames,
+    every path keeps its old content. Raises UserError if the files cannot be written.
+    """
+    paths = [Path(path) for path in paths]
+    try:
+        with ExitStack() as stack:
+            files = []
+            for path in map(temporary_path, paths):
+                path.unlink(missing_ok=True)  # left by a process that was killed
+                stack.callback(path.unlink, missing_ok=True)
+                files.append(stack.enter_context(open(path, "wb")))
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+            for file, path in zip(files, paths, strict=True):
+                os.replace(file.name, path)
+            for folder in {path.parent for path in paths}:
+                sync_folder(folder)
+    except OSError as error:
+        raise os_error("write", " and ".join(map(str, paths)), error) from error
+
+
+def replace_by_link(source, path):
+    """Atomically makes `path` a hard link to `source`, or a copy if links are not possible.
+
+    Raises UserError if the file cannot be written; `path` then keeps its old content.
+    """
+    temporary = temporary_path(path)
+    with suppress(OSError):  # the file system has no hard links
+        temporary.unlink(missing_ok=True)
+        os.link(source, temporary)
+        os.replace(temporary, path)
+        temporary.unlink(missing_ok=True)  # rename() does nothing to two links to one file
+        sync_folder(path.parent)
+        return
+    with replacing(path) as [target], open(source, "rb") as file:
+        shutil.copyfileobj(file, target)
+
+
+def move_aside(folder, names):
+    """Moves the named files of `folder` to a new folder beside it, FOLDER.1 or the next number.
+
+    Returns the new folder, or None if there are no such files. Raises OSError if moving fails.
+    """
+    place = Path(folder).resolve()
+    found = [name for name in names if (place / name).exists()]
+    if not found:
+        return None
+    paths = (Path(f"{place}.{number}") for number in count(1))
+    aside = next(path for path in paths if not path.exists())
+    aside.mkdir()
+    for name in found:
+        (place / name).rename(aside / name)
+    return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
+
+
+def temporary_path(path):
+    """Returns the path that `replacing` and `replace_by_link` write before they rename it."""
+    return path.with_name(path.name + ".tmp")
+
+
+def sync_folder(folder):
+    """Makes renames in a folder durable, where the system can sync a folder."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def is_file(path):
+    """Whether a file exists. Raises UserError if it is no regular file, or cannot be accessed."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    if not stat.S_ISREG(mode):  # reading a pipe would block
+        raise UserError(f"{path} is not a regular file")
+    return True
+
+
+@contextmanager
+def locked(folder):
+    """Creates a folder if it does not exist, and holds its lock.
+
+    Raises UserError if another process holds the lock, or if the folder cannot be written.
+    """
+    from filelock import FileLock, Timeout  # imported here because it is too slow for --help
+
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"another process is writing to {folder}: wait for it, or choose another folder"
+        ) from None
+    except OSError as error:
+        raise os_error("write to", folder, error) from error
+    with lock:
+        yield
+
+
+# Text
+
+
+def read_text(name):
+    """Returns the text of a UTF-8 file, or of standard input if `name` is "-".
+
+    Line endings are kept; a byte order mark is dropped.
+    """
+    source = "standard input" if name == "-" else name
+    if not source:
+        raise UserError("the name of the file to read is empty")
+    try:
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return raw.decode().removeprefix("\ufeff")
+    except OSError as error:
+        raise os_error("read", source, error) from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not UTF-8 text, convert it: {error}") from error

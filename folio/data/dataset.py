@@ -1,0 +1,186 @@
+"""The format of a dataset folder: data/NAME/{train.bin, val.bin, meta.json}.
+
+The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
+ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids
+(default: uint16), token counts, byte counts and CRC-32 of each split, the source of the text, and a
+CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character table, or neither file if
+they hold GPT-2 tokens.
+"""
+
+import io
+import json
+import pickle
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.files import is_file
+from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
+
+FORMAT = 1
+SPLITS = ("train", "val")
+DATA = Path("data")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+CHECKED_TOKENS = 2**25  # of a split at most, whenever it is loaded
+READ_TOKENS = 2**22  # that are read at once
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A prepared dataset.
+
+    train, val: (N,) uint16 or uint32 ids, memory-mapped; after batches.to_device, a Split each.
+    fingerprint: CRC-32 of each split's bytes. For nanoGPT's splits of more than CHECKED_TOKENS, it
+        is that of so many tokens and of the number of all as decimal digits.
+    """
+
+    name: str
+    train: Any
+    val: Any
+    tokenizer: Any
+    fingerprint: dict
+
+    @cached_property
+    def byte_lengths(self):
+        """Tokenizer.byte_lengths(); None if the tokenizer's files are missing."""
+        try:
+            return self.tokenizer.byte_lengths()
+        except UserError:
+            return None
+
+    def check_length(self, block_size):
+        """Raises UserError if a split is too short for the context length."""
+        for split in SPLITS:
+            count = len(getattr(self, split))
+            if count <= block_size:
+                raise UserError(
+                    f"{split}.bin of {self.name} has {count:,} tokens, fewer than the "
+                    f"{block_size + 1:,} of block_size + 1; use more text or a smaller --block_size"
+                )
+
+
+class DatasetSize(NamedTuple):
+    """The size of a prepared dataset."""
+
+    train_tokens: int
+    val_tokens: int
+    vocab_size: int
+
+
+def dataset_folder(name):
+    """Returns data/NAME. Raises UserError if `name` is not a plain folder name."""
+    if not name or name in (".", "..") or set(name) & set('/\\:*?"<>|\0'):
+        raise UserError(f"the name of a dataset must be a plain folder name, not {name!r}")
+    return DATA / name
+
+
+def meta_checksum(meta):
+    """Returns the CRC-32 of everything in a meta.json except its own checksum."""
+    rest = {key: value for key, value in meta.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def load_dataset(name, verify=False):
+    """Returns the Dataset in data/NAME, folio's or nanoGPT's.
+
+    Raises UserError if a file is missing, damaged or does not match the others. Of a split with
+    more than CHECKED_TOKENS, only so many and the size are checked.
+
+    Args:
+        verify: check all tokens.
+    """
+    folder = dataset_folder(name)
+    meta, tokenizer = _read_meta(folder)
+    splits, fingerprint = {}, {}
+    for split in SPLITS:
+        with _reading(folder / f"{split}.bin") as path:
+            # a plain view, because every slice of an np.memmap calls Python code
+            ids = np.asarray(np.memmap(path, DTYPES[meta.get("dtype", "uint16")], mode="r"))
+            count = len(ids) if verify else min(len(ids), CHECKED_TOKENS)
+            crc = _check_ids(ids[:count], tokenizer.vocab_size)
+            if count < len(ids):
+                crc = zlib.crc32(b"%d" % len(ids), crc)
+            if meta:
+                is_wrong = count == len(ids) and crc != meta[split]["crc32"]
+                if is_wrong or len(ids) != meta[split]["tokens"]:
+                    raise ValueError("it does not match meta.json")
+                crc = meta[split]["crc32"]
+        splits[split], fingerprint[split] = ids, crc
+    return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
+
+
+def dataset_size(name):
+    """Returns the DatasetSize of data/NAME. Raises UserError as load_dataset does."""
+    data = load_dataset(name)
+    return DatasetSize(len(data.train), len(data.val), data.tokenizer.vocab_size)
+
+
+def load_tokenizer(name):
+    """Returns the tokenizer of data/NAME: from meta.json, nanoGPT's meta.pkl, or else GPT-2's."""
+    return _read_meta(dataset_folder(name))[1]
+
+
+def _read_meta(folder):
+    """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
+    if is_file(folder / "meta.json"):
+        with _reading(folder / "meta.json") as path:
+            meta = json.loads(path.read_bytes())
+            if meta["format"] > FORMAT:
+                raise ValueError(f"it is from a later version of folio (format {meta['format']})")
+            if meta["crc32"] != meta_checksum(meta):
+                raise ValueError("its checksum is wrong")
+            return meta, from_dict(meta["tokenizer"])
+    if is_file(folder / "meta.pkl"):
+        with _reading(folder / "meta.pkl") as path:
+            table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+            characters = [table["itos"][i] for i in range(table["vocab_size"])]
+            if any(len(character) != 1 for character in characters):
+                raise ValueError("it has tokens that are not single characters")
+            return {}, CharTokenizer("".join(characters))
+    return {}, GPT2Tokenizer()
+
+
+@contextmanager
+def _reading(path):
+    """Yields `path`. Turns errors in the file, which may contain anything, into UserErrors."""
+    if not is_file(path):  # a pipe is an error, too, because reading it would block
+        name = path.parent.name
+        raise UserError(
+            f"{path} is missing; prepare it with python prepare.py --dataset={name} (and "
+            "--input=FILE_OR_FOLDER for your own text), or start with a preset: python prepare.py "
+            "&& python train.py config/shakespeare_char_fast.py"
+        )
+    try:
+        yield path
+    except UserError:  # such as a missing package
+        raise
+    except OSError as error:
+        raise os_error("read", path, error) from error
+    except Exception as error:
+        raise UserError(
+            f"{path} cannot be used ({cause_of(error)}); prepare the dataset again"
+        ) from error
+
+
+def _check_ids(ids, vocab_size):
+    """Returns the CRC-32 of ids. Raises ValueError for ids that are not in the vocabulary."""
+    crc = 0
+    for start in range(0, len(ids), READ_TOKENS):
+        block = ids[start : start + READ_TOKENS]
+        crc = zlib.crc32(block, crc)
+        if (largest := block.max()) >= vocab_size:
+            raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
+    return crc
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers; refuses everything that could execute code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")

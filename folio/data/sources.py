@@ -1,0 +1,200 @@
+"""The files of a corpus: what a user names, and how the text of each is read in constant memory.
+
+A file of text is one document. A table (JSON lines, CSV or Parquet) has one per row.
+"""
+
+import glob
+import hashlib
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.files import is_file
+from folio.data import bpe
+
+TABLES = (
+    ".parquet",
+    *(kind + compression for kind in (".jsonl", ".csv") for compression in ("", ".gz", ".zst")),
+)
+CHUNK = 2**19  # characters of a text that are read at once; larger arrays are slower to write
+LONGEST = 2**21  # characters after which a text is cut even if that changes its tokens
+BLOCK = 2**25  # bytes of JSON lines or CSV that are read at once; a longer row is an error
+ROWS = 1000  # of a Parquet table that are read at once
+
+
+class Chunk(NamedTuple):
+    """A part of a document. `ends`: whether the document ends after it."""
+
+    text: str
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of documents.
+
+    text_key: the column of a table that contains the text.
+    label: its name in messages; None: the path.
+    """
+
+    path: Path
+    text_key: str = "text"
+    label: str | None = None
+
+    @property
+    def name(self):
+        return self.label or str(self.path)
+
+    @property
+    def suffix(self):
+        """The one of TABLES, or "" for a text."""
+        return next((s for s in TABLES if str(self.path).lower().endswith(s)), "")
+
+    @property
+    def size(self):
+        """Bytes of the file."""
+        return os.stat(self.path).st_size
+
+    def local_path(self):
+        """Returns the path of the file."""
+        return self.path
+
+    def sha256(self):
+        """Returns the hash of the file's bytes."""
+        with open(self.local_path(), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def read(self):
+        """Yields the Chunks of the file. The last of each document ends it.
+
+        Raises UserError for content that is not text.
+        """
+        with _reading(self.name):
+            yield from _rows(self) if self.suffix else _text(self)
+
+
+@contextmanager
+def _reading(name):
+    """Turns errors in a file, which may contain anything, into UserErrors."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except OSError as error:
+        raise os_error("read", name, error) from error
+    except ImportError as error:
+        raise UserError(f"{name} needs a package: pip install pyarrow") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8 text: it contains byte 0x{error.object[error.start]:02x}; "
+            "convert it to UTF-8, or leave it out"
+        ) from error
+    except Exception as error:  # pyarrow has many types of errors
+        raise UserError(
+            f"{name} cannot be read ({cause_of(error)}); --text_key names the column with the "
+            f"text, and a row of JSON lines or CSV has at most {BLOCK / 1e6:.0f} MB"
+        ) from error
+
+
+# Text
+
+
+def _text(source):
+    """Yields the Chunks of a UTF-8 file. Line endings are kept; a byte order mark is dropped.
+
+    It is cut where that does not change the tokens of any tokenizer, or after LONGEST characters.
+    """
+    rest, new = "", None
+    with open(source.local_path(), encoding="utf-8-sig", newline="") as file:
+        while new != "":
+            new = file.read(CHUNK)
+            if "\0" in new:
+                raise UserError(f"{source.name} is not UTF-8 text: it contains null bytes")
+            text = rest + new
+            cut = bpe.last_cut(text) if new else len(text)
+            if len(text) - cut > LONGEST:
+                cut = len(text)
+            text, rest = text[:cut], text[cut:]
+            yield Chunk(text, not new)
+
+
+# Tables
+
+
+def _rows(source):
+    """Yields a Chunk for each row of a table."""
+    number = 0
+    if not source.size:  # an error in pyarrow
+        return
+    for batch in _batches(source):
+        for text in batch.column(source.text_key).to_pylist():
+            number += 1
+            if not isinstance(text, str):
+                raise UserError(
+                    f"{source.name}, row {number:,} has {text!r:.20} in place of a text in column "
+                    f"{source.text_key!r}; choose another with --text_key, or leave the row out"
+                )
+            yield Chunk(text, True)
+
+
+def _batches(source):
+    """Yields batches of rows of a table. Columns other than the text may have any type."""
+    import pyarrow  # imported here because it is optional
+    from pyarrow import csv, json, parquet
+
+    path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
+    if source.suffix == ".parquet":
+        with parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(ROWS, columns=schema.names)
+        return
+    with pyarrow.input_stream(path) as stream:  # decompresses it
+        if source.suffix.startswith(".csv"):
+            yield from csv.open_csv(
+                stream,
+                csv.ReadOptions(block_size=BLOCK),
+                csv.ParseOptions(newlines_in_values=True),
+                csv.ConvertOptions(include_columns=schema.names, column_types=schema),
+            )
+        else:
+            yield from json.open_json(
+                stream,
+                json.ReadOptions(block_size=BLOCK),
+                json.ParseOptions(schema, unexpected_field_behavior="ignore"),
+            )
+
+
+# Finding files
+
+
+def find_sources(name, text_key):
+    """Returns the Sources of a file, of a folder or of a glob pattern, sorted by path.
+
+    Hidden files and links to folders in a folder are skipped. Any other file that is not UTF-8 text
+    or a table is an error when it is read. Raises UserError if there are no files.
+    """
+    paths = [Path(name)]
+    if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
+        paths = _files_in(name)
+    elif glob.has_magic(name) and not os.path.exists(name):
+        paths = [Path(path) for path in glob.glob(name, recursive=True)]
+    files = sorted(path for path in paths if not os.path.isdir(path))
+    if not files:
+        raise UserError(f"--input={name} finds no files; hidden files are skipped")
+    for file in files:
+        if not is_file(file):
+            raise UserError(f"{file} does not exist")
+    return [Source(file, text_key) for file in files]
+
+
+def _files_in(folder):
+    """Yields the paths of all files in a folder that are not hidden."""
+
+    def fail(error):
+        raise os_error("read", error.filename, error) from error
+
+    for at, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(at, name) for name in names if not name.startswith("."))

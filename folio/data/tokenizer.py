@@ -1,0 +1,240 @@
+"""Tokenizers: characters, UTF-8 bytes, GPT-2's byte-pair encoding, and one trained on a text.
+
+Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and in checkpoints.
+"""
+
+import codecs
+from functools import cached_property
+
+import numpy as np
+
+from folio.cli.errors import UserError, cause_of
+from folio.data import bpe
+
+CODE_POINTS = 0x110000  # in Unicode
+END_OF_TEXT = "<|endoftext|>"
+BLANK_LINE = "\n\n"
+BPE_SIZE = 2048  # default size of a trained vocabulary
+
+
+class Tokenizer:
+    """Base class of the tokenizers. Each has the methods of CharTokenizer and these attributes.
+
+    kind: its name in TOKENIZERS.
+    vocab_size: number of token ids.
+    padded_vocab_size: rows of a new model's embedding.
+    end: id of the end-of-text token, or None.
+    start: default prompt.
+    """
+
+    end = None
+    start = "\n"
+
+    @property
+    def padded_vocab_size(self):
+        return self.vocab_size
+
+    def fits(self, vocab_size):
+        """Whether a model's vocabulary size is the tokenizer's, exact or padded."""
+        return vocab_size in (self.vocab_size, self.padded_vocab_size)
+
+    @property
+    def name(self):
+        """The tokenizer as messages name it, such as "char with 65 tokens"."""
+        return f"{self.kind} with {self.vocab_size:,} tokens"
+
+    @property
+    def dtype(self):
+        """The type of ids: uint16 up to 65,536 ids, else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    def to_dict(self):
+        return {"kind": self.kind}
+
+    def decode(self, ids):
+        """Returns the text of a sequence of ids; invalid UTF-8 becomes U+FFFD."""
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
+
+    def decoder(self):
+        """Returns an incremental decoder: called with each id, then None, it returns new text.
+
+        A character that spans several tokens is returned with the last of them.
+        """
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda token: decode(b"", True) if token is None else decode(self.token_bytes(token))
+
+    def byte_lengths(self):
+        """Returns the bytes of each token, (padded_vocab_size,) int64; 0 for end and padding."""
+        lengths = np.zeros(self.padded_vocab_size, np.int64)
+        lengths[: self.vocab_size] = [len(self.token_bytes(i)) for i in range(self.vocab_size)]
+        if self.end is not None:
+            lengths[self.end] = 0
+        return lengths
+
+
+class CharTokenizer(Tokenizer):
+    """One token per character (Unicode code point)."""
+
+    kind = "char"
+
+    def __init__(self, characters):
+        """`characters` is a string, indexed by id."""
+        self.characters = characters
+        self.vocab_size = len(characters)
+        self._ids = np.full(CODE_POINTS, -1, np.int32)
+        self._ids[_code_points(characters)] = np.arange(self.vocab_size)
+        self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
+
+    @classmethod
+    def from_text(cls, texts):
+        """Returns the tokenizer of the characters in a text or several, ordered by code point."""
+        ascii_found, found = b"", np.zeros(CODE_POINTS, bool)
+        for text in [texts] if isinstance(texts, str) else texts:
+            if text.isascii():  # fast
+                ascii_found += bytes(set(text.encode().translate(None, ascii_found)))
+            else:
+                found[_code_points(text)] = True
+        found[[*ascii_found]] = True
+        return cls("".join(map(chr, np.flatnonzero(found))))
+
+    def to_dict(self):
+        return {"kind": self.kind, "characters": self.characters}
+
+    @property
+    def start(self):
+        return "\n" if "\n" in self.characters else self.characters[0]
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (length,). Raises UserError for unknown characters."""
+        raw = text.encode().translate(self._table) if text.isascii() else b"\xff"
+        if b"\xff" not in raw:  # fast
+            return np.frombuffer(raw, np.uint8).astype(self.dtype)
+        ids = self._ids[_code_points(text)]
+        if len(ids) and ids.min() < 0:
+            at = int(np.argmax(ids < 0))
+            raise UserError(
+                f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
+                f"{self.vocab_size} characters of the vocabulary"
+            )
+        return ids.astype(self.dtype)
+
+    def token_bytes(self, token):
+        """Returns the UTF-8 bytes of a token."""
+        return self.characters[token].encode(errors="surrogatepass")  # nanoGPT's may have some
+
+
+class ByteTokenizer(Tokenizer):
+    """One token per byte of UTF-8."""
+
+    kind = "byte"
+    vocab_size = 256
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (bytes,) uint16. Raises UserError for lone surrogates."""
+        return np.frombuffer(_utf8(text), np.uint8).astype(self.dtype)
+
+    def token_bytes(self, token):
+        """Returns the byte of a token."""
+        return bytes([token])
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's byte-pair encoding, from tiktoken, which downloads its two files on first use."""
+
+    kind = "gpt2"
+    vocab_size = 50257
+    padded_vocab_size = 50304  # as in nanoGPT; multiples of 64 are faster on GPUs
+
+    @cached_property
+    def _encoding(self):
+        import tiktoken  # imported here because the other tokenizers do not need it
+
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError) as error:  # no network, or a file with other content
+            raise UserError(
+                f"tiktoken cannot download GPT-2's vocabulary ({type(error).__name__}); connect to "
+                "the network once, or set TIKTOKEN_CACHE_DIR to a folder that contains its files"
+            ) from error
+
+    @property
+    def end(self):
+        return self._encoding.eot_token
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, uint16.
+
+        END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
+        """
+        special = {END_OF_TEXT} if allow_special else set()
+        options = {"allowed_special": special, "disallowed_special": ()}
+        try:
+            ids = self._encoding.encode_to_numpy(text, **options)
+        except ValueError as error:  # tiktoken fails on a million equal characters in a row
+            raise UserError(f"tiktoken cannot encode the text ({error})") from error
+        return ids.astype(self.dtype)
+
+    def token_bytes(self, token):
+        """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
+        return self._encoding.decode_single_token_bytes(token)
+
+
+class BPETokenizer(Tokenizer):
+    """A byte-level byte-pair encoding, such as one trained on a text; see folio.data.bpe."""
+
+    kind = "bpe"
+
+    def __init__(self, definition):
+        """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
+        self.definition = definition
+        self._encoder = bpe.encoder(definition)
+        try:
+            self._tokens, added = bpe.vocabulary(self._encoder)
+        except (KeyError, ValueError) as error:
+            raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
+        self.vocab_size, self.end = len(self._tokens), added.get(END_OF_TEXT)
+
+    @classmethod
+    def train(cls, documents, vocab_size=BPE_SIZE):
+        """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
+        return cls(bpe.train(documents, vocab_size, END_OF_TEXT))
+
+    def to_dict(self):
+        return {"kind": self.kind, "definition": self.definition}
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (N,); see GPT2Tokenizer. Raises UserError for surrogates."""
+        _utf8(text)
+        return np.array(bpe.encode(self._encoder, text, allow_special), self.dtype)
+
+    def token_bytes(self, token):
+        """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
+        return self._tokens[token]
+
+
+_CLASSES = (CharTokenizer, ByteTokenizer, BPETokenizer, GPT2Tokenizer)
+TOKENIZERS = {each.kind: each for each in _CLASSES}
+
+
+def from_dict(data):
+    """Returns the tokenizer that `to_dict` described. Raises UserError for invalid data."""
+    try:
+        parameters = dict(data)
+        return TOKENIZERS[parameters.pop("kind")](**parameters)
+    except (KeyError, TypeError, ValueError) as error:
+        known = ", ".join(TOKENIZERS)
+        raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
+
+
+def _utf8(text):
+    """Returns the bytes of `text`. Raises UserError for a lone surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise UserError(f"character {text[at]!r} at position {at} is not valid Unicode") from error
+
+
+def _code_points(text):
+    """Returns the code points of `text`, uint32; lone surrogates are allowed."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -1,0 +1,86 @@
+"""Writing a dataset folder from a stream of token ids, in constant memory."""
+
+import json
+import os
+import zlib
+from contextlib import contextmanager
+
+import numpy as np
+
+from folio.cli.errors import UserError
+from folio.cli.files import locked, replacing
+from folio.data.dataset import DTYPES, FORMAT, SPLITS, meta_checksum
+
+
+@contextmanager
+def dataset_writer(folder, tokenizer):
+    """Yields a DatasetWriter, and holds the lock of the folder.
+
+    The files are written beside those of an old dataset, which stays complete until they replace it
+    when the context ends. Raises UserError if the disk is full.
+    """
+    # meta.json is renamed first: without it, the others would be read as nanoGPT's.
+    paths = [folder / name for name in ("meta.json", *(f"{split}.bin" for split in SPLITS))]
+    with locked(folder), replacing(*paths) as files:
+        yield DatasetWriter(files, tokenizer)
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+        for path in paths[1:]:  # if renaming is interrupted, a mixture could be valid
+            path.unlink(missing_ok=True)
+
+
+class DatasetWriter:
+    """Writes token ids to the files of a dataset.
+
+    Args:
+        files: meta.json and one of each split, for writing bytes.
+    """
+
+    def __init__(self, files, tokenizer):
+        self.tokenizer, self.dtype = tokenizer, DTYPES[tokenizer.dtype.name]
+        self.meta_file, *split_files = files
+        self.files = dict(zip(SPLITS, split_files, strict=True))
+        self.splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
+
+    def append(self, split, ids, num_bytes):
+        """Appends ids to a split.
+
+        Args:
+            split: "train" or "val".
+            ids: (N,) array of any integer type.
+            num_bytes: UTF-8 bytes of the text that they encode, without separators.
+        """
+        ids, entry = np.ascontiguousarray(ids, self.dtype), self.splits[split]
+        self.files[split].write(ids)
+        entry["tokens"] += len(ids)
+        entry["bytes"] += num_bytes
+        entry["crc32"] = zlib.crc32(ids, entry["crc32"])
+
+    def finish(self, source, source_sha256):
+        """Writes meta.json. Returns its content.
+
+        Raises UserError if a split has fewer than 2 tokens.
+
+        Args:
+            source: description of the text.
+            source_sha256: its hash.
+        """
+        num_bytes = sum(entry["bytes"] for entry in self.splits.values())
+        for split, entry in self.splits.items():
+            if entry["tokens"] < 2:
+                raise UserError(
+                    f"{source} is too short to split: its {num_bytes} bytes leave "
+                    f"{entry['tokens']} tokens for {split}.bin, which needs at least 2"
+                )
+        meta = {
+            "format": FORMAT,
+            "tokenizer": self.tokenizer.to_dict(),
+            "vocab_size": self.tokenizer.vocab_size,
+            "dtype": self.tokenizer.dtype.name,
+            "source": source,
+            "source_sha256": source_sha256,
+        } | self.splits
+        meta["crc32"] = meta_checksum(meta)
+        self.meta_file.write(json.dumps(meta, indent=1).encode())
+        return meta

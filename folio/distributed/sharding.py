@@ -1,0 +1,119 @@
+"""Models, gradients and parameters that are distributed over the processes of a run.
+
+With DDP, each process has the whole model and a part of the batch. With FSDP, parameters, gradients
+and optimizer state are also divided: each process has some rows of every tensor.
+"""
+
+from contextlib import contextmanager
+from warnings import catch_warnings
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from folio.hardware.device import DTYPES, kind_of
+
+
+def replicate(forward, world):
+    """Returns a module or compiled module wrapped in DDP, which averages gradients.
+
+    Gradients are views of its buffers: set them to zero, not to None, which would allocate others.
+    Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+    """
+    if not world.is_launched:
+        return forward
+    with catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in 2.11
+        return DistributedDataParallel(
+            forward, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+
+def shard(model, world, dtype):
+    """Distributes a GPT on the meta device: each process has a part of every parameter.
+
+    Before a block computes, its parameters are gathered in `dtype`, which is then also that of the
+    residual stream and the norms. Gradients are averaged in float32 (Zhao et al. 2023, "PyTorch
+    FSDP"). The weights are uninitialized.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(kind_of(world.device), (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=world.device)
+    model.tie_and_fill_tables()
+    idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
+    mixed = torch.autocast(idx.device.type, DTYPES[dtype], enabled=dtype != "float32")
+    with torch.no_grad(), mixed:
+        model(idx, idx)  # FSDP initializes itself in the first call
+    model.reshard()
+
+
+@contextmanager
+def unsharded(model):
+    """A context for methods of a GPT other than forward(), in which blocks gather themselves."""
+    is_sharded = hasattr(model, "unshard")
+    if is_sharded:
+        model.unshard()  # the parameters outside of blocks
+    yield
+    if is_sharded:
+        model.reshard()
+
+
+def average_gradients(forward, enabled):
+    """Sets whether the next backward pass averages gradients, as only a step's last one should."""
+    if isinstance(forward, DistributedDataParallel):
+        forward.require_backward_grad_sync = enabled
+    elif hasattr(forward, "set_requires_gradient_sync"):  # sharded
+        forward.set_requires_gradient_sync(enabled)
+
+
+# Parameters
+
+
+def is_sharded(tensor):
+    """Whether a tensor is a DTensor, distributed over the processes."""
+    return hasattr(tensor, "placements")
+
+
+def local(tensor):
+    """Returns this process's share of a tensor, which is the tensor itself if it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def share_of(parameter, full):
+    """Returns this process's share of a full tensor, distributed like a parameter or moment.
+
+    It is `full` itself if the parameter is not sharded, or if `full` is distributed already.
+    """
+    if not is_sharded(parameter) or is_sharded(full):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    full = full.to(parameter.device)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def sharded_like(parameter, share):
+    """Returns the tensor, sharded like a parameter, of which this process has `share`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, size = parameter.device_mesh, parameter.placements, parameter.shape
+    stride = parameter.stride()
+    return DTensor.from_local(share, mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def gathered(tensor):
+    """Returns the full tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def assign(parameter, full):
+    """Sets a parameter to a full tensor, whose memory it then shares if that is possible."""
+    if is_sharded(parameter):
+        parameter.copy_(share_of(parameter, full))
+    else:
+        parameter.data = full.to(parameter).contiguous()

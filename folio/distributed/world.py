@@ -1,0 +1,169 @@
+"""The processes of a run: their ranks, and communication through torch.distributed.
+
+torchrun starts one process per device and describes it in the environment: RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All processes must call the collective functions in the
+same order.
+"""
+
+import os
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed
+
+from folio.cli.errors import RankError, UserError, cause_of
+from folio.cli.process import is_launched
+from folio.hardware.device import kind_of
+
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+LOST = (  # in messages that another process cannot be reached; the last two are NCCL's
+    "connection closed", "connection reset", "broken pipe", "timed out", "timeout",
+    "remote process exited", "communicator was aborted",
+)  # fmt: skip
+TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed at once
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run. This one has number `rank` and computes on `device`."""
+
+    rank: int = 0
+    size: int = 1
+    device: str | None = None
+    is_launched: bool = False  # by torchrun, possibly as the only process
+
+    @property
+    def is_main(self):
+        """Whether this process prints and writes files."""
+        return self.rank == 0
+
+    def sum(self, *numbers):
+        """Returns the sums of numbers or scalar tensors over all processes, float32 tensors.
+
+        Without torchrun, returns its arguments.
+        """
+        if not self.is_launched:
+            return numbers
+        zero = torch.zeros((), device=self.device)  # adding a number does not wait for the device
+        values = torch.stack([zero + number for number in numbers])
+        torch.distributed.all_reduce(values)
+        return values.unbind()
+
+    def all_gather(self, share):
+        """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
+        if not self.is_launched:
+            return share
+        shape = (self.size * len(share), *share.shape[1:])
+        result = torch.empty(shape, dtype=share.dtype, device=share.device)
+        torch.distributed.all_gather(list(result.chunk(self.size)), share)
+        return result
+
+    def gather(self, value):
+        """Returns the plain data that each process passes, in the order of the ranks."""
+        values = [value] * self.size
+        if self.is_launched:
+            torch.distributed.all_gather_object(values, value)
+        return values
+
+    def from_main(self, value):
+        """Returns the plain data that rank 0 passes."""
+        return self.gather(value)[0]
+
+    def together(self, function, *args):
+        """Returns function(*args). If it raises a UserError on any process, all raise one.
+
+        The function must not communicate.
+        """
+        result = message = None
+        try:
+            result = function(*args)
+        except UserError as error:
+            if self.size == 1:
+                raise
+            message = str(error)
+        messages = self.gather(message)
+        rank = next((rank for rank, text in enumerate(messages) if text), None)
+        if rank is None:
+            return result
+        raise UserError(f"rank {rank}: {messages[rank]}" if rank else messages[0])
+
+    @contextmanager
+    def entered(self, context):
+        """Enters a context if all processes can; see together()."""
+        with ExitStack() as stack:
+            yield self.together(stack.enter_context, context)
+
+    def check_same(self, values):
+        """Raises UserError unless all processes pass the same {name: plain data}."""
+        everywhere = self.gather(values)
+        for name, value in everywhere[0].items():
+            if any(each[name] != value for each in everywhere):
+                raise UserError(
+                    f"the {name} differs between processes: start all with the same command, and "
+                    "give all the same files in data/ and out_dir"
+                )
+
+
+ALONE = World()
+
+
+# Start and end
+
+
+@contextmanager
+def joined(device):
+    """A context with the World of this process, on the given device or its share of the GPUs.
+
+    Raises UserError if the processes cannot connect, RankError if one of them ends unexpectedly.
+    """
+    if not is_launched():
+        yield World(device=device)
+        return
+    world = _launched(device)
+    backend = BACKENDS[kind_of(device)]
+    try:
+        torch.distributed.init_process_group(
+            backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size
+        )
+    except (RuntimeError, ValueError) as error:  # torch has no type for all of them
+        raise RankError(
+            f"rank {world.rank} cannot connect to the other processes ({cause_of(error)}): start "
+            "all with torchrun, and check the address and port of --rdzv_endpoint"
+        ) from error
+    try:
+        yield world
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in LOST):
+            raise
+        raise RankError(
+            f"rank {world.rank}: another process of the run has ended or cannot be reached "
+            f"({cause_of(error)}); its message says why, unless it was killed. To continue, run "
+            "the same command with --init_from=resume"
+        ) from error
+    torch.distributed.destroy_process_group()
+
+
+def _launched(device):
+    """Returns the World that torchrun describes in the environment."""
+    rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        # torch 2.13's restarted processes can read the addresses of ended ones in this store.
+        raise UserError(
+            "torchrun's restarted processes can read old addresses; for --max-restarts, set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
+        )
+    kind = kind_of(device)
+    if kind not in BACKENDS:
+        raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if device != "cuda":
+            raise UserError(f"--device={device} with torchrun: use cuda, one GPU per process")
+        if local >= count:
+            raise UserError(f"this machine has fewer GPUs: use --nproc_per_node={count}")
+        device = f"cuda:{local}"
+        torch.cuda.set_device(local)
+    return World(rank, size, device, is_launched=True)

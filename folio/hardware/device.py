@@ -1,0 +1,181 @@
+"""Device, data type and peak speed of the machine, and what `auto` means for each setting."""
+
+import re
+import time
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from folio.cli.errors import UserError
+
+DTYPE_REASONS = {
+    "bfloat16": "supported by the hardware",
+    "float16": "with loss scaling; no bfloat16",
+    "float32": "no fast bfloat16",
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRODUCTS_OF_ONE_THREAD = 10**7  # per step: the fast preset's model on a CPU, with ten texts
+
+# Dense peak in TFLOP/s of 16-bit and of float32 matrix products (TF32 if the card has it), from
+# NVIDIA's data sheets; figures "with sparsity" are halved. The first matching pattern counts.
+GPU_PEAKS = (
+    (r"\bB200\b", 2250, 1125),
+    (r"\bH[12]00 NVL\b", 835, 417),
+    (r"\bH100 PCIe\b", 756, 378),
+    (r"\b(H100|H200|GH200)\b", 989, 494),
+    (r"\bA100\b", 312, 156),
+    (r"\bA40\b", 149.7, 74.8),
+    (r"\bA10\b", 125, 62.5),
+    (r"\bL40S\b", 362, 183),
+    (r"\bL4\b", 121, 60),
+    (r"\bV100-PCIE\b", 112, 14),
+    (r"\bV100\b", 125, 15.7),
+    (r"\bT4\b", 65, 8.1),
+    (r"\bRTX 4090$", 165.2, 82.6),
+    (r"\bRTX 3090$", 71, 35.6),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and how to compute on it. `summary` describes it in one line."""
+
+    device: str
+    dtype: str
+    compile: bool | str  # str: a mode of torch.compile
+    summary: str
+
+    @property
+    def peak(self):
+        """(FLOP/s, source) of matrix products in `dtype`, measured if the data sheet is unknown."""
+        name = torch.cuda.get_device_name(self.device) if kind_of(self.device) == "cuda" else ""
+        for pattern, half, single in GPU_PEAKS:
+            if re.search(pattern, name) and "MIG" not in name:  # MIG: a partition of the card
+                peak = single if self.dtype == "float32" else half
+                return peak * 1e12, f"data sheet, {name}"
+        return _measured_peak(self.device, DTYPES[self.dtype]), "measured with a matrix product"
+
+    def autocast(self):
+        """Returns a context in which matrix products run in `dtype`."""
+        if self.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(kind_of(self.device), dtype=DTYPES[self.dtype])
+
+    def synchronize(self):
+        """Waits until the device has finished all queued work."""
+        if kind_of(self.device) != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def choose_machine(device, dtype, compile):
+    """Returns the Machine for a resolved device and settings that may be "auto".
+
+    Allows TF32 for float32 products, where the device has it.
+    """
+    torch.set_float32_matmul_precision("high")
+    if kind_of(device) == "cuda":
+        torch.cuda.set_device(torch.device(device).index or 0)
+    kind, why_dtype, why_compile = kind_of(device), "as set", "as set"
+    if dtype == "auto":
+        dtype = resolve_dtype(dtype, device)
+        why_dtype = DTYPE_REASONS[dtype]
+    if compile == "auto":
+        # On two CPU cores, compiling took 10 to 60 s and made steps of small models between a tenth
+        # faster and a quarter slower.
+        compile, why_compile = kind == "cuda", f"default on {kind}"
+    elif uses_cuda_graphs(compile):
+        why_compile = compile
+    gpu = "" if resolve_device("auto") != "cpu" else "no GPU found; "
+    names = {"cpu": f"{gpu}threads: {torch.get_num_threads()}", "mps": "Apple GPU"}
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else names[kind]
+    summary = (
+        f"{device} ({name}), {dtype} ({why_dtype}), "
+        f"{'compiled' if compile else 'not compiled'} ({why_compile})"
+    )
+    return Machine(device, dtype, compile, summary)
+
+
+def uses_cuda_graphs(compile):
+    """Whether a value of the setting `compile` is a mode of torch.compile, with CUDA graphs."""
+    return isinstance(compile, str) and compile != "auto"
+
+
+@contextmanager
+def useful_threads(products):
+    """A context for a loop of steps of `products` multiplications each, on a CPU.
+
+    For small steps it uses one thread: more are not faster, and if another process uses the cores,
+    they wait for each other most of the time.
+    """
+    threads = torch.get_num_threads()
+    if products <= PRODUCTS_OF_ONE_THREAD:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def read_later(value):
+    """Returns a function that returns a scalar as a number, and waits for a GPU only up to it."""
+    if not getattr(value, "is_cuda", False):
+        return lambda: float(value)
+    copy = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return lambda: event.synchronize() or float(copy)
+
+
+def resolve_device(name):
+    """Returns an available device; "auto" becomes cuda, mps or cpu. Raises UserError otherwise."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
+    if name == "auto":
+        return "cuda" if count else "mps" if has_mps else "cpu"
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise UserError(f"device must be auto, cpu, cuda, cuda:N or mps, not {name!r}")
+    kind, _, number = name.partition(":")
+    if (kind == "cuda" and not count) or (kind == "mps" and not has_mps):
+        gpu = f"{kind.upper()} GPU"
+        raise UserError(f"device={name}, but this torch build finds no {gpu}; use --device=auto")
+    if kind == "cuda" and int(number or 0) >= count:
+        raise UserError(f"device={name}, but the GPUs are numbered 0 to {count - 1}")
+    return name
+
+
+def kind_of(device):
+    """Returns a device's type, "cuda" for "cuda:1", as torch.autocast expects it."""
+    return torch.device(device).type
+
+
+def resolve_dtype(name, device):
+    """Returns a dtype's name: "auto" is bfloat16 where the hardware has it.
+
+    Otherwise it is float16 on CUDA, which needs loss scaling, and float32 on other devices.
+    """
+    if name != "auto":
+        return name
+    kind = kind_of(device)
+    if kind == "cuda":
+        with torch.cuda.device(device):  # is_bf16_supported() asks the current device
+            has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if has_bfloat16 else "float16"
+    capabilities = torch.cpu.get_capabilities() if kind == "cpu" else {}
+    has_bfloat16 = any(capabilities.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
+    return "bfloat16" if has_bfloat16 else "float32"
+
+
+@cache
+def _measured_peak(device, dtype):
+    """Returns the FLOP/s of the fastest of a few square matrix products."""
+    size = 512 if kind_of(device) == "cpu" else 4096
+    a = torch.randn(size, size, device=device).to(dtype)
+    seconds = []
+    while len(seconds) < 10 and sum(seconds) < 0.5:  # 16-bit products can be very slow on a CPU
+        time.sleep(0.015)  # other processes may use the cores for a while
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the product
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)  # other work on the machine can only add time

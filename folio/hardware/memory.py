@@ -1,0 +1,181 @@
+"""Device memory: how much there is, whether a model fits, and what reduces its use."""
+
+import ctypes
+import os
+import sys
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from folio.cli.errors import RankError, UserError
+from folio.hardware.device import kind_of
+from model import GPT
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
+LOGIT_PARTS = 8  # of a micro-batch, with activation checkpointing
+
+
+# Available memory
+
+
+def memory_bytes(device):
+    """Returns the memory that a process may use on a device, or None if that is unknown."""
+    if kind_of(device) == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    import resource  # not on Windows
+
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *cgroup_limits()]
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]  # ulimit -v
+    return min(limits if address_space == resource.RLIM_INFINITY else [*limits, address_space])
+
+
+def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
+    """Returns the memory limits of this process's control groups and their parents, in bytes.
+
+    A line of `groups` is ID:CONTROLLERS:PATH; without controllers, it is about version 2. In a
+    container, the path may be that of the host, and the limit in the root.
+    """
+    limits = []
+    with suppress(OSError):  # not Linux
+        for line in Path(groups).read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            name = "memory.limit_in_bytes" if controllers else "memory.max"
+            group = Path(root, controllers, path.lstrip("/"))
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # no such file, or "max" for no limit
+                    limits.append(int((folder / name).read_text()))
+    return limits
+
+
+def peak_memory_gib(device):
+    """Returns the most memory that tensors have taken on a GPU, in GiB; None on other devices."""
+    if kind_of(device) != "cuda":
+        return None
+    return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+
+
+def keep_freed_memory():
+    """Makes glibc keep the memory that a training step frees, for the next step.
+
+    By default it returns large blocks to the system and requests them again, page by page. For
+    the small Shakespeare model, the 3,000 page faults take a third of the time of each step.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL(None)
+            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # bytes; the largest value
+            libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # also the largest value
+
+
+# Models that do not fit
+
+
+def state_bytes(model, settings, world_size=1):
+    """Returns the size of weights, gradients and moments in each of `world_size` processes.
+
+    AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
+    not counted, nor is what FSDP gathers.
+
+    Args:
+        model: a GPT, on any device.
+        settings: a TrainConfig.
+    """
+    values = weights = sum(p.numel() for p in model.parameters())
+    if not settings.eval_only:
+        values = 4 * weights
+        if settings.optimizer == "muon":
+            values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+    return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
+
+
+def check_memory(config, settings, world_size=1):
+    """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
+    models = (GPT.uninitialized(replace(config, n_layer=n), "meta") for n in (0, 1))  # in no time
+    outside, one = (state_bytes(model, settings, world_size) for model in models)
+    available = memory_bytes(settings.device)
+    needed = outside + config.n_layer * (one - outside)
+    if available and needed > available:
+        raise UserError(
+            f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
+            f"has {available / 2**30:,.1f} GiB: decrease --n_layer or --n_embd"
+        )
+
+
+def memory_advice(settings):
+    """Returns which settings reduce memory, if possible with the same tokens per step."""
+    size = settings.batch_size
+    factor = next((n for n in range(2, size + 1) if size % n == 0), None)
+    others = "decrease --block_size, --n_layer or --n_embd"
+    if not settings.activation_checkpointing:
+        others = f"use --activation_checkpointing=True; or {others}"
+    if not factor:
+        return others
+    return (
+        f"use --batch_size={size // factor} --gradient_accumulation_steps="
+        f"{settings.gradient_accumulation_steps * factor} for the same tokens per step, with "
+        f"--eval_iters={settings.eval_iters * factor} for the same evaluation; or {others}"
+    )
+
+
+@contextmanager
+def explained_out_of_memory(device, advice):
+    """Turns an out-of-memory error into a UserError with advice."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RankError(f"{device} is out of memory: {advice}") from error
+
+
+def is_out_of_memory(error):
+    """Whether an exception reports a lack of memory, for which torch has no single class."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    words = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+# Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")
+
+
+def recompute_activations(model):
+    """Makes a GPT save memory in training, in place.
+
+    Each block keeps only its input for the backward pass, which runs the block again. Losses and
+    gradients change by rounding only: the second run restores the generators' states, so that it
+    drops the same elements. FSDP must be applied afterwards, because it also replaces the class.
+    """
+    model.__class__ = RecomputedGPT
+    for block in model.transformer.h:  # a wrapper would change the names of the parameters
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+class RecomputedGPT(GPT):
+    """A GPT that computes the logits in parts, and again in the backward pass.
+
+    The logits of one part exist at a time. A compiled model computes all logits at once, because
+    the compiler fuses the loss and then needs less memory than for parts.
+    """
+
+    def forward(self, idx, targets, temperature=1.0):
+        if torch.compiler.is_compiling():
+            return super().forward(idx, targets, temperature)
+        hidden = (self.trunk(idx) / temperature).flatten(0, 1)
+        parts = zip(hidden.chunk(LOGIT_PARTS), targets.flatten().chunk(LOGIT_PARTS), strict=True)
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # it has no dropout
+        total = sum(checkpoint(self.summed_loss, *part, **options) for part in parts)
+        return total / (targets != -1).sum()
+
+    def summed_loss(self, hidden, targets):
+        """hidden: (N, C); targets: (N,). Returns the sum of the losses, a scalar."""
+        return F.cross_entropy(self.lm_head(hidden), targets, ignore_index=-1, reduction="sum")

@@ -1,0 +1,168 @@
+"""One step of generation, compiled ahead of time for a CPU (AOTInductor), in the user's cache.
+
+A compiled file contains the weights and code. So it is not stored next to a checkpoint, which can
+come from someone else. It continues one text; for more texts, steps with packed linear layers
+(folio/hardware/compile.py) are as fast.
+"""
+
+import hashlib
+import io
+import os
+import sys
+import time
+from contextlib import contextmanager, redirect_stderr
+from copy import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+
+from folio.checkpoint import format as checkpoints
+from folio.cli.errors import UserError
+from folio.cli.settings import ROOT
+from folio.hardware.compile import continue_on_failure
+from folio.hardware.device import DTYPES, kind_of, useful_threads
+from folio.inference.generate import KVCache, decode_one
+from folio.pretrained.load import load_initial
+
+OPTIONS = {
+    "freezing": True,
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "CPP",
+    "aot_inductor.precompile_headers": False,  # would take 6 s, for headers that are used once
+}
+LEAST = 2  # positions that attention covers; torch.export takes a size of 1 for a constant
+KEPT = 4  # compiled files; each is as large as the model
+HINT = "compiling the model for later runs with --compile; Ctrl-C stops this"
+BATCH_HINT = "on a CPU, --compile needs --stream, or one prompt with --num_samples=1"
+
+
+@contextmanager
+def compiled_step(trained, one_text):
+    """A context in which texts of a TrainedModel on a CPU are continued by a compiled step.
+
+    If there is none yet, it is compiled when the context ends, for later runs. `one_text`: whether
+    each batch has only one text; others are continued as usual. Raises UserError if the model is
+    not from a file.
+    """
+    on_cpu = kind_of(trained.machine.device) == "cpu"
+    if not (on_cpu and one_text):
+        if on_cpu:
+            print(BATCH_HINT, file=sys.stderr)
+        yield
+        return
+    path = stored_path(trained)
+    if path.exists():
+        with continue_on_failure("loading the compiled step"):
+            trained.decode = CompiledStep(path, trained.model.config)
+            print("using the step that an earlier run compiled", file=sys.stderr)
+    yield
+    if trained.decode is decode_one:
+        with continue_on_failure("compilation"):
+            compile_for_later(trained, path)
+
+
+def stored_path(trained):
+    """Returns the path of the compiled step of a TrainedModel, which may not exist yet."""
+    source, files = Path(trained.checkpoint.path), []
+    if not source.exists():
+        raise UserError(f"on a CPU, --compile needs a checkpoint file, not {source}")
+    for file in sorted(source.iterdir()) if source.is_dir() else [source]:
+        stat = file.stat()
+        files.append((str(file.resolve()), stat.st_size, stat.st_mtime_ns))
+    code = [ROOT / "model.py", *sorted((ROOT / "folio").rglob("*.py"))]
+    machine = [trained.machine.dtype, torch.get_num_threads(), torch.__version__]
+    machine += sorted(torch.cpu.get_capabilities().items())
+    parts = [files, machine, [file.read_bytes() for file in code]]
+    return cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"
+
+
+def cache_folder():
+    """Returns the folder of compiled files, which is created if it does not exist.
+
+    Raises UserError if another user could have written a file, which would be executed.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    folder = (folder if folder.is_absolute() else Path.home() / ".cache") / "folio"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = folder.stat()
+    if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
+        raise UserError(f"other users own or can write to {folder}: change its owner and mode")
+    return folder
+
+
+@torch.no_grad()
+def compile_for_later(trained, path):
+    """Compiles the step of a TrainedModel to a file."""
+    print(HINT, file=sys.stderr, flush=True)
+    start = time.monotonic()
+    checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
+    model = checkpoints.build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
+    with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        output = Path(folder, path.name)
+        with useful_threads(model.num_params()), redirect_stderr(io.StringIO()):
+            program = Step(model.requires_grad_(False)).export()
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(output), inductor_configs=OPTIONS
+            )
+        output.replace(path)
+    for old in sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)[:-KEPT]:
+        old.unlink(missing_ok=True)
+    print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+
+
+class CompiledStep:
+    """A compiled decode_one, for one text and a cache of block_size + 1 positions.
+
+    torch._inductor.aoti_load_package would do the same, but it imports the compiler first, which
+    takes a second.
+    """
+
+    def __init__(self, path, config):
+        self.runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        self.columns = torch.arange(config.block_size)
+
+    def __call__(self, model, cache, tail, position, length):
+        """See decode_one; `model` is ignored."""
+        visible = self.columns[: max(length, LEAST)]
+        return self.runner.boxed_run([tail, position, visible, *cache.keys, *cache.values])[0]
+
+
+class Step(nn.Module):
+    """decode_one as a function of tensors. `visible` is as long as the attended part of the cache.
+
+    The last position of the cache is unused. A slice of all positions would be contiguous, and
+    torch.export does not make one program for contiguous and other slices.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.cache = KVCache(model.config, 1, "cpu", length=model.config.block_size + 1)
+
+    def forward(self, tail, position, visible, keys, values):
+        cache, length = copy(self.cache), visible.shape[0]
+        cache.keys, cache.values = keys, values
+        return decode_one(self.model, cache, tail, position, length, elementwise_attention).float()
+
+    def export(self):
+        """Returns the exported program, for any length of `visible`."""
+        config, fixed = self.model.config, [None] * self.model.config.n_layer
+        tail = torch.zeros(1, 1 + config.receptive_field, dtype=torch.int64)
+        position, visible = tail[0, :1].clone(), torch.arange(config.block_size)
+        example = (tail, position, visible, self.cache.keys, self.cache.values)
+        length = torch.export.Dim("length", min=LEAST, max=config.block_size)
+        shapes = (None, None, {0: length}, fixed, fixed)
+        return torch.export.export(self, example, dynamic_shapes=shapes)
+
+
+def elementwise_attention(q, k, v, attn_mask):
+    """Attention of one query as elementwise operations, which the compiler fuses.
+
+    q: (B, H, 1, D); k, v: (B, H, length, D); attn_mask: (B, 1, 1, length).
+    """
+    scores = (q * k).sum(dim=-1) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~attn_mask[:, :, 0], -torch.inf).softmax(dim=-1)
+    return (weights.unsqueeze(-1) * v).sum(dim=2, keepdim=True)

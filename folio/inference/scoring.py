@@ -1,0 +1,71 @@
+"""Probabilities of the tokens of a text, of the next token, and of a text as a whole.
+
+`trained` is a TrainedModel (folio/inference/completion.py).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from folio.cli.errors import UserError
+from folio.inference.generate import token_nll
+
+
+@dataclass
+class ScoredText:
+    """The tokens of a text with the model's log-probabilities in nats; None for the first."""
+
+    ids: list
+    logprobs: list
+    totals: dict  # "tokens", "loss" (nats per token), "perplexity", "bits_per_byte"
+
+    @property
+    def summary(self):
+        return (
+            "loss {loss:.4f}, perplexity {perplexity:.5g}, bits per byte {bits_per_byte:.4f}, "
+            "over {tokens:,} tokens".format_map(self.totals)
+        )
+
+
+@torch.inference_mode()
+def likely_next(trained, ids, count):
+    """Returns the `count` most likely tokens after a nonempty list of ids, the most likely first.
+
+    Each is (id, probability). The model sees the last block_size ids.
+    """
+    model, size = trained.model, trained.tokenizer.vocab_size
+    device = model.transformer.wte.weight.device
+    idx = torch.tensor([ids[-model.config.block_size :]], device=device)
+    logits = model.lm_head(model.trunk(idx)[0, -1:])[0, :size].float()  # without padding
+    check_finite(logits)
+    probabilities, tokens = logits.softmax(dim=-1).topk(min(count, size))
+    return list(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+
+
+def score_text(trained, text, context_stride=None, allow_special=False):
+    """Returns the ScoredText of a text. Raises UserError if it has no token after the first."""
+    tokenizer = trained.tokenizer
+    ids = tokenizer.encode(text, allow_special)
+    size = tokenizer.byte_lengths()[ids[1:]].sum().item()  # of scored tokens
+    if not size:
+        raise UserError(f"the text has {len(ids)} tokens; a score needs text after the first")
+    # Ids of padding have no probability, as in generation.
+    idx = torch.from_numpy(ids.astype("int64"))
+    nll = token_nll(trained.model, idx, context_stride, tokenizer.vocab_size)
+    check_finite(nll)
+    total, count = nll.double().sum().item(), len(nll)
+    totals = {
+        "tokens": count,
+        "loss": total / count,
+        "perplexity": math.exp(min(total / count, 700)),
+        "bits_per_byte": total / math.log(2) / size,
+    }
+    return ScoredText(ids.tolist(), [None, *(-nll).tolist()], totals)
+
+
+def check_finite(logprobs):
+    """Raises UserError unless log-probabilities or logits are finite."""
+    if not logprobs.isfinite().all():
+        advice = "try --dtype=float32, or train with a lower learning rate"
+        raise UserError(f"the model's output is not finite: {advice}")

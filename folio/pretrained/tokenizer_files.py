@@ -1,0 +1,130 @@
+"""The tokenizer files of a Hugging Face folder: tokenizer.json and tokenizer_config.json.
+
+Every tokenizer is written as a BPE of the tokenizers library. `char` has one token per character,
+`byte` one per byte, both without merges. In the vocabularies of `byte`, `gpt2` and `bpe`, one
+character stands for each byte of a token (folio.data.bpe.byte_characters).
+
+A character that is not in the vocabulary of `char` is an error in folio. transformers reads it as
+"?", or as the first character of the vocabulary if "?" is unknown, too.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from folio.cli.errors import UserError
+from folio.cli.files import is_file, read_text
+from folio.data import bpe
+from folio.data.tokenizer import (
+    END_OF_TEXT,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+)
+
+FILE = "tokenizer.json"
+# A normalizer, or a pre-tokenizer that adds or removes characters, changes this text.
+SAMPLE = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
+GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+GPT2_VOCABULARY = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # sha256
+
+
+# Writing
+
+
+def contents(tokenizer):
+    """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json as it is
+        "clean_up_tokenization_spaces": False,  # would remove spaces before punctuation
+    }
+    if tokenizer.end is not None:
+        config["bos_token"] = config["eos_token"] = END_OF_TEXT
+    return {FILE: definition(tokenizer), "tokenizer_config.json": json.dumps(config, indent=1)}
+
+
+def definition(tokenizer):
+    """Returns a tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""
+    if tokenizer.kind == "bpe":
+        return tokenizer.definition
+    build = {"char": _char, "byte": _byte, "gpt2": _gpt2}[tokenizer.kind]
+    return build(bpe.load_library(), tokenizer).to_str()
+
+
+def _char(library, tokenizer):
+    characters = tokenizer.characters
+    unknown = "?" if "?" in characters else characters[0]
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    built = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
+    built.decoder = library.decoders.Fuse()
+    return built
+
+
+def _byte(library, tokenizer):
+    vocabulary = {character: byte for byte, character in enumerate(bpe.byte_characters())}
+    return _byte_level(library, library.models.BPE(vocabulary, []), split_words=False)
+
+
+def _gpt2(library, tokenizer):
+    from tiktoken.load import read_file_cached  # imported here because it is slow
+
+    tokens = map(tokenizer.token_bytes, range(tokenizer.end))  # raises if tiktoken has no files
+    characters = bpe.byte_characters()
+    vocabulary = {"".join(characters[byte] for byte in each): i for i, each in enumerate(tokens)}
+    merges = read_file_cached(GPT2_MERGES).decode().splitlines()[1:]  # the first is the version
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    model = library.models.BPE(vocabulary | {END_OF_TEXT: tokenizer.end}, pairs)
+    return _byte_level(library, model)
+
+
+def _byte_level(library, model, split_words=True):
+    """Returns the library's tokenizer of a model, with its end-of-text token if it has one."""
+    built = library.Tokenizer(model)
+    built.pre_tokenizer = library.pre_tokenizers.ByteLevel(False, True, split_words)
+    built.decoder = library.decoders.ByteLevel()
+    if built.token_to_id(END_OF_TEXT) is not None:
+        built.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return built
+
+
+# Reading
+
+
+def read(folder):
+    """Returns the tokenizer of a Hugging Face folder.
+
+    Raises UserError if it has no tokenizer.json, or one that is damaged or not supported.
+    """
+    path = Path(folder, FILE)
+    if not is_file(path):
+        raise UserError(
+            f"{folder} has no {FILE}; write it in Python with transformers: "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        )
+    try:
+        return _tokenizer(bpe.encoder(read_text(path)))
+    except UserError as error:
+        raise UserError(f"{path}: {error}; only byte-level BPE, as of GPT-2, is read") from error
+
+
+def _tokenizer(built):
+    """Returns the tokenizer that computes the same as one of the library."""
+    built.no_truncation()
+    built.no_padding()
+    built.post_processor = None  # would add tokens, and is not used here
+    text = built.to_str()
+    plain = json.loads(text)
+    if (kind := plain["model"]["type"]) != "BPE":
+        raise UserError(f"the tokenizer is of type {kind}")
+    tokens = sorted(plain["model"]["vocab"], key=plain["model"]["vocab"].get)
+    for written in (ByteTokenizer(), CharTokenizer("".join(tokens))):
+        if text == definition(written):
+            return written
+    fingerprint = hashlib.sha256("\n".join(tokens).encode()).hexdigest()
+    if fingerprint == GPT2_VOCABULARY and len(plain["added_tokens"]) == 1:
+        return GPT2Tokenizer()
+    tokenizer = BPETokenizer(text)
+    if tokenizer.decode(tokenizer.encode(SAMPLE)) != SAMPLE:
+        raise UserError("the tokenizer changes the text")
+    return tokenizer

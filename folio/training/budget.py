@@ -1,0 +1,99 @@
+"""The number of steps that fit into a time budget, --minutes."""
+
+import copy
+import dataclasses
+import time
+from fractions import Fraction
+from math import ceil, sqrt
+from statistics import median
+
+from folio.cli.errors import UserError
+from folio.data.batches import Batches
+
+STEP_COUNTS = ("max_iters", "warmup_iters", "lr_decay_iters")
+WARMUP_STEPS, MEASURED_STEPS = 2, 20
+MEASURED_FRACTION = 0.05  # of the budget, at most
+FORWARD_FRACTION = 1 / 3  # of a training step; a backward pass takes twice as long
+
+
+def fit_to_minutes(run):
+    """Reduces the step counts of a train.Run if it would take too long.
+
+    A resumed run keeps its step counts, so that its results do not depend on the speed of the
+    machine, unless the budget or the requested number of steps has changed.
+    """
+    requested, progress = run.requested, run.progress
+    before = run.resumed.settings if run.resumed else {}
+    if not requested.minutes:
+        progress.fitted_iters = None
+    elif any(before.get(name) != getattr(requested, name) for name in ("minutes", "max_iters")):
+        step_s = seconds_per_step(requested, run.learner, run.dataset)
+        cost = steps_per_evaluation(requested, run.dataset)
+        progress.fitted_iters = steps_within(requested, step_s, cost)
+    run.settings = with_max_iters(progress.fitted_iters, requested)
+
+
+def steps_per_evaluation(settings, dataset):
+    """Returns how many training steps take as long as an evaluation."""
+    most = settings.eval_iters * settings.batch_size * settings.block_size
+    tokens = sum(min(len(split), most) for split in (dataset.train, dataset.val))
+    return FORWARD_FRACTION * tokens / settings.tokens_per_step
+
+
+def steps_within(settings, step_s, cost):
+    """Returns how many of max_iters steps fit into the budget. Prints the time they take.
+
+    `step_s`: seconds per step; `cost`: see steps_per_evaluation.
+    """
+    budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, besides two evaluations
+    if budget < 1:
+        raise UserError(
+            f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
+            f"evaluations of {cost * step_s:.2g} s: increase it, or decrease --eval_iters"
+        )
+    # with_max_iters: n steps have sqrt(n * max_iters) / eval_interval evaluations besides
+    half = cost * sqrt(settings.max_iters) / settings.eval_interval / 2
+    steps = max(1, int(min((sqrt(half**2 + budget) - half) ** 2, settings.max_iters)))
+    fitted = with_max_iters(steps, settings)
+    evaluations = -(-steps // fitted.eval_interval) + 1  # the first is at step 0
+    minutes = (steps + evaluations * cost) * step_s / 60
+    print(f"time: about {minutes:.2g} minutes for {steps:,} steps", flush=True)
+    return steps
+
+
+def with_max_iters(max_iters, settings):
+    """Returns the settings with fewer steps, if `max_iters` is given, and fewer evaluations.
+
+    A quarter of the steps has a quarter of the warmup steps, and half as many evaluations.
+    """
+    if max_iters is None:
+        return settings
+    part = Fraction(max_iters, settings.max_iters)
+    counts = {name: getattr(settings, name) for name in STEP_COUNTS}
+    counts = {name: n and ceil(n * part) for name, n in counts.items()}
+    interval = ceil(settings.eval_interval * sqrt(part))
+    return dataclasses.replace(settings, **counts, eval_interval=interval)
+
+
+def seconds_per_step(settings, learner, dataset):
+    """Returns the median time of a training step, the same on all processes of a run.
+
+    The learner's state does not change.
+    """
+    world, batches = learner.world, Batches(dataset.train, settings, learner.world)
+    states = copy.deepcopy([each.state_dict() for each in learner.optimizers.values()])
+    scaler, seconds = learner.scaler.state_dict(), []
+    limit_s = MEASURED_FRACTION * 60 * settings.minutes
+    for step in range(WARMUP_STEPS + MEASURED_STEPS):
+        if step > WARMUP_STEPS and world.from_main(sum(seconds)) > limit_s:
+            break
+        start = time.perf_counter()
+        _, norm = learner.gradient(batches.at(step), step)
+        learner.update(norm, lr=0.0)  # does not change the weights
+        learner.machine.synchronize()
+        seconds.append(time.perf_counter() - start)
+    for optimizer, state in zip(learner.optimizers.values(), states, strict=True):
+        optimizer.load_state_dict(state)
+    learner.scaler.load_state_dict(scaler)
+    learner.divergence.check()
+    return world.from_main(median(seconds[WARMUP_STEPS:]))

@@ -1,0 +1,89 @@
+"""Knowledge distillation: training on the predictions of other models in addition to the text.
+
+Hinton et al. 2015, "Distilling the Knowledge in a Neural Network". A model of a small text
+generalizes better if it also learns the mean prediction of other models of that text (Timiryasov
+and Tastet 2023, "Baby Llama").
+"""
+
+import os
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from folio.checkpoint.format import build_model
+from folio.checkpoint.run_dir import RunDir
+from folio.cli.errors import UserError
+
+TEMPERATURE = 2.0  # of both predictions
+WEIGHT = 0.5  # of the teachers' predictions in the loss
+
+
+class Distillation(nn.Module):
+    """A GPT with the loss of distillation in training mode, and its own in eval mode."""
+
+    def __init__(self, model, teachers):
+        super().__init__()
+        self.model = model
+        self.teachers = nn.ModuleList(teachers).requires_grad_(False)
+
+    def forward(self, idx, targets, temperature=1.0):
+        """See GPT.forward. The temperature applies to both parts of the loss.
+
+        In training mode, no target may be -1.
+        """
+        if not self.model.training:
+            return self.model(idx, targets, temperature)
+        logits = self.model.lm_head(self.model.trunk(idx) / temperature).flatten(0, 1)
+        cross_entropy = F.cross_entropy(logits, targets.flatten())
+        prediction = F.log_softmax(logits.float() / TEMPERATURE, dim=-1)
+        divergence = F.kl_div(prediction, self.soft_targets(idx), reduction="batchmean")
+        # The square compensates for the temperature's effect on the gradient (section 2).
+        return (1 - WEIGHT) * cross_entropy + WEIGHT * TEMPERATURE**2 * divergence
+
+    @torch.no_grad()
+    def soft_targets(self, idx):
+        """Returns the mean probabilities of the teachers: (B, T) -> (B * T, vocab_size) float32."""
+        total = 0
+        for teacher in self.teachers:  # one at a time, to save memory
+            logits = teacher.logits(idx).flatten(0, 1).float()
+            total = total + F.softmax(logits / TEMPERATURE, dim=-1)
+        return total / len(self.teachers)
+
+
+def load_teachers(settings, config, tokenizer):
+    """Returns the best models of the runs in settings.teachers, a list of GPTs without dropout.
+
+    They are on the CPU.
+
+    Args:
+        settings: a TrainConfig.
+        config: the GPTConfig of the model that learns from them.
+        tokenizer: that of the dataset.
+
+    Raises UserError if a run is missing, or if its context or tokenizer does not fit.
+    """
+    folders = [folder.strip() for folder in settings.teachers.split(",") if folder.strip()]
+    if settings.eval_only or not folders:
+        return []
+    if settings.parallel == "fsdp":
+        raise UserError("parallel=fsdp does not support teachers: use --parallel=ddp")
+    if os.path.realpath(settings.out_dir) in map(os.path.realpath, folders):
+        raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
+    return [_load_teacher(folder, config, tokenizer) for folder in folders]
+
+
+def _load_teacher(folder, config, tokenizer):
+    checkpoint = RunDir(folder).load_best()
+    found, reason = checkpoint.config, None
+    if found.block_size < config.block_size:
+        reason = f"has block_size={found.block_size}, less than {config.block_size}"
+    elif found.vocab_size != config.vocab_size:
+        reason = f"has vocab_size={found.vocab_size}, not {config.vocab_size}"
+    elif checkpoint.tokenizer not in (None, tokenizer.to_dict()):
+        reason = "was trained with another tokenizer than that of the dataset"
+    if reason:
+        raise UserError(f"teachers: {checkpoint.path} {reason}")
+    checkpoint.config = replace(found, dropout=0.0)
+    return build_model(checkpoint)

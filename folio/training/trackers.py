@@ -1,0 +1,111 @@
+"""Experiment trackers: Weights & Biases and TensorBoard, imported only if requested.
+
+Both receive the numbers of log.jsonl's events as SPLIT/NAME, such as val/loss.
+"""
+
+import time
+from pathlib import Path
+
+from folio.cli.errors import UserError, cause_of
+from folio.cli.process import is_main
+
+
+class Trackers:
+    """The requested trackers, started. One that fails later is reported and dropped."""
+
+    def __init__(self, settings, run_settings, resumed, warn):
+        """Raises UserError if a tracker cannot start.
+
+        Args:
+            settings: a TrainConfig.
+            run_settings: dict to store with the run.
+            resumed: the Checkpoint that the run continues from, or None.
+            warn: function that prints a line.
+        """
+        self.warn, self.running = warn, []
+        for name, kind in TRACKERS.items():
+            try:
+                if getattr(settings, name) and is_main():
+                    continues = resumed and resumed.settings.get(name)
+                    before = resumed if continues else None
+                    self.running.append(kind(settings, run_settings, before))
+            except Exception as error:
+                self.close()
+                advice = f"; run pip install {name.split('_')[0]}, or set {name}=False"
+                advice = advice if isinstance(error, ImportError) else ""
+                raise UserError(f"{name} cannot start: {cause_of(error)}{advice}") from error
+
+    def log(self, event):
+        """Sends the numbers of an event."""
+        numbers = {
+            f"{event['split']}/{name}": value
+            for name, value in event.items()
+            if name not in ("step", "split") and isinstance(value, int | float)
+        }
+        self._call("log", event, numbers)
+
+    def close(self):
+        self._call("close")
+
+    def _call(self, method, *args):
+        for tracker in list(self.running):
+            try:
+                getattr(tracker, method)(*args)
+            except Exception as error:
+                self.running.remove(tracker)
+                name, cause = type(tracker).__name__, cause_of(error)
+                self.warn(f"{name} failed and was disabled ({cause}); log.jsonl is not affected")
+
+
+class Wandb:
+    """A run of Weights & Biases. A resumed training run continues the same W&B run."""
+
+    def __init__(self, settings, run_settings, resumed):
+        import wandb
+
+        # Folders are named run-DATE-ID or offline-run-DATE-ID.
+        paths = Path(settings.out_dir, "wandb").glob("*run-*")
+        newest = max((path.name.partition("run-")[2] for path in paths), default="")
+        self.run = wandb.init(
+            project=settings.wandb_project,
+            name=settings.wandb_run_name,
+            config=run_settings,
+            dir=settings.out_dir,
+            id=newest.partition("-")[2] or None if resumed else None,
+            resume="allow",
+        )
+        # wandb's own step counter would drop the steps that a killed run repeats.
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, event, numbers):
+        self.run.log({"step": event["step"], **numbers})
+
+    def close(self):
+        self.run.finish()
+
+
+class TensorBoard:
+    """Event files in out_dir/tensorboard, in a new folder for each start from scratch."""
+
+    def __init__(self, settings, run_settings, resumed):
+        from torch.utils.tensorboard import SummaryWriter
+
+        root = Path(settings.out_dir, "tensorboard")
+        folder, first = root / time.strftime("%Y%m%d-%H%M%S"), {"train": 0, "val": 0}
+        if resumed:  # purge what an earlier process logged after the checkpoint
+            folder = max(root.glob("*-*"), default=folder)
+            first = {"train": resumed.progress.step, "val": resumed.progress.evaluated + 1}
+        self.writers = {k: SummaryWriter(folder / k, purge_step=n) for k, n in first.items()}
+
+    def log(self, event, numbers):
+        writer = self.writers[event["split"]]
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, event["step"])
+        writer.flush()
+
+    def close(self):
+        for writer in self.writers.values():
+            writer.close()
+
+
+TRACKERS = {"wandb_log": Wandb, "tensorboard": TensorBoard}

@@ -1,0 +1,263 @@
+"""Progress of a training run on the console, in log.jsonl and in experiment trackers."""
+
+import dataclasses
+import math
+import shlex
+import shutil
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+
+from tqdm import tqdm
+
+from folio.cli.process import SIGPIPE, STARTED, is_main, print_error
+from folio.cli.settings import changed, names_in
+from folio.hardware.memory import memory_bytes, peak_memory_gib, state_bytes
+from folio.training.trackers import Trackers
+
+RISE = 0.02  # of the validation loss from its best, nats: above, the run overfits
+MEMORIZED = 0.1  # growth of the gap between validation and training loss, nats
+
+
+class Tracking:
+    """Reports steps and evaluations. Speeds are means since the previous report.
+
+    Events in log.jsonl have `step`, `split` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
+    split is "start" (settings and model size), "train" (a step), "val" (an evaluation) or "resume"
+    (changed settings).
+    """
+
+    def __init__(self, run, stop):
+        """`run` is a train.Run. `stop` is a StopSignal, set when the reader of the output exits."""
+        self.run, self.stop = run, stop
+        self.elapsed_before = run.progress.elapsed_s
+        self.first_step, self.log_failed = run.progress.step, False
+        self.seconds, self.steps = 0.0, 0  # of training since the last report
+        self.settings, self.run_dir = run.settings, run.run_dir
+        self.machine = run.learner.machine
+        # If all output goes to a terminal, the progress bar replaces the lines of steps.
+        has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
+        self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
+        self.bar = tqdm(
+            total=self.settings.max_iters,
+            initial=self.first_step,
+            bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
+            leave=False,
+            disable=not self.on_terminal,
+        )
+        self.trackers = Trackers(run.settings, run_settings(run.requested), run.resumed, self.warn)
+        self.started_at = self.counted_at = time.perf_counter()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+        self.trackers.close()
+
+    # Events
+
+    def begin(self, moved_to=None):
+        """Logs the settings, or what changed on resuming. `moved_to`: see RunDir.begin."""
+        settings, resumed = run_settings(self.run.requested), self.run.resumed
+        if moved_to:
+            advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
+            folder = self.settings.out_dir
+            self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
+        if not self.run_dir.log.exists():  # a new run, or nanoGPT's
+            parameters = self.run.learner.model.num_params()
+            self._log("start", 0, parameters=parameters, settings=settings)
+        if resumed:
+            old, step = resumed.settings, resumed.progress.step
+            changes = {k: (old[k], v) for k, v in settings.items() if k in old and old[k] != v}
+            if changes:
+                self._log("resume", step, changed=changes)
+            pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
+            about = f"; changed: {pairs}" if pairs else ""
+            self.say(f"resumed {resumed.path} at step {step}{about}")
+
+    def evaluated(self, step, losses, lr):
+        tokens = step * self.settings.tokens_per_step
+        self._log("val", step, tokens=tokens, lr=lr, **losses)
+        self.say(evaluation_line(step, losses))
+
+    def stepped(self, step, loss, grad_norm, lr):
+        """Counts a step. Every log_interval steps, waits for the device and reports."""
+        self._print(self.bar.update)
+        self.steps += 1
+        if step == self.first_step:
+            self.started_at = self.counted_at  # excludes the time before the first step
+        if step % self.settings.log_interval:
+            return
+        self._count_time()
+        seconds = self.seconds / self.steps  # per step
+        self.seconds, self.steps = 0.0, 0
+        tokens = self.settings.tokens_per_step
+        flops = self.run.learner.model.flops_per_token() * tokens
+        mfu = flops / seconds / self.machine.peak[0] / self.run.learner.world.size
+        loss, norm = float(loss), float(grad_norm)
+        # JSON has no infinity, which is the norm of a step that the loss scaler skips.
+        norm = norm if math.isfinite(norm) else None
+        mfu = mfu if mfu <= 1 else None  # the peak was measured on a busy machine
+        speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}
+        tokens *= step + 1
+        self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, **speeds)
+        per_step = (self.counted_at - self.started_at) / (step + 1 - self.first_step)
+        left = tqdm.format_interval(per_step * (self.settings.max_iters - step - 1))
+        speed = f"{speeds['tokens_per_s']:,.0f} tokens/s, {left} left"
+        self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
+        if not self.on_terminal:
+            speed = speed if mfu is None else f"mfu {100 * mfu:.2f}%, {speed}"
+            self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
+
+    def _log(self, split, step, **values):
+        if not is_main():
+            return
+        if (peak := peak_memory_gib(self.machine.device)) is not None:
+            values["peak_memory_gib"] = peak
+        event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
+        error = self.run_dir.append(event)
+        if error and not self.log_failed:
+            self.warn(f"{error}; training continues")
+        self.log_failed = bool(error)
+        if split in ("train", "val"):
+            self.trackers.log(event)
+
+    # Time
+
+    def elapsed_s(self):
+        """Returns the seconds that the run has taken, including earlier processes."""
+        return round(self.elapsed_before + time.monotonic() - STARTED, 3)
+
+    @contextmanager
+    def paused(self):
+        """A context whose time does not count as training time."""
+        self._count_time()
+        yield
+        self.counted_at = time.perf_counter()
+
+    def _count_time(self):
+        self.machine.synchronize()
+        now = time.perf_counter()
+        self.seconds += now - self.counted_at
+        self.counted_at = now
+
+    # Console
+
+    def say(self, line):
+        self._print(tqdm.write, line, file=sys.stdout)
+        self._print(sys.stdout.flush)
+
+    def warn(self, message):
+        self.bar.clear()
+        if is_main():
+            print_error(message)
+
+    def _print(self, function, *args, **kwargs):
+        """Calls a function that prints. If output fails, only the line is lost."""
+        try:
+            function(*args, **kwargs)
+        except BrokenPipeError:  # Ctrl-C ends a reader such as tee, too
+            self.stop.request(SIGPIPE)
+        except OSError:  # a full disk
+            pass
+
+
+@contextmanager
+def recorded(run, stop):
+    """Yields the Tracking of a run, whose folder rank 0 has locked and prepared."""
+    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
+        tracking.begin(run.run_dir.begin(run.settings, run.resumed) if is_main() else None)
+        yield tracking
+
+
+def run_settings(settings):
+    """Returns the settings that describe a run, without those about files."""
+    files = names_in(type(settings), "files")
+    return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
+
+
+def evaluation_line(step, losses):
+    line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
+    line += f", val perplexity {losses['perplexity']:.5g}"
+    if "bits_per_byte" in losses:
+        line += f", val bits per byte {losses['bits_per_byte']:.4f}"
+    return line
+
+
+def print_start(settings, dataset, learner):
+    """Prints the changed settings, the dataset, the model's size, the machine and the memory."""
+    machine, world, resolved = learner.machine, learner.world, ("device", "dtype", "compile")
+    pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
+    peak, source = machine.peak
+    size = state_bytes(learner.model, settings, world.size) / 2**20
+    available = memory_bytes(machine.device)
+    known = f" of {available / 2**30:,.0f} GiB" if available else ""
+    processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
+    print(
+        f"settings: {' '.join(pairs) or 'defaults'}",
+        f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
+        f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
+        f"model: {learner.model.num_params():,} parameters; {settings.max_iters:,} steps of "
+        f"{settings.tokens_per_step:,} tokens",
+        f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
+        f"memory: {size:,.1f} MiB{known} for weights, gradients and moments",
+        sep="\n",
+        flush=True,
+    )
+
+
+def print_finished(run):
+    """Prints how to continue a run that has finished earlier."""
+    step = run.progress.step
+    if step < run.settings.max_iters:
+        name = "patience"
+    else:
+        name = "max_iters" if step >= run.requested.max_iters else "minutes"
+    print(f"finished at step {step}; to continue, increase --{name}")
+
+
+def print_end(run):
+    """Prints where the best model is and how to use it."""
+    progress, settings = run.progress, run.settings
+    if progress.step < settings.max_iters:
+        print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
+    kept = "newest" if settings.always_save_checkpoint else "best"
+    best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
+    print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+    if (peak := peak_memory_gib(run.learner.machine.device)) is not None:
+        print(f"peak memory: {peak:.2f} GiB")
+    epochs = progress.step * settings.tokens_per_step / len(run.dataset.train)
+    if found := advice_on(run.run_dir.evaluations(), epochs):
+        print(found)
+    print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
+
+
+def advice_on(evaluations, epochs):
+    """Returns a line on what would improve the model, or None with fewer than three evaluations.
+
+    The gap between validation and training loss has two causes: the validation text may differ in
+    kind, which shows from the first evaluations on, and the model may memorize the training text,
+    which makes the gap grow.
+
+    Args:
+        evaluations: see RunDir.evaluations; the first is before any training.
+        epochs: how often the run has read the training text.
+    """
+    if len(evaluations) < 3:
+        return None
+    gaps = [val_loss - train_loss for _, train_loss, val_loss in evaluations]
+    lowest, best_step = min((val_loss, step) for step, _, val_loss in evaluations)
+    rise = evaluations[-1][2] - lowest
+    if rise > RISE:
+        return (
+            f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
+            "use more text, a higher --dropout or fewer steps"
+        )
+    gap = (
+        f"the gap between validation and training loss went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
+    )
+    if gaps[-1] > gaps[1] + MEMORIZED:
+        return f"{gap} (memorization): more text would help most"
+    help_by = "longer training" if epochs < 1 else "a larger model or longer training"
+    return f"{gap} in {epochs:.2g} passes over the text: {help_by} would help most"

@@ -1,0 +1,152 @@
+"""Checkpoint files: saving, loading, nanoGPT's format, refusals, optimizer state."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from folio.checkpoint.format import Checkpoint, Progress, build_model, load, save
+from folio.cli.errors import UserError
+from folio.training.optimizers import make_optimizers, restore_optimizers
+from model import GPT, GPTConfig
+
+SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 11}
+IDX = torch.arange(8)[None]
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**(SHAPE | changes)))
+
+
+def trained(optimizer="adamw", **changes):
+    """Returns a model and its optimizers after one step."""
+    model = make_model(**changes)
+    optimizers = make_optimizers(model, tiny.settings(optimizer=optimizer))
+    model(IDX, IDX).backward()
+    for each in optimizers.values():
+        each.step()
+    return model, optimizers
+
+
+def checkpoint_of(model, optimizers=None, **fields):
+    states = {name: each.state_dict() for name, each in (optimizers or {}).items()}
+    progress = Progress(step=3, evaluated=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
+    weights = model.state_dict()
+    return Checkpoint(model.config, weights, progress, {"dataset": "verse"}, states, **fields)
+
+
+def rewrite(**changes):
+    """Writes ckpt.pt with some entries replaced."""
+    save("ckpt.pt", checkpoint_of(make_model()))
+    torch.save(torch.load("ckpt.pt", weights_only=True) | changes, "ckpt.pt")
+    return "ckpt.pt"
+
+
+def same_logits(model, other):
+    return torch.equal(model.eval().logits(IDX), other.eval().logits(IDX))
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("optimizers", [True, False])
+def test_every_field_is_saved_and_loaded(optimizers):
+    saved = checkpoint_of(
+        *trained(),
+        scaler={"scale": 1024.0},
+        tokenizer={"kind": "char", "characters": "\nabcdefghij"},
+        data={"train": 1, "val": 2},
+        log_bytes=17,
+    )
+    save("ckpt.pt", saved)
+    saved = replace(saved, path=Path("ckpt.pt"))
+    if not optimizers:
+        saved = replace(saved, optimizers={})
+    loaded = load("ckpt.pt", optimizers)
+    for field in fields(Checkpoint):
+        assert tiny.same(getattr(loaded, field.name), getattr(saved, field.name)), field.name
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_weights": False}, {"dropout": 0.3, "bias": False}, tiny.SWITCHES], ids=str
+)
+def test_loaded_model_equals_saved_one(changes):
+    model, _ = trained(**changes)
+    save("ckpt.pt", checkpoint_of(model))
+    loaded = build_model(load("ckpt.pt", optimizers=False))
+    assert loaded.config == model.config
+    assert same_logits(loaded, model)
+
+
+# nanoGPT's format
+
+
+def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
+    save("ckpt.pt", checkpoint_of(make_model(bias=False)))
+    content = tiny.saved("ckpt.pt", ".")
+    assert content.keys() >= {"model", "optimizer", "iter_num", "best_val_loss", "config"}
+    assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
+
+
+@pytest.mark.parametrize(("prefix", "masks"), [("", False), ("_orig_mod.", True)])
+def test_nanogpts_checkpoint_loads(prefix, masks):
+    model, optimizers = trained()
+    weights = model.state_dict()
+    if masks:  # a buffer that nanoGPT stored before PyTorch 2
+        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    content = {
+        "model": {prefix + name: tensor for name, tensor in weights.items()},
+        "optimizer": optimizers["adamw"].state_dict(),
+        "model_args": SHAPE,
+        "iter_num": 2000,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"dataset": "verse"},
+    }
+    torch.save(content, "ckpt.pt")
+    loaded = load("ckpt.pt")
+    assert same_logits(build_model(loaded), model)
+    assert loaded.config == GPTConfig(**SHAPE, bias=True, dropout=0.0)
+    assert loaded.progress == Progress(2000, 2000, 2000, 1.5)
+    assert type(loaded.progress.best_val_loss) is float
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": [1]}, "damaged or not a checkpoint"),
+        ({"model_args": SHAPE | {"rope": True}}, "damaged or not a checkpoint"),
+        ({"format": 2}, "a later version"),
+    ],
+    ids=str,
+)
+def test_content_that_is_not_a_checkpoint_is_refused(changes, reason):
+    with pytest.raises(UserError, match=f"ckpt.pt is .*{reason}"):
+        load(rewrite(**changes))
+
+
+@pytest.mark.parametrize("value", [torch.zeros(16, 8), None])
+def test_weights_of_another_model_are_refused(value):
+    path = rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
+    with pytest.raises(UserError, match="ckpt.pt.*transformer.wpe.weight"):
+        build_model(load(path))
+
+
+def test_weights_that_are_not_finite_are_refused():
+    weights = make_model().state_dict()
+    weights["transformer.wpe.weight"][0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"ckpt.pt.* not finite"):
+        build_model(load(rewrite(model=weights)))
+
+
+def test_state_of_other_optimizers_is_refused():
+    checkpoint = checkpoint_of(*trained("muon"), path="ckpt.pt")
+    with pytest.raises(UserError, match=r"ckpt.pt.* adamw and muon"):
+        restore_optimizers(trained()[1], checkpoint)

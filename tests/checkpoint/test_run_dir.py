@@ -1,0 +1,82 @@
+"""RunDir: which checkpoint is loaded, what is written to the folder and in which order."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import tiny
+
+from folio.checkpoint import format as checkpoints
+from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.run_dir import RunDir
+from folio.cli.errors import UserError
+from model import GPT, GPTConfig
+
+MODEL = GPT(GPTConfig(**tiny.SHAPE, vocab_size=11))
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def checkpoint_at(step=0):
+    progress = Progress(step=step, best_val_loss=9.0)
+    return Checkpoint(MODEL.config, MODEL.state_dict(), progress, {"dataset": "verse"})
+
+
+def write(folder, *names, step=0):
+    Path(folder).mkdir(exist_ok=True)
+    for name in names:
+        checkpoints.save(Path(folder, name), checkpoint_at(step))
+
+
+def refuse(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# Loading
+
+
+@pytest.mark.parametrize(
+    ("existing", "name", "hint"),
+    [
+        ([], "out", "; train a model first: python train.py"),
+        (["out-verse/ckpt.pt", "b/ckpt.pt"], "out-vers", "; did you mean out-verse?"),
+        (["out-verse/ckpt.pt", "b/ckpt.pt"], "zz", "; available: b, out-verse"),
+    ],
+)
+def test_missing_checkpoint_is_an_error_with_a_hint(existing, name, hint):
+    for path in map(Path, existing):
+        write(path.parent, path.name)
+    with pytest.raises(UserError) as caught:
+        RunDir(name).load_best()
+    assert str(caught.value).startswith(f"there is no checkpoint {name}/ckpt.pt{hint}")
+
+
+def test_newest_is_last_pt_or_else_ckpt_pt():
+    assert RunDir("out").load_newest(required=False) is None
+    write("out", "ckpt.pt", step=1)
+    assert RunDir("out").load_newest().progress.step == 1
+    write("out", "last.pt", step=2)
+    assert RunDir("out").load_newest().progress.step == 2
+    Path("out/ckpt.pt").unlink()
+    newest = RunDir("out").load_newest().progress
+    assert newest.step == 2
+    assert newest.record(9.0)  # the next evaluation writes ckpt.pt
+
+
+# Saving
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_best_checkpoint_is_a_link_or_a_copy(links, monkeypatch):
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    run = RunDir("out")
+    with run.locked():
+        run.save(checkpoint_at(1), best=True)
+        assert os.path.samefile(run.best, run.last) == links
+        assert run.best.read_bytes() == run.last.read_bytes()
+        run.save(checkpoint_at(2), best=False)
+    steps = [checkpoints.load(path).progress.step for path in (run.best, run.last)]
+    assert steps == [1, 2]
+    assert not list(run.folder.glob("*.tmp"))

@@ -1,0 +1,156 @@
+"""Saver: states are copied, then written by another thread while training goes on."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+import train
+from folio.checkpoint import format as checkpoints
+from folio.checkpoint.saving import Saver, host_copy
+from folio.cli.errors import UserError
+from folio.cli.process import Interrupted
+
+FULL = "No space left"
+
+
+class Disk:
+    """Holds writes of checkpoints until `free` is set; `error`, a message, makes them fail."""
+
+    def __init__(self, monkeypatch):
+        self.busy, self.free, self.error = threading.Event(), threading.Event(), None
+        self.written = []  # (name, step)
+        real = checkpoints.save
+
+        def save(path, checkpoint):
+            self.busy.set()
+            assert self.free.wait(10)
+            if self.error:
+                raise UserError(self.error)
+            real(path, checkpoint)
+            self.written.append((path.name, checkpoint.progress.step))
+
+        monkeypatch.setattr(checkpoints, "save", save)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def run(verse, folder):
+    """A Run after its first step."""
+    run = train.setup(tiny.settings(max_iters=30))
+    (folder / "out").mkdir()
+    take_step(run)
+    return run
+
+
+def take_step(run):
+    batches = train.Batches(run.dataset.train, run.settings)
+    _, norm = run.learner.gradient(batches.at(run.progress.step), run.progress.step)
+    run.learner.update(norm, 0.01)
+    run.progress.step += 1
+
+
+def saver_of(run):
+    """Returns a Saver whose `tracking.warnings` has the messages that Tracking would print."""
+    warnings = []
+    tracking = SimpleNamespace(
+        warnings=warnings,
+        elapsed_s=lambda: 1.0,
+        warn=warnings.append,
+    )
+    return Saver(run, tracking)
+
+
+# The copy
+
+
+def test_copy_has_equal_values_of_its_own():
+    tensor = torch.arange(6.0).view(2, 3)
+    tree = {"a": [tensor, tensor.T, {"b": tensor[0]}], "c": (1, "x"), "d": [0.5], "e": None}
+    copied = host_copy(tree)
+    assert tiny.same(copied, tree)
+    before = [each.clone() for each in copied["a"][:2]]
+    tensor += 1
+    tree["d"].append(1)
+    assert tiny.same(copied["a"][:2], before)
+    assert copied["d"] == [0.5]
+
+
+def test_copy_of_tied_weights_is_tied():
+    weights = host_copy(tiny.random_model().state_dict(keep_vars=True))
+    assert weights["transformer.wte.weight"] is weights["lm_head.weight"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_copy_from_a_gpu_is_complete_and_pinned():
+    tensor = torch.randn(4000, 4000, device="cuda")
+    expected = tensor.cpu()
+    copied = host_copy([tensor])[0]
+    tensor.zero_()
+    assert copied.is_pinned()
+    assert torch.equal(copied, expected)
+
+
+# Writing in the background
+
+
+def test_state_that_is_written_is_that_of_the_save_while_training_goes_on(run, disk):
+    with saver_of(run) as saver:
+        saver.save()
+        expected = host_copy(run.learner.state_dict())
+        assert disk.busy.wait(10)
+        run.run_dir.append({"step": 1})
+        for _ in range(3):
+            take_step(run)
+        assert disk.written == []
+        disk.free.set()
+    saved = checkpoints.load("out/last.pt")
+    assert (saved.progress.step, saved.log_bytes) == (1, None)
+    assert tiny.same(saved.weights, dict(expected["weights"]))
+    assert tiny.same(saved.optimizers, expected["optimizers"])
+    assert not tiny.same(saved.weights, dict(run.learner.model.state_dict()))
+
+
+def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_count(run, disk):
+    disk.free.set()
+    progress = run.progress
+    with saver_of(run) as saver:
+        saver.evaluated(2.0)
+        take_step(run)
+        saver.in_flight.result()
+        disk.error = FULL
+        saver.evaluated(1.0)
+        assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
+        take_step(run)
+        assert str(saver.in_flight.exception()) == FULL
+        disk.error = None
+        assert saver.tracking.warnings == []
+        saver.evaluated(1.5)
+    [warning] = saver.tracking.warnings
+    assert warning.startswith("No space left; training continues")
+    assert disk.written == [("ckpt.pt", 1), ("ckpt.pt", 3)]
+    best = checkpoints.load("out/ckpt.pt").progress
+    assert (best.step, best.best_step, best.best_val_loss) == (3, 3, 1.5)
+
+
+@pytest.mark.parametrize(("error", "count"), [(ZeroDivisionError(), 1), (Interrupted(2), 0)])
+def test_only_a_second_ctrl_c_loses_the_write_in_flight(run, disk, error, count):
+    def save_and_fail(saver):
+        with saver:
+            saver.save()
+            raise error
+
+    timer = threading.Timer(0.05, disk.free.set)
+    if count:
+        timer.start()
+    with pytest.raises(type(error)):
+        save_and_fail(saver_of(run))
+    assert len(disk.written) == count
+    disk.free.set()

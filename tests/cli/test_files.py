@@ -1,0 +1,103 @@
+"""Atomic writes, the lock of a folder, and reading text."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from folio.cli.errors import UserError
+from folio.cli.files import LOCK, locked, move_aside, read_text, replace_by_link, replacing
+
+
+@pytest.fixture(autouse=True)
+def in_folder(folder):
+    """Every test runs in an empty folder."""
+
+
+def contents():
+    return {path.name: path.read_bytes() for path in Path().iterdir()}
+
+
+def write(content, *paths):
+    with replacing(*paths) as files:
+        for file in files:
+            file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt("stop"), KeyboardInterrupt),
+        (OSError(errno.ENOSPC, "No space left on device"), UserError),
+    ],
+)
+def test_an_error_while_writing_leaves_the_old_file(error, raised):
+    def fail():
+        with replacing("file") as [file]:
+            file.write(b"half")
+            raise error
+
+    write(b"old", "file")
+    with pytest.raises(raised):
+        fail()
+    assert contents() == {"file": b"old"}
+
+
+def test_several_files_are_replaced_together_or_not_at_all():
+    Path("a.tmp").write_bytes(b"of a process that was killed")
+    write(b"old", "a", "b")
+    with pytest.raises(UserError, match="gone/c"):
+        write(b"new", "a", "b", "gone/c")
+    assert contents() == {"a": b"old", "b": b"old"}
+    write(b"new", "a", "b")
+    assert contents() == {"a": b"new", "b": b"new"}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_is_replaced_by_a_link_or_a_copy(links, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "the file system has no hard links")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    write(b"new", "source")
+    write(b"old", "file")
+    for _ in range(2):  # the second time, both are already the same file
+        replace_by_link(Path("source"), Path("file"))
+        assert contents() == {"source": b"new", "file": b"new"}
+    assert os.path.samefile("source", "file") == links
+    write(b"newer", "source")
+    assert contents() == {"source": b"newer", "file": b"new"}
+
+
+def test_a_folder_has_one_writer_at_a_time():
+    for _ in range(2):  # the second time, after a release
+        with locked("new/out"), pytest.raises(UserError, match="another process .* new/out"):
+            locked("new/out").__enter__()
+    assert set(os.listdir("new/out")) <= {LOCK}
+    Path("file").touch()
+    with pytest.raises(UserError, match="file/out"):
+        locked("file/out").__enter__()
+
+
+def test_earlier_files_are_moved_to_the_first_free_number(monkeypatch):
+    for folder in ("out", "out.1", "out.3"):
+        Path(folder).mkdir()
+    for name in ("work", "log", "note"):
+        Path("out", name).touch()
+    assert move_aside("out", ["work", "log", "other"]) == Path("out.2")
+    assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
+    assert move_aside("out", ["work", "log", "other"]) is None
+    monkeypatch.chdir("out")
+    assert move_aside(".", ["note"]) == Path("..", "out.4")
+
+
+def test_text_keeps_its_line_endings_and_must_be_utf8():
+    Path("text").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
+    assert read_text("text") == "café\r\n"
+    Path("text").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(UserError, match="text .* byte 0xe9 in position 3"):
+        read_text("text")
+    with pytest.raises(UserError, match="none"):
+        read_text("none")

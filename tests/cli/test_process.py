@@ -1,0 +1,117 @@
+"""How a script starts and ends: errors, exit status, signals."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.cli.process import Interrupted, StopSignal
+from folio.cli.settings import ROOT
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+
+
+@pytest.fixture(autouse=True)
+def restored_state(monkeypatch):
+    """run() freezes the garbage collector."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
+    yield
+    gc.unfreeze()
+
+
+def raising(error):
+    def main():
+        raise error
+
+    return main
+
+
+def shell(command, *lines, **variables):
+    """Runs a Bash command in which $PYTHON runs a script. Returns exit status and stderr."""
+    code = "\n".join(["import os, signal, sys", "from folio.cli import process", *lines])
+    environment = os.environ | {"SCRIPT": code} | variables
+    environment.pop("PYTHONUNBUFFERED", None)  # it would make output fail earlier
+    command = command.replace("$PYTHON", f'"{sys.executable}" -c "$SCRIPT"')
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True)
+    return done.returncode, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("no such\n  thing: \ud800\x1b"), "no such thing: \\ud800\\x1b"),
+        (MemoryError(), "out of memory: use less data, or a machine with more memory"),
+        (FileNotFoundError(2, "No such file or directory", "a"), "[Errno 2] No such file or "),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
+    with pytest.raises(SystemExit, match="^2$"):
+        process.run(raising(error))
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"train.py: {line}")
+
+
+@posix
+def test_only_processes_of_torchrun_leave_printing_to_rank_0():
+    def fail(rank, **variables):
+        lines = ["process.SECONDS_TO_PRINT = 0", "def main():", " print('x')"]
+        lines += [" from folio.cli.errors import UserError", " raise UserError('wrong')"]
+        return shell("$PYTHON", *lines, "process.run(main)", RANK=rank, **variables)
+
+    launched = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert fail("1") == (2, "-c: wrong\n")  # as on Kubernetes
+    assert fail("0", **launched) == (2, "-c: wrong\n")
+    assert fail("1", **launched) == (2, "")
+
+
+@posix
+def test_failing_output_sets_the_exit_status_and_prints_no_traceback(tmp_path):
+    lines = ["def main():", " print('x')", " sys.exit(0)", "process.run(main)"]
+    assert shell("$PYTHON | true; exit ${PIPESTATUS[0]}", *lines) == (128 + process.SIGPIPE, "")
+    limited = f"ulimit -f 0; $PYTHON > '{tmp_path}/out'"
+    assert shell(limited, *lines) == (2, "-c: [Errno 27] File too large\n")
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_a_script_with_status_128_plus_its_number(number, capsys):
+    with pytest.raises(SystemExit, match=f"^{128 + number}$"):
+        process.run(lambda: signal.raise_signal(number))
+    assert capsys.readouterr().err == "train.py: interrupted\n"
+
+
+@posix
+def test_a_signal_during_imports_prints_no_traceback():
+    lines = ["process.start(print)", "os.kill(os.getpid(), signal.SIGTERM)"]
+    assert shell("$PYTHON", *lines) == (128 + signal.SIGTERM, "")
+
+
+def test_the_first_signal_is_recorded_and_a_second_ctrl_c_interrupts_at_once():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopSignal() as stop:
+        assert not stop
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        stop.request(process.SIGPIPE)
+        assert (bool(stop), stop.number) == (True, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@posix
+def test_an_ignored_sighup_stays_ignored():  # as after nohup
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process.run(lambda: signal.raise_signal(signal.SIGHUP))
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGHUP)
+    assert not stop

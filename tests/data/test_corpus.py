@@ -1,0 +1,129 @@
+"""Tests of folio/data/corpus.py: documents and their division into two splits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from folio.data import corpus, sources
+from folio.data.corpus import Corpus, Extent
+from folio.data.sources import find_sources
+
+VERSES = [f"{line} in May {line}.\n" for line in range(40)]
+
+
+@pytest.fixture
+def verses(folder):
+    """JSON lines of VERSES."""
+    pytest.importorskip("pyarrow")
+    lines = [json.dumps({"text": verse}) for verse in VERSES]
+    Path("verses.jsonl").write_text("\n".join(lines))
+    return Corpus(find_sources("verses.jsonl", "text"), "verses.jsonl")
+
+
+def survey(corpus, limit=None):
+    return corpus.survey("byte", limit)[0]
+
+
+def read(corpus, limit=None):
+    """Returns [(split, separated, text)] of all Pieces."""
+    return [tuple(piece) for piece in corpus.read(survey(corpus, limit))]
+
+
+def documents_of(pieces):
+    """Returns the documents of each split that were cut into Pieces."""
+    found = {"train": [], "val": []}
+    for split, separated, text in pieces:
+        if separated or not found[split]:
+            found[split].append(text)
+        else:
+            found[split][-1] += text
+    return found
+
+
+def texts_of(pieces, of_split):
+    return [text for split, _, text in pieces if split == of_split]
+
+
+def test_documents_are_separated_within_a_split():
+    assert read(tiny.corpus("ab", "cdefgh", "", "ijkl")) == [
+        ("train", False, "ab"),
+        ("train", True, "cdefgh"),
+        ("train", True, ""),
+        ("train", True, "ij"),
+        ("val", False, "kl"),
+    ]
+
+
+@settings(max_examples=30)
+@given(st.lists(st.text("ab", max_size=5)))
+@example([])
+@example(["", "a", "", "b" * 9, ""])
+def test_split_keeps_every_character_and_gives_nine_tenths_to_training(documents):
+    pieces = read(tiny.corpus(*documents))
+    train, val = texts_of(pieces, "train"), texts_of(pieces, "val")
+    assert "".join(train + val) == "".join(documents)
+    assert len("".join(train)) == int(0.9 * len("".join(documents)))
+    assert len(pieces) in (len(documents), len(documents) + 1)
+    assert sum(piece[1] for piece in pieces) == len(pieces) - len({p[0] for p in pieces})
+
+
+def test_end_of_text_ends_a_document_if_it_is_allowed():
+    plain = tiny.corpus("ab<|endoftext|>cd<|endoftext|>", "e")
+    special = replace(plain, allow_special=True)
+    assert texts_of(read(plain), "train") == ["ab<|endoftext|>cd<|endoftext|"[:27]]
+    assert [piece[1:] for piece in read(special)] == [
+        (False, "ab"), (True, "cd"), (False, ""), (True, "e")
+    ]  # fmt: skip
+    assert survey(special) == Extent(None, 4)
+
+
+@pytest.mark.parametrize("allow_special", [False, True])
+def test_a_text_in_chunks_has_the_same_splits(allow_special, folder, monkeypatch):
+    text = "\ufeffé one <|endoftext|>two\nthree🦶 <|endoftext|><|endoftext|> four five\n" * 9
+    Path("a.txt").write_text(text, encoding="utf-8")
+    Path("b.txt").write_text("")
+    whole = Corpus(find_sources("*.txt", "text"), "texts", allow_special)
+    expected = documents_of(read(whole))
+    for size in (1, 7, 64):
+        monkeypatch.setattr(sources, "CHUNK", size)
+        assert documents_of(read(whole)) == expected
+
+
+def test_hashes_divide_the_rows_of_a_table(verses, monkeypatch):
+    pieces = read(verses)
+    train, val = texts_of(pieces, "train"), texts_of(pieces, "val")
+    chosen = [VERSES[number] for number in (9, 13, 17, 27, 33)]  # by hashes, so always the same
+    assert val == chosen
+    assert sorted(train + val) == sorted(VERSES)
+    monkeypatch.setattr(corpus, "VAL_BYTES", 0)
+    monkeypatch.setattr(corpus, "VAL_SHARES", (0.5, 0.9))
+    assert 12 <= len(texts_of(read(verses), "val")) <= 28
+
+
+def test_equal_documents_are_in_the_same_split_in_every_format(verses, monkeypatch):
+    Path("all").mkdir()
+    Path("verses.jsonl").rename("all/verses.jsonl")
+    for number, verse in enumerate(VERSES):
+        Path(f"all/{number}.txt").write_text(verse)
+    monkeypatch.setattr(sources, "CHUNK", 5)
+    pieces = read(Corpus(find_sources("all", "text"), "all"))
+    joined = {split: "".join(texts_of(pieces, split)) for split in ("train", "val")}
+    for verse in VERSES:
+        assert sorted(text.count(verse) for text in joined.values()) == [0, 2]
+
+
+def test_limit_ends_texts_and_moves_the_boundary():
+    texts = tiny.corpus("abcdefgh", "ijklmnop", "q")
+    pieces = read(texts, 10)
+    assert texts_of(pieces, "train") == ["abcdefgh", "i"]
+    assert texts_of(pieces, "val") == ["j"]
+
+
+def test_characters_of_several_documents_include_the_line_end_between_them():
+    for documents, characters in ((["ba"], "ab"), (["b", "a"], "\nab"), (["é", "é"], "\né")):
+        assert tiny.corpus(*documents).survey("char", None)[1].characters == characters

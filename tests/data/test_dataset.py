@@ -1,0 +1,148 @@
+"""The files of a dataset folder, folio's and nanoGPT's; see also test_damage.py."""
+
+import json
+import zlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from folio.cli.errors import UserError
+from folio.cli.files import LOCK
+from folio.data import dataset
+from folio.data.dataset import DATA, DatasetSize, dataset_size, load_dataset
+from folio.data.tokenizer import ByteTokenizer, CharTokenizer
+
+pytestmark = pytest.mark.usefixtures("folder")
+TEXT = "abcdefghij" * 2
+
+
+def write_text(text=TEXT, tokenizer=None):
+    """Writes data/own, by characters unless a tokenizer is given."""
+    tokenizer = tokenizer or CharTokenizer.from_text(text)
+    return tiny.write_dataset(DATA / "own", tiny.corpus(text), tokenizer)
+
+
+def texts_of(name):
+    """Returns the text of both splits."""
+    data = load_dataset(name)
+    return data.tokenizer.decode(data.train), data.tokenizer.decode(data.val)
+
+
+def error_of(function, name):
+    with pytest.raises(UserError) as caught:
+        function(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Writing
+
+
+def test_format_of_the_files():
+    write_text("abcabcabcabcaē", CharTokenizer("abcē"))
+    assert Path("data/own/train.bin").read_bytes() == b"\0\0\1\0\2\0" * 4
+    assert Path("data/own/val.bin").read_bytes() == b"\0\0\3\0"
+    meta = json.loads(Path("data/own/meta.json").read_bytes())
+    checksum = meta.pop("crc32")
+    assert checksum == zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    assert meta == {
+        "format": 1,
+        "tokenizer": {"kind": "char", "characters": "abcē"},
+        "vocab_size": 4,
+        "dtype": "uint16",
+        "source": "own.txt",
+        "source_sha256": "5a",
+        "train": {"tokens": 12, "bytes": 12, "crc32": zlib.crc32(b"\0\0\1\0\2\0" * 4)},
+        "val": {"tokens": 2, "bytes": 3, "crc32": zlib.crc32(b"\0\0\3\0")},
+    }
+    names = {path.name for path in Path("data/own").iterdir()}
+    assert names - {LOCK} == {"meta.json", "train.bin", "val.bin"}
+
+
+def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_bytes):
+    documents = ["ab", "cdefgh", "", "ij", "k<|endoftext|>l"]
+    for tokenizer, between in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
+        meta = tiny.write_dataset(DATA / "own", tiny.corpus(*documents), tokenizer)
+        data = load_dataset("own")
+        train = [*b"ab", *between, *b"cdefgh", *between, *between, *b"ij", *between]
+        assert data.train.tolist() == [*train, *b"k<|endoftext"]
+        assert data.val.tolist() == [*b"|>l"]
+        assert meta["train"]["bytes"] == 22
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
+def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
+    characters = "".join(map(chr, range(0x10000, 0x10000 + count)))
+    write_text(characters[::-1])
+    data = load_dataset("own")
+    assert (data.train.dtype, data.val.dtype) == (dtype, dtype)
+    assert int(data.train[0]) == count - 1
+    assert "".join(texts_of("own")) == characters[::-1]
+    assert dataset_size("own").train_tokens == len(data.train)
+
+
+# Reading
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b", "c:x", "a\0b"])
+def test_name_must_be_a_plain_folder_name(name):
+    assert repr(name) in error_of(load_dataset, name)
+
+
+def test_error_for_a_missing_file_says_how_to_prepare_it():
+    message = error_of(load_dataset, "own")
+    assert message.startswith("data/own/train.bin is missing")
+    assert "--dataset=own" in message
+    write_text()
+    Path("data/own/val.bin").unlink()
+    assert "data/own/val.bin" in error_of(load_dataset, "own")
+
+
+def test_split_must_be_longer_than_the_context():
+    write_text()
+    data = load_dataset("own")
+    data.check_length(1)
+    with pytest.raises(UserError, match="val.bin of own has 2 tokens"):
+        data.check_length(2)
+
+
+# nanoGPT's folders
+
+
+def test_nanogpts_datasets_are_loaded():
+    vocab_size = tiny.write_nanogpt_dataset("nano", "b\na" * 10)
+    assert texts_of("nano") == ("b\na" * 9, "b\na")
+    assert dataset_size("nano") == DatasetSize(27, 3, vocab_size)
+    Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
+    data = load_dataset("nano")
+    assert data.tokenizer.kind == "gpt2"
+    assert (data.train.tolist(), data.val.tolist()) == ([2, 0, 1] * 9, [2, 0, 1])
+
+
+# Large splits, of which the first part is checked, and verification
+
+
+@pytest.mark.parametrize("write", [tiny.prepare_verse, tiny.write_nanogpt_dataset])
+def test_the_rest_of_a_large_split_is_checked_by_verify_only(write, monkeypatch):
+    monkeypatch.setattr(dataset, "CHECKED_TOKENS", 10)
+    monkeypatch.setattr(dataset, "READ_TOKENS", 7)
+    write("verse")
+    path = Path("data/verse/train.bin")
+    raw, before = path.read_bytes(), load_dataset("verse", verify=True)
+    for place in (11, -1):
+        ids = np.frombuffer(raw, "<u2").copy()
+        ids[place] = 999
+        ids.tofile(path)
+        assert load_dataset("verse").train.tolist() == ids.tolist()
+        assert str(path) in error_of(partial(load_dataset, verify=True), "verse")
+    ids[9] = 999
+    ids.tofile(path)
+    assert "token 999" in error_of(load_dataset, "verse")
+    path.write_bytes(raw + raw[:2])
+    if write is tiny.prepare_verse:
+        assert str(path) in error_of(load_dataset, "verse")
+    else:
+        assert load_dataset("verse").fingerprint != before.fingerprint

@@ -1,0 +1,77 @@
+"""Tests of folio/data/encoding.py: tokens do not depend on threads or chunks; max_tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import prepare
+from folio.data import encoding, sources
+from folio.data.dataset import load_dataset
+from folio.data.tokenizer import END_OF_TEXT
+
+DOCUMENTS = [f"{n} darling buds of May,\nand 🦶 summer's lease {n}\n" for n in range(200)]
+
+
+@pytest.fixture(autouse=True)
+def _sources(folder, monkeypatch, gpt2_of_bytes):
+    """A text and JSON lines, which are read and encoded in small parts."""
+    pytest.importorskip("pyarrow")
+    Path("own.txt").write_text("\ufeff" + "".join(DOCUMENTS), encoding="utf-8")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    Path("own.jsonl").write_text(lines)
+    monkeypatch.setattr(sources, "CHUNK", 300)
+    monkeypatch.setattr(encoding, "BATCH", 200)
+
+
+def prepared(name, source, kind, *flags):
+    """Prepares data/NAME. Returns the content of its files."""
+    prepare.main([f"--input={source}", f"--dataset={name}", f"--tokenizer={kind}", *flags])
+    folder = Path("data", name)
+    return [(folder / file).read_bytes() for file in ("meta.json", "train.bin", "val.bin")]
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2"])
+@pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
+def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
+    monkeypatch.setattr(encoding, "num_cores", lambda: 1)
+    expected = prepared("one", source, kind)
+    monkeypatch.setattr(encoding, "num_cores", lambda: 5)
+    monkeypatch.setattr(sources, "CHUNK", 100)
+    monkeypatch.setattr(encoding, "BATCH", 2**20)
+    assert prepared("other", source, kind) == expected
+
+
+def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files():
+    Path("in").mkdir()
+    for name in "abc":
+        text = END_OF_TEXT.join(f"{name} tale\n" for _ in range(200))
+        Path("in", f"{name}.txt").write_text(text)
+    prepare.main(["--input=in", "--dataset=own", "--max_tokens=300"])
+    assert set(load_dataset("own").tokenizer.characters) == set("a tale\n" + END_OF_TEXT)
+    flags = ["--tokenizer=bpe", "--vocab_size=270", "--allow_special=True", "--max_tokens=300"]
+    prepare.main(["--input=in", "--dataset=special", *flags])
+    found = load_dataset("special")
+    assert 200 <= len(found.train) + len(found.val) <= 600
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("char", 0), ("byte", 200), ("gpt2", 200)])
+@pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
+def test_max_tokens_ends_a_dataset(kind, tolerance, source):
+    prepared("own", source, kind, "--max_tokens=3000")
+    data = load_dataset("own")
+    if source == "own.txt":
+        assert abs(len(data.train) + len(data.val) - 3000) <= tolerance
+        assert abs(len(data.val) - 300) <= tolerance
+    else:
+        assert 3000 <= len(data.train) + len(data.val) < 3000 + 400
+    text = data.tokenizer.decode(data.train)
+    assert text.startswith(DOCUMENTS[0][:20])
+
+
+def test_byte_counts_are_those_of_the_texts_without_separators():
+    meta = json.loads(prepared("own", "own.jsonl", "byte")[0])
+    total = sum(len(text.encode()) for text in DOCUMENTS)
+    assert meta["train"]["bytes"] + meta["val"]["bytes"] == total
+    tokens = meta["train"]["tokens"] + meta["val"]["tokens"]
+    assert tokens == total + 2 * (len(DOCUMENTS) - 2)

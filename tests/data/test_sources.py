@@ -1,0 +1,141 @@
+"""Tests of folio/data/sources.py: how files are found and read, and damaged ones."""
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from folio.cli.errors import UserError
+from folio.data import sources
+from folio.data.sources import Source, find_sources
+
+TEXTS = ["one", "", "two 🦶\nlines", 'é "quoted", with a comma']
+TABLES = ["A.JSONL", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.parquet"]
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def write(name, texts, key="text"):
+    """Writes a table in the format of a file name. Returns its Source."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import csv, parquet
+
+    columns = {"n": [None, *range(len(texts) - 1)], key: texts}
+    if name.endswith(".parquet"):
+        parquet.write_table(pyarrow.table(columns), name, row_group_size=2)
+        return Source(Path(name), key)
+    if ".csv" in name:
+        csv.write_csv(pyarrow.table(columns), name)
+        raw = Path(name).read_bytes()
+    else:
+        rows = zip([None, "x", [1, {"a": 2}], {"b": 3}], texts, strict=False)
+        raw = "".join(json.dumps({"n": n, key: text}) + "\n" for n, text in rows).encode()
+    packed = {".gz": gzip.compress, ".zst": lambda raw: pyarrow.compress(raw, "zstd", asbytes=True)}
+    Path(name).write_bytes(packed.get(Path(name).suffix, bytes)(raw))
+    return Source(Path(name), key)
+
+
+def error_of(source):
+    with pytest.raises(UserError) as caught:
+        list(source.read())
+    message = str(caught.value)
+    assert "\n" not in message
+    assert source.name in message
+    return message
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_of_a_table_are_documents(name):
+    source = write(name, TEXTS, "body")
+    chunks = list(source.read())
+    assert [(chunk.text, chunk.ends) for chunk in chunks] == [(text, True) for text in TEXTS]
+    assert "--text_key" in error_of(Source(source.path))  # there is no such column
+    if "csv" not in name:  # which has no missing values
+        assert "row 2 has None" in error_of(write(name, ["one", None]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_damaged_file_is_named(name):
+    source = write(name, ["text " * 99, "other"] * 2)
+    raw = Path(name).read_bytes()
+    for content in (b"no", raw[: len(raw) // 2]):
+        Path(name).write_bytes(content)
+        error_of(source)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text": "one"', b'{"text": "\xff"}', b"[]", b'{"text": 5}', b'{"text": "\\ud800"}'],
+    ids=repr,
+)  # fmt: skip
+def test_invalid_json_line_is_refused(line):
+    pytest.importorskip("pyarrow")
+    Path("a.jsonl").write_bytes(b'{"text": "one"}\n\n' + line + b"\n")
+    error_of(Source(Path("a.jsonl")))
+
+
+def test_a_row_longer_than_a_block_is_an_error(monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 100)
+    assert "at most" in error_of(write("a.jsonl", ["short", "long " * 99, "short"]))
+
+
+def test_missing_package_is_a_user_error(monkeypatch):
+    Path("a.jsonl").write_bytes(b"{}")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in error_of(Source(Path("a.jsonl")))
+
+
+@pytest.mark.parametrize("longest", [2, 100])
+def test_text_is_cut_into_chunks(longest, monkeypatch):
+    text = "one two🦶\nthree\r\nfour  five\n"
+    Path("a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    monkeypatch.setattr(sources, "LONGEST", longest)
+    for size in (1, 4, 11, 100):
+        monkeypatch.setattr(sources, "CHUNK", size)
+        chunks = list(Source(Path("a.txt")).read())
+        assert "".join(chunk.text for chunk in chunks) == text
+        assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert all(len(chunk.text) <= longest + size for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        (b"a" * 20_000 + b"\x80b", "byte 0x80"),
+        (b"abcd\xe2\x82", "byte 0xe2"),
+        (b"ab\0", "null bytes"),
+    ],
+)
+def test_a_file_that_is_not_utf8_is_refused(raw, part):
+    Path("a.txt").write_bytes(raw)
+    assert part in error_of(Source(Path("a.txt")))
+
+
+# Finding files
+
+
+def names_of(pattern):
+    return [source.name for source in find_sources(pattern, "text")]
+
+
+def test_files_of_a_folder_or_a_pattern_are_sorted():
+    for name in ("in/b.txt", "in/a.jsonl", "in/.hidden.txt", "in/.git/a.txt", "in/c/a.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("{}")
+    Path("in/loop").symlink_to("../in")
+    assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt"]
+    assert names_of("in/*") == ["in/a.jsonl", "in/b.txt"]
+    assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
+    Path("in/[b].txt").write_text("")
+    assert names_of("in/[b].txt") == ["in/[b].txt"]
+
+
+@pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "in/pipe", "x" * 300, "http://a"])
+def test_a_name_without_regular_files_is_refused(name):
+    Path("in").mkdir()
+    Path("in/broken").symlink_to("missing")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo("in/pipe")
+    with pytest.raises(UserError, match=name.replace("*", ".").replace("//", "/+")):
+        names_of(name)

@@ -1,0 +1,207 @@
+"""Tests of folio/data/tokenizer.py. The first part holds for every entry of TOKENIZERS."""
+
+import json
+import sys
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import requests
+import tiktoken
+import tiny
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from folio.cli.errors import UserError
+from folio.data import bpe
+from folio.data.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZERS,
+    BPETokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    from_dict,
+)
+
+TEXT = "naïve 🦶🏽\r\n\t<end> 𝔘\ufeff\u2028 naïve"
+with_fixtures = settings(
+    max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+# Every tokenizer
+
+
+@pytest.fixture(params=TOKENIZERS)
+def kind(request, gpt2_of_bytes):
+    """Each kind in TOKENIZERS; GPT2Tokenizer has a vocabulary that needs no download."""
+    return request.param
+
+
+@with_fixtures
+@given(text=st.text(min_size=1))
+@example(text=TEXT)
+def test_tokens_are_the_text(kind, text):
+    tokenizer = tiny.new_tokenizer(kind, text)
+    ids, none = tokenizer.encode(text), tokenizer.encode("")
+    assert ids.dtype == none.dtype == np.uint16
+    assert (ids.ndim, none.shape) == (1, (0,))
+    assert ids.max() < tokenizer.vocab_size
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(none) == ""
+    lengths = tokenizer.byte_lengths()
+    assert lengths.shape == (tokenizer.padded_vocab_size,)
+    assert lengths[ids].sum() == len(text.encode())
+    assert not lengths[tokenizer.vocab_size :].any()
+    assert tokenizer.end is None or lengths[tokenizer.end] == 0
+    after = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert after.to_dict() == tokenizer.to_dict()
+    assert after.encode(text).tolist() == ids.tolist()
+
+
+@with_fixtures
+@given(text=st.text(min_size=1), data=st.data())
+def test_incremental_decoder_equals_decode(kind, text, data):
+    tokenizer = tiny.new_tokenizer(kind, text)
+    ids = tokenizer.encode(text).tolist()
+    for some in (ids, data.draw(st.lists(st.sampled_from(ids)))):  # the second: in any order
+        decode = tokenizer.decoder()
+        assert "".join(decode(token) for token in [*some, None]) == tokenizer.decode(some)
+
+
+def test_attributes_are_consistent(kind):
+    tokenizer = tiny.new_tokenizer(kind, TEXT)
+    assert tokenizer.name == f"{kind} with {tokenizer.vocab_size} tokens"
+    assert tokenizer.fits(tokenizer.vocab_size)
+    assert tokenizer.fits(tokenizer.padded_vocab_size)
+    assert len(tokenizer.encode(tokenizer.start)) >= 1
+    if tokenizer.end is not None:
+        assert tokenizer.encode(END_OF_TEXT, allow_special=True).tolist() == [tokenizer.end]
+        assert tokenizer.end not in tokenizer.encode(f"a{END_OF_TEXT}b")
+        assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT
+
+
+def test_lone_surrogate_is_a_user_error(kind):
+    with pytest.raises(UserError):
+        tiny.new_tokenizer(kind, "abc").encode("ab\ud800c")
+
+
+# Characters
+
+
+@pytest.mark.parametrize("text", ["abé", "ab🦶é", "ab\udfff"])
+def test_first_unknown_character_is_named(text):
+    with pytest.raises(UserError, match=f"U\\+{ord(text[2]):04X}.* at position 2 "):
+        CharTokenizer("ab").encode(text)
+
+
+def test_character_ids_follow_the_order_of_code_points():
+    tokenizer = CharTokenizer.from_text("b🦶a\nb")
+    assert (tokenizer.characters, tokenizer.vocab_size) == ("\nab🦶", 4)
+    assert tokenizer.encode("ab\n🦶").tolist() == [1, 2, 0, 3]
+    assert (CharTokenizer("\t\na").start, CharTokenizer(" ab").start) == ("\n", " ")
+    assert CharTokenizer.from_text(["bé", "a", "é🦶", "ab"]).characters == "abé🦶"
+    assert CharTokenizer.from_text(iter([])).characters == ""
+
+
+# Bytes and trained byte-pair encodings
+
+
+def test_bpe_merges_frequent_pairs_and_has_every_byte():
+    tokenizer = BPETokenizer.train(["ab ab ab ab cd"] * 3, 260)
+    assert [tokenizer.token_bytes(token) for token in (0, 257, 258)] == [
+        END_OF_TEXT.encode(), b"ab", b" ab"
+    ]  # fmt: skip
+    assert sorted(tokenizer.token_bytes(token) for token in range(1, 257)) == [
+        bytes([byte]) for byte in range(256)
+    ]
+    assert tokenizer.end == 0
+    assert BPETokenizer.train(["ab"], 1000).vocab_size == 258
+    assert BPETokenizer.train([], 1000).vocab_size == 257
+
+
+def test_cutting_a_text_does_not_change_its_tokens(monkeypatch):
+    ends = ["\n", "\r\n", "\n\n", "  \n", "\r\n\r\n", " \n ", "."]
+    text = "".join(f"line {n}'s end.{end}" for end in ends for n in range(20))
+    tokenizer = BPETokenizer.train([text], 400)
+    whole = tokenizer.encode(text).tolist()
+    monkeypatch.setattr(bpe, "PIECE", 40)
+    assert len([*bpe.pieces(text)]) > 10
+    assert tokenizer.encode(text).tolist() == whole
+
+
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+@with_fixtures
+@given(text=st.text("ab1.' \n\r\té\x1c\x85\xa0\u2028", max_size=20))
+@example(text="it's  so.\r\nI'm 's a\n\nb 1\n")
+def test_every_cut_keeps_the_tokens(kind, text, request):
+    trained = BPETokenizer.train(["it's a b. a\n\nb \r\n a  a' 's 1 a.\n"] * 9, 290)
+    tokenizer = trained if kind == "bpe" else request.getfixturevalue("gpt2")
+    whole = tokenizer.encode(text).tolist()
+    cuts = [cut.end() for cut in bpe.CUT.finditer(text)]
+    for cut in cuts:
+        first, second = text[:cut], text[cut:]
+        assert [*tokenizer.encode(first), *tokenizer.encode(second)] == whole
+    assert bpe.last_cut(text) == max(cuts, default=0)
+
+
+def test_missing_tokenizers_library_is_a_user_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        BPETokenizer.train(["ab"])
+
+
+# GPT-2's byte-pair encoding; the fixture `gpt2` needs tiktoken's files, `gpt2_of_bytes` does not
+
+
+def test_multi_token_character_is_decoded_with_its_last_token(gpt2_of_bytes):
+    decode = gpt2_of_bytes.decoder()
+    assert [decode(byte) for byte in "é🦶".encode()] == ["", "é", "", "", "", "🦶"]
+    assert decode(None) == ""
+    assert gpt2_of_bytes.decode([0xC3, ord("a")]) == "\ufffda"
+
+
+def test_a_failed_download_of_the_vocabulary_is_a_user_error(monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=requests.ConnectionError()))
+    with pytest.raises(UserError, match="tiktoken cannot download .* TIKTOKEN_CACHE_DIR"):
+        GPT2Tokenizer().encode("text")
+
+
+def test_gpt2_ids(gpt2):
+    text = f"Hello world{END_OF_TEXT}"
+    assert gpt2.encode(text, allow_special=True).tolist() == [15496, 995, 50256]
+    assert (gpt2.end, gpt2.vocab_size, gpt2.padded_vocab_size) == (50256, 50257, 50304)
+    for text in (TEXT, f"a{END_OF_TEXT}b", " \n\n  indented\x00"):
+        ids = gpt2.encode(text).tolist()
+        assert gpt2.decode(ids) == b"".join(map(gpt2.token_bytes, ids)).decode() == text
+
+
+# Damaged data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [None, [], {}, {"kind": ["char"]}, {"kind": "x"}, {"kind": "char", "characters": None},
+     {"kind": "byte", "definition": ""}],
+    ids=repr,
+)  # fmt: skip
+def test_damaged_tokenizer_is_refused(data):
+    with pytest.raises(UserError, match="char, byte, bpe, gpt2"):
+        from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [None, "{}", "[" * 100_000, '{"model": {"vocab": {"a": 1}}, "added_tokens": []}'],
+    ids=lambda definition: repr(definition)[:40],
+)
+def test_damaged_bpe_is_refused(definition):
+    with pytest.raises(UserError, match="damaged"):
+        from_dict({"kind": "bpe", "definition": definition})
+
+
+def test_a_bpe_with_damaged_merges_is_a_user_error():
+    plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
+    plain["model"]["merges"] = [["nothing", "known"]]
+    with pytest.raises(UserError, match="damaged"):
+        BPETokenizer(json.dumps(plain))

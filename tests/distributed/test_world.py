@@ -1,0 +1,298 @@
+"""Several processes: the same results as one, the same checkpoints, common stops and errors."""
+
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from ranks import Ranks, in_world, trained
+
+import train
+from folio.cli.errors import UserError
+from folio.cli.files import locked
+from folio.distributed.sharding import gathered, sharded_like
+from folio.distributed.world import joined
+from folio.inference.completion import sample_text
+from folio.training.muon import orthogonalize, orthogonalize_copies, orthogonalize_shards
+from folio.training.setup import check_parallel
+
+CURVE = Path(__file__).parent / "curve.json"  # losses of 100 steps of CURVE_SETTINGS in one process
+CURVE_SETTINGS = {
+    "gradient_accumulation_steps": 4,
+    "batch_size": 2,
+    "max_iters": 100,
+    "eval_interval": 50,
+    "learning_rate": 1e-3,
+    "bias": True,
+    "n_layer": 2,
+    "n_embd": 18,  # not divisible by 4 processes
+}
+TORCHRUN = {  # variables that torchrun sets with --max-restarts
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3",
+}  # fmt: skip
+both_parallel = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+
+
+def differences(losses, others):
+    return np.abs(np.array(losses) - np.array(others, dtype=float))
+
+
+# The same results
+
+
+def test_the_losses_of_one_process_follow_the_stored_curve(verse):
+    losses = trained(1, **CURVE_SETTINGS)
+    assert differences(losses, json.loads(CURVE.read_text())).max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "split", "parallel"), [(2, (2, 4), "ddp"), (4, (8, 1), "fsdp")])
+def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, split, parallel):
+    count, batch_size = split
+    changes = {"gradient_accumulation_steps": count, "batch_size": batch_size}
+    losses = trained(size, parallel=parallel, stop_at=40, **CURVE_SETTINGS | changes)
+    expected = json.loads(CURVE.read_text())[:40]
+    assert differences(losses, expected).max() < 1e-4
+    assert differences(losses[:1], expected[:1]).max() < 1e-6
+
+
+@pytest.mark.slow
+@both_parallel
+def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, parallel):
+    settings = {"optimizer": "muon", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
+    settings |= tiny.SWITCHES | {"batch_size": 3, "n_layer": 2}
+    trained(1, out_dir="one", **settings)
+    trained(2, out_dir="two", parallel=parallel, **settings)
+    for one, two in zip(tiny.log_events("one"), tiny.log_events("two"), strict=True):
+        if one["split"] == "val":
+            assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
+            assert two["train_loss"] == pytest.approx(one["train_loss"], abs=1e-5)
+    one, two = tiny.saved("last.pt", "one"), tiny.saved("last.pt", "two")
+    assert one["model"].keys() == two["model"].keys()
+    for name, weight in one["model"].items():
+        torch.testing.assert_close(two["model"][name], weight, atol=1e-5, rtol=0)
+    for key in ("optimizer", "muon"):
+        assert one[key]["param_groups"] == two[key]["param_groups"]
+        for index, moments in one[key]["state"].items():
+            for name, moment in moments.items():
+                found = two[key]["state"][index][name]
+                torch.testing.assert_close(found, moment, atol=1e-5, rtol=0)
+
+
+# Checkpoints
+
+
+@pytest.mark.slow
+def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(verse):
+    settings = {"optimizer": "muon", "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
+    settings |= {"batch_size": 1, "n_embd": 18, "max_iters": 12, "eval_interval": 4}
+    settings |= {"eval_iters": 1}  # fewer evaluated windows than processes
+    whole = trained(1, out_dir="whole", **settings)
+    parts = [(4, "fsdp", 4), (1, "ddp", 6), (2, "ddp", 9), (2, "fsdp", 12)]
+    for size, parallel, stop_at in parts:
+        found = trained(size, parallel=parallel, stop_at=stop_at, init_from="auto", **settings)
+    assert differences(found, whole).max() < 1e-5
+    one, several = (tiny.saved("last.pt", each)["best_val_loss"] for each in ("whole", "out"))
+    assert several == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.slow
+@both_parallel
+def test_resuming_is_exact_and_samples_are_those_of_one_process(verse, parallel):
+    settings = {"gradient_accumulation_steps": 2, "dropout": 0.2, "sample_interval": 3}
+    trained(2, out_dir="whole", parallel=parallel, **settings)
+    texts = samples_printed()
+    assert texts.keys() == {"0", "3", "6"}
+    trained(2, stop_at=3, parallel=parallel, **settings)
+    trained(2, init_from="resume", parallel=parallel, **settings)
+    assert not tiny.differences("out", "whole", names=["last.pt"])
+    assert samples_printed() == {step: texts[step] for step in ("3", "6")}
+    run = train.setup(tiny.settings(**settings))
+    expected = sample_text(run.learner.model, run.dataset.tokenizer, run.settings.seed)
+    assert texts["0"] == expected
+
+
+def samples_printed():
+    """Returns {step: text} of the samples that rank 0 has printed. The others print nothing."""
+    assert Path("rank1.txt").read_text() == ""
+    out = Path("rank0.txt").read_text()
+    return dict(re.findall(r"(?s)sample at step (\d+):\n(.*?)\n\n", out))
+
+
+@pytest.mark.slow
+def test_a_time_budget_gives_all_processes_the_same_steps(verse):
+    settings = {"minutes": 0.01, "max_iters": 10**5, "eval_interval": 10**5}
+    losses = trained(2, gradient_accumulation_steps=2, **settings)  # they would wait for each other
+    assert 0 < len(losses) < 10**5
+
+
+@pytest.mark.slow
+def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
+    settings = CURVE_SETTINGS | {"dtype": "bfloat16", "n_embd": 32, "max_iters": 20}
+    settings |= {"sample_interval": 20}
+    one = trained(1, out_dir="one", **settings)
+    for parallel in ("ddp", "fsdp"):
+        found = trained(2, out_dir=parallel, parallel=parallel, **settings)
+        assert differences(found, one).max() < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(
+    ("parallel", "compile"),
+    [*itertools.product(["ddp", "fsdp"], [False, True]), ("ddp", "reduce-overhead")],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
+def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
+    verse, parallel, compile, dtype, tolerance
+):
+    settings = CURVE_SETTINGS | {"device": "cuda", "dtype": dtype, "n_embd": 32}
+    settings |= {"compile": compile, "max_iters": 50}
+    one = trained(1, out_dir="one", **settings)
+    flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
+    Ranks(1, train.main, flags).results(limit_s=300)  # the compiler is slow at first
+    found = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
+    assert differences(found, one).max() < tolerance
+
+
+# Stops and errors
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step(verse):
+    ranks = Ranks(2, train.main, tiny.flags(gradient_accumulation_steps=2, max_iters=10**6))
+    wait_for(Path("out/last.pt"))
+    os.kill(ranks.processes[1].pid, signal.SIGINT)
+    statuses, (main, other) = ranks.wait()
+    assert statuses == [128 + signal.SIGTERM, 128 + signal.SIGINT]
+    assert f"stopped at step {tiny.saved('last.pt')['iter_num']}" in main
+    assert other == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "parallel"), [(0, "fsdp"), (1, "ddp")])
+def test_if_a_process_is_killed_the_others_end_with_a_message(verse, rank, parallel):
+    flags = tiny.flags(gradient_accumulation_steps=2, max_iters=10**6, parallel=parallel)
+    ranks = Ranks(2, train.main, flags)
+    wait_for(Path("out/last.pt"))
+    os.kill(ranks.processes[rank].pid, signal.SIGKILL)
+    statuses, errors = ranks.wait()
+    assert statuses[rank] == -signal.SIGKILL
+    assert statuses[1 - rank] == 2
+    last = errors[1 - rank].strip().splitlines()[-1]
+    assert last.startswith(f"train.py: rank {1 - rank}: another process of the run has ended")
+    step = tiny.saved("last.pt")["iter_num"]
+    losses = trained(1, init_from="resume", gradient_accumulation_steps=2, max_iters=step + 3)
+    assert math.isfinite(losses[-1])
+    assert tiny.saved("last.pt")["iter_num"] == step + 3
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, [p.read_text() for p in Path().glob("rank*.txt")]
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"), [(tiny.VERSE * 19, "the dataset differs"), (None, "train.py: rank 1: ")]
+)
+def test_a_process_with_other_or_no_data_ends_all_with_one_message(verse, text, message):
+    statuses, (error, other) = Ranks(2, train_elsewhere, text).wait()
+    assert statuses == [2, 2]
+    assert message in error
+    assert other == ""
+
+
+def train_elsewhere(text):
+    """Trains in another folder on rank 1, with a dataset of its own if there is a text."""
+    if os.environ["RANK"] == "1":
+        os.mkdir("elsewhere")
+        os.chdir("elsewhere")
+        if text:
+            tiny.prepare_verse(text=text)
+    train.main(tiny.flags(gradient_accumulation_steps=2))
+
+
+@pytest.mark.slow
+def test_a_folder_in_use_is_reported_once(verse):
+    with locked("out"):
+        statuses, (error, other) = Ranks(
+            2, train.main, tiny.flags(gradient_accumulation_steps=2)
+        ).wait()
+    assert statuses == [2, 2]
+    assert "another process is writing to out" in error.splitlines()[-1]
+    assert other == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "advice"),
+    [
+        ({"gradient_accumulation_steps": 5}, 2, "--gradient_accumulation_steps=6"),
+        ({"gradient_accumulation_steps": 40}, 64, "--gradient_accumulation_steps=64"),
+        ({"parallel": "fsdp", "dtype": "float16", "gradient_accumulation_steps": 2}, 2, "float16"),
+        ({"parallel": "fsdp", "compile": "max-autotune"}, 1, "no CUDA graphs"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advice):
+    with pytest.raises(UserError, match=advice):
+        check_parallel(tiny.settings(**settings), size)
+
+
+def test_restarts_that_read_old_addresses_are_refused(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    words = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    with pytest.raises(UserError, match=words), joined("cpu"):
+        pass
+
+
+# Muon
+
+
+SHAPES = [(6, 6), (5, 9), (9, 5), (6, 6), (3, 7), (9, 5), (6, 6)]
+
+
+@pytest.mark.slow
+def test_divided_orthogonalization_equals_the_whole(folder):
+    expected = [orthogonalized(matrix) for matrix in random_matrices()]
+    for results in Ranks(4, in_world, copies_and_shards).results():
+        for found, matrix in zip(results, 2 * expected, strict=True):
+            np.testing.assert_allclose(found, matrix, atol=1e-5)
+
+
+def random_matrices():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def orthogonalized(matrix):
+    rows, columns = matrix.shape
+    if rows > columns:
+        return orthogonalized(matrix.T).T
+    return orthogonalize(matrix[None])[0]
+
+
+def copies_and_shards(world):
+    """Returns the results for matrices that all processes have, and for divided ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    matrices = random_matrices()
+    mesh = init_device_mesh("cpu", (world.size,))
+    sharded = [distribute_tensor(each, mesh, [Shard(0)]) for each in matrices]
+    shares = orthogonalize_shards([each.to_local() for each in sharded], sharded, world)
+    results = orthogonalize_copies(matrices, world)
+    pairs = zip(sharded, shares, strict=True)
+    return [each.numpy() for each in results + [gathered(sharded_like(*pair)) for pair in pairs]]

@@ -1,0 +1,110 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from folio.cli.errors import UserError
+from folio.hardware import device
+from folio.hardware.device import (
+    DTYPES,
+    Machine,
+    choose_machine,
+    resolve_device,
+    resolve_dtype,
+)
+
+SIMILAR_CARDS = ("NVIDIA A10G", "NVIDIA L40", "RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+
+
+@pytest.fixture
+def machine_with(monkeypatch):
+    """Returns a function that makes torch report GPUs, beside a CPU with three threads."""
+
+    def pretend(cards=0, mps=False, card="NVIDIA H100 80GB HBM3", bf16=True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+        # torch counts emulated bfloat16 as supported by default
+        supported = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "set_device", lambda number: range(cards)[number])
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "resolved"),
+    [
+        ("auto", {}, "cpu"),
+        ("auto", {"mps": True}, "mps"),
+        ("auto", {"cards": 1, "mps": True}, "cuda"),
+        ("cpu", {"cards": 1}, "cpu"),
+        ("cuda:1", {"cards": 2}, "cuda:1"),
+        ("cuda", {}, None),
+        ("cuda:2", {"cards": 2}, None),
+        ("mps", {"cards": 1}, None),
+        ("gpu", {"cards": 1}, None),
+        ("cuda:-1", {"cards": 1}, None),
+    ],
+)
+def test_auto_selects_a_gpu_and_missing_devices_are_errors(name, hardware, resolved, machine_with):
+    machine_with(**hardware)
+    if resolved:
+        assert resolve_device(name) == resolved
+    else:
+        with pytest.raises(UserError, match=name):
+            resolve_device(name)
+
+
+def test_bfloat16_is_used_where_the_hardware_has_it(machine_with, monkeypatch):
+    for bf16, dtype in ((True, "bfloat16"), (False, "float16")):
+        machine_with(cards=2, bf16=bf16)
+        assert resolve_dtype("auto", "cuda:1") == dtype
+    for unit in ("avx512_bf16", "amx_bf16", "bf16"):
+        for supported, dtype in ((True, "bfloat16"), (False, "float32")):
+            capabilities = {"avx512_f": True, unit: supported}
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+            assert resolve_dtype("auto", "cpu") == dtype
+    assert resolve_dtype("auto", "mps") == "float32"
+
+
+@pytest.mark.parametrize(("name", "compile"), [("cuda:1", True), ("mps", False), ("cpu", False)])
+def test_models_are_compiled_on_cuda_only_and_explicit_settings_are_kept(
+    name, compile, machine_with
+):
+    machine_with(cards=2)
+    assert choose_machine(name, "auto", "auto").compile is compile
+    machine = choose_machine(name, "float16", not compile)
+    assert (machine.dtype, machine.compile) == ("float16", not compile)
+
+
+@pytest.mark.parametrize(
+    ("card", "half", "single"),
+    [
+        ("NVIDIA GH200 480GB", 989, 494),
+        ("NVIDIA H100 PCIe", 756, 378),
+        ("Tesla V100-PCIE-32GB", 112, 14),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+    ],
+)
+def test_the_peak_of_a_known_card_is_from_its_data_sheet(card, half, single, machine_with):
+    machine_with(cards=1, card=card)
+    peaks = [Machine("cuda", dtype, False, "").peak for dtype in ("float16", "float32")]
+    assert peaks == [(peak * 1e12, f"data sheet, {card}") for peak in (half, single)]
+
+
+@pytest.mark.parametrize("card", SIMILAR_CARDS)
+def test_the_peak_of_a_card_with_a_similar_name_is_measured(card, machine_with, monkeypatch):
+    machine_with(cards=1, card=card)
+    monkeypatch.setattr(device, "_measured_peak", lambda device, dtype: 1e12)
+    expected = (1e12, "measured with a matrix product")
+    assert Machine("cuda", "bfloat16", False, "").peak == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrix_products_run_in_the_machines_dtype(dtype):
+    with choose_machine("cpu", dtype, False).autocast():
+        assert (torch.eye(2) @ torch.eye(2)).dtype is DTYPES[dtype]

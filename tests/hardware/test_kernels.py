@@ -1,0 +1,116 @@
+"""Attention with windows, and the CPU's kernels in place of torch's."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import random_ids, random_model
+
+from folio.hardware import kernels
+from folio.hardware.kernels import apply_dropout, explicit_attention, use_fast_kernels
+from model import CausalSelfAttention, GPTConfig
+
+
+def causal_attention(q, k, v, window, kernel=kernels.attention):
+    """Calls CausalSelfAttention.attend with a kernel."""
+    module = CausalSelfAttention(GPTConfig(n_head=1, n_embd=2, window=window))
+    module.kernel = kernel
+    return module.attend(q, k, v)
+
+
+def explicit(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+    """Arguments as for kernels.attention, which calls explicit_attention for bfloat16 only."""
+    T = q.shape[2]
+    causal = torch.full((1, T, T), -math.inf).triu(1)
+    mask = causal if is_causal else attn_mask.repeat(len(q), 1, 1)
+    return explicit_attention(q, k, v, mask, dropout_p)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("kernel", [F.scaled_dot_product_attention, kernels.attention, explicit])
+@pytest.mark.parametrize("window", [0, 1, 4, 5, 40])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4)], ids=str)
+def test_attention_and_its_gradients_follow_the_definition(shape, window, kernel):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, *shape, requires_grad=True).unbind()
+    distance = torch.arange(shape[2])[:, None] - torch.arange(shape[2])
+    visible = (distance >= 0) & (distance < (window or shape[2]))
+    scores = (q @ k.mT / math.sqrt(shape[3])).masked_fill(~visible, -math.inf)
+    expected, y = scores.softmax(dim=-1) @ v, causal_attention(q, k, v, window, kernel)
+    assert torch.allclose(y, expected, atol=1e-6)
+    direction = torch.randn(shape)
+    gradients = [torch.autograd.grad((of * direction).sum(), (q, k, v)) for of in (y, expected)]
+    for ours, reference in zip(*gradients, strict=True):
+        assert torch.allclose(ours, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_model_with_fast_kernels_computes_the_same(window):
+    plain, fast = (random_model(window=window) for _ in range(2))
+    idx = random_ids(plain)
+    use_fast_kernels(fast)
+    assert torch.equal(plain.logits(idx), fast.logits(idx))
+    with torch.autocast("cpu", torch.bfloat16):  # the explicit form rounds differently
+        assert torch.allclose(plain.logits(idx), fast.logits(idx), atol=0.1)
+        assert not torch.equal(plain.logits(idx), fast.logits(idx))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("window", [0, 64, 96])
+def test_gpu_attention_with_very_low_scores_has_correct_gradients(window):
+    """cuDNN has NaN with a mask, scores below -89, and 64 keys or queries modulo 128."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 192, 64)
+    q, k = q / 10, k / 10
+    q[..., 0], k[..., 0] = 1, -960  # all scores are about -960 / sqrt(64)
+    results = {}
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        inputs = [x.bfloat16().to(device, dtype).requires_grad_() for x in (q, k, v)]
+        y = causal_attention(*inputs, window)
+        gradients = torch.autograd.grad(y.square().sum(), inputs)
+        results[device] = [x.detach().float().cpu() for x in (y, *gradients)]
+    for ours, expected in zip(results["cuda"], results["cpu"], strict=True):
+        assert ours.isfinite().all()
+        ours, expected = ours[..., 1:], expected[..., 1:]  # rounding dominates the first gradient
+        assert (ours - expected).norm() < 0.06 * expected.norm()
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.9])
+def test_a_fraction_is_dropped_and_the_mean_is_kept(rate):
+    torch.manual_seed(0)
+    y = apply_dropout(torch.full((1001, 1001), 2.0, dtype=torch.bfloat16), rate)
+    assert y.dtype == torch.bfloat16
+    assert (y == 0).float().mean() == pytest.approx(rate, abs=2e-3)
+    assert y.float().mean() == pytest.approx(2.0, rel=1e-2)
+    kept = y[y != 0]
+    assert (kept == kept[0]).all()
+    rows = (y == 0).float().mean(dim=0)  # no pattern along a dimension
+    assert rows.std() == pytest.approx((rate * (1 - rate) / 1001) ** 0.5, rel=0.1, abs=1e-9)
+
+
+def test_the_seed_sets_the_mask_which_the_gradient_shares():
+    x, masks = torch.randn(7, 3, 5, requires_grad=True), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        y = apply_dropout(x, 0.3)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert torch.allclose(x * gradient, y)
+        masks.append(gradient != 0)
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+def test_a_model_drops_in_training_only():
+    model = random_model(dropout=0.5)
+    use_fast_kernels(model)
+    idx = random_ids(model)
+    assert torch.equal(model.logits(idx), random_model().logits(idx))
+    model.train()
+    assert not torch.equal(model.logits(idx), model.logits(idx))

@@ -1,0 +1,160 @@
+"""Device memory: its limits, models that do not fit, and activation checkpointing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import train
+from folio.cli.errors import UserError
+from folio.hardware.memory import (
+    cgroup_limits,
+    explained_out_of_memory,
+    memory_advice,
+    memory_bytes,
+    recompute_activations,
+    state_bytes,
+)
+from model import GPT, GPTConfig
+
+SHAPE = {"block_size": 16, "vocab_size": 30, "n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_out_of_memory_errors_become_user_errors_with_advice(error):
+    caught = pytest.raises(UserError, match="cuda.*use less")
+    with caught, explained_out_of_memory("cuda", "use less"):
+        raise error
+    with pytest.raises(RuntimeError, match="a bug"), explained_out_of_memory("cpu", ""):
+        raise RuntimeError("a bug")
+
+
+def test_advice_keeps_tokens_per_step_and_evaluation():
+    settings = tiny.settings(batch_size=15, gradient_accumulation_steps=2, eval_iters=7)
+    advice = memory_advice(settings)
+    assert "--batch_size=5 --gradient_accumulation_steps=6" in advice
+    assert "--eval_iters=21" in advice
+    assert "--activation_checkpointing=True" in advice
+    single = memory_advice(tiny.settings(batch_size=1, activation_checkpointing=True))
+    assert not set(single.split()) & {"--batch_size", "--activation_checkpointing=True"}
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/job/1\n", {"job/1/memory.max": "max", "job/memory.max": "5000"}, [5000]),
+        ("0::/\n", {"memory.max": "7000"}, [7000]),  # in a container
+        ("3:memory:/of/the/host\n", {"memory/memory.limit_in_bytes": "8000"}, [8000]),
+    ],
+)
+def test_limits_of_control_groups(folder, groups, files, limits):
+    Path("groups").write_text(groups)
+    for name, text in files.items():
+        Path("cgroup", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("cgroup", name).write_text(f"{text}\n")
+    assert cgroup_limits("groups", "cgroup") == limits
+    assert cgroup_limits("missing", "cgroup") == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of this kind")
+def test_a_limited_address_space_is_the_memory_of_the_device(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**30, resource.RLIM_INFINITY))
+    assert memory_bytes("cpu") == 2**30
+
+
+@pytest.mark.parametrize("switches", [{}, {"n_layer": 0}, tiny.SWITCHES], ids=str)
+def test_weights_gradients_and_moments_are_counted(switches):
+    model = GPT(GPTConfig(vocab_size=65, **(tiny.SHAPE | {"n_layer": 3} | switches)))
+    count = sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+    assert state_bytes(model, tiny.settings()) == 16 * count
+    assert state_bytes(model, tiny.settings(optimizer="muon")) == 16 * count - 4 * matrices
+    assert state_bytes(model, tiny.settings(eval_only=True)) == 4 * count
+    assert state_bytes(model, tiny.settings(parallel="fsdp"), world_size=4) == 4 * count
+
+
+def test_a_model_that_cannot_fit_is_refused(verse):
+    with pytest.raises(UserError, match="decrease .*--n_embd"):
+        train.main(tiny.flags(n_embd=10**6))
+
+
+# Activation checkpointing
+
+
+def losses_and_gradients(recomputes, dtype, **changes):
+    """Returns the losses of two steps, the gradients and the generator's state."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SHAPE, **changes))
+    if recomputes:
+        recompute_activations(model)
+    ids, losses = torch.randint(30, (2, 16)), []
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = model(ids, ids)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, [p.grad for p in model.parameters()], torch.get_rng_state()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"position": "rotary"}], ids=str)
+def test_losses_gradients_and_dropout_are_the_same(changes, dtype, tolerance):
+    losses, gradients, state = losses_and_gradients(False, dtype, **changes)
+    found, recomputed, end = losses_and_gradients(True, dtype, **changes)
+    torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+    for ours, expected in zip(recomputed, gradients, strict=True):
+        assert (ours - expected).norm() <= tolerance * expected.norm()
+    assert torch.equal(end, state)
+
+
+def saved_bytes(recomputes):
+    """Returns the bytes in storages that autograd saves in a forward pass, except weights."""
+    model = GPT(GPTConfig(vocab_size=10, n_layer=6, n_head=2, n_embd=64, block_size=32))
+    if recomputes:
+        recompute_activations(model)
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = tensor  # keeps it, so that no address is used twice
+        return tensor
+
+    ids = torch.zeros(8, 32, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(ids, ids)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def test_only_the_input_of_each_block_is_kept():
+    inputs = 6 * 4 * 64 * 8 * 32
+    assert inputs < saved_bytes(True) < 1.6 * inputs < saved_bytes(False) / 4
+
+
+def test_names_logits_and_losses_with_ignored_targets_are_the_same():
+    model = tiny.random_model()
+    ids, names = tiny.random_ids(model, rows=3), list(model.state_dict())
+    targets = ids.clone()
+    targets[1:] = -1  # most parts of the logits have no target
+    logits, loss = model.logits(ids), model(ids, targets)
+    recompute_activations(model)
+    assert list(model.state_dict()) == names
+    assert torch.equal(model.logits(ids), logits)
+    torch.testing.assert_close(model(ids, targets), loss)

@@ -1,0 +1,110 @@
+"""Steps that are compiled ahead of time: cache folder, compilation, loading."""
+
+import os
+import re
+
+import pytest
+import tiny
+import torch
+
+import sample
+from folio.cli.errors import UserError
+from folio.data.tokenizer import CharTokenizer
+from folio.inference import compiled as aot
+from folio.inference.completion import load_trained
+from folio.inference.generate import KVCache, decode_one
+from folio.pretrained.load import load_initial
+
+TEXT = ["--init_from=ckpt.pt", "--device=cpu", "--dtype=float32", "--max_new_tokens=30"]
+ONE = [*TEXT, "--num_samples=1"]
+COMPILED = [*ONE, "--compile"]
+HINT = f"{aot.HINT}\n"
+
+
+@pytest.fixture
+def cache(folder, monkeypatch):
+    """The cache folder, in a folder with the checkpoint ckpt.pt."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the compilation sets
+    tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz0123456789 ")
+    tiny.write_checkpoint("ckpt.pt", tokenizer, **tiny.SWITCHES, n_layer=1)
+    return folder / "cache" / "folio"
+
+
+def run(capsys, flags):
+    """Returns what sample.py prints on stdout, and on stderr beside the usual lines."""
+    capsys.readouterr()
+    sample.main(flags)
+    out, err = capsys.readouterr()
+    usual = r"ckpt.pt.*|machine: cpu .*|.* tokens/s; first token after .*"
+    lines = [line for line in err.splitlines(keepends=True) if not re.fullmatch(usual, line[:-1])]
+    return out, "".join(lines)
+
+
+def stored_path(dtype="float32"):
+    return aot.stored_path(load_trained(load_initial("ckpt.pt"), "cpu", dtype))
+
+
+def test_the_file_depends_on_checkpoint_data_type_and_threads(cache):
+    paths = [stored_path(), stored_path("bfloat16")]
+    torch.set_num_threads(2)
+    paths.append(stored_path())
+    torch.set_num_threads(1)
+    os.utime("ckpt.pt", ns=(1, 1))
+    paths.append(stored_path())
+    assert len({*paths, stored_path()}) == len(paths)
+    assert {path.parent for path in paths} == {cache}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions")
+def test_the_folder_is_the_users_and_nobody_else_can_write_to_it(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification ignores
+    monkeypatch.setenv("HOME", str(folder))
+    path = aot.cache_folder()
+    assert path == folder / ".cache" / "folio"
+    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(0o777)
+    with pytest.raises(UserError, match="other users"):
+        aot.cache_folder()
+
+
+@pytest.mark.slow
+def test_batches_are_not_compiled_for_and_a_failure_is_one_line(cache, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no compiler\nwas found")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    expected, _ = run(capsys, ONE)
+    assert run(capsys, [*TEXT, "--compile"])[1] == f"{aot.BATCH_HINT}\n"
+    stored_path().write_text("damaged")
+    out, messages = run(capsys, COMPILED)
+    assert out == expected
+    assert messages.startswith("loading the compiled step failed; continuing without it (")
+    assert messages.endswith(f"{HINT}compilation failed; continuing without it (no compiler)\n")
+
+
+@pytest.mark.slow
+def test_a_step_is_compiled_after_the_text_and_generates_the_same(cache, capsys):
+    cache.mkdir(parents=True, mode=0o700)
+    for age in range(7):
+        (cache / f"{age}.pt2").touch()
+        os.utime(cache / f"{age}.pt2", (10**9 - age, 10**9 - age))
+    expected, _ = run(capsys, ONE)
+    out, messages = run(capsys, COMPILED)
+    assert out == expected
+    assert re.fullmatch(rf"{HINT}compiled in \d+ s\n", messages)
+    kept = {path.name for path in cache.iterdir()}
+    assert kept == {stored_path().name, "0.pt2", "1.pt2", "2.pt2"}
+    assert run(capsys, COMPILED) == (expected, "using the step that an earlier run compiled\n")
+    model = load_trained(load_initial("ckpt.pt")).model
+    step = aot.CompiledStep(stored_path(), model.config)
+    caches = [KVCache(model.config, 1, "cpu", length=9) for _ in range(2)]
+    earlier = model.config.receptive_field
+    ids = torch.nn.functional.pad(tiny.random_ids(model, 1), (earlier, 0))
+    for position in range(8):
+        tail, place = ids[:, position : position + earlier + 1], torch.tensor([position])
+        logits, theirs = (
+            decode(model, each, tail, place, position + 1)
+            for decode, each in zip((step, decode_one), caches, strict=True)
+        )
+        assert torch.allclose(logits, theirs, atol=1e-5)

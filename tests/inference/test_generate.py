@@ -1,0 +1,185 @@
+"""Cached generation, with the model without a cache as reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_model import transformers_gpt2
+from tiny import SHAPES, SWITCHES, random_ids, random_model
+
+from folio.hardware.compile import optimize_for_inference, step_accelerator
+from folio.hardware.device import Machine
+from folio.inference.generate import KVCache, decode_one, generate, prefill, token_nll
+from folio.inference.sampling import Controls
+
+GREEDY = Controls(temperature=0.0)
+PENALIZED = Controls(repetition_penalty=1.3)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def last_logits(model, ids):
+    """Returns the logits after a list of ids, without a cache: (vocab_size,)."""
+    return model.logits(torch.tensor([ids]))[0, -1]
+
+
+def generate_uncached(model, prompt, count, stride=1):
+    """Returns the `count` most likely ids; when the context is full, it drops `stride` tokens."""
+    size = model.config.block_size
+    context, found = prompt[-size:], []
+    for _ in range(count):
+        found.append(last_logits(model, context).argmax().item())
+        context = [*context, found[-1]]
+        if len(context) > size:
+            context = context[stride:]
+    return found
+
+
+def generate_cached(
+    model, prompts, count, controls=GREEDY, seeds=None, context_stride=1, **arguments
+):
+    seeds = seeds or range(len(prompts))
+    steps = generate(model, prompts, seeds, controls, count, context_stride, **arguments)
+    return torch.stack([ids for ids, _ in steps], dim=1).tolist()
+
+
+def fixed_shapes(step, *_):
+    """An accelerator that has no effect, so that generate calls `step` with fixed shapes."""
+    return step
+
+
+# One token at a time
+
+
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["int", "tensor"])
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_cached_logits_equal_uncached_logits_at_every_position(changes, is_tensor):
+    model = random_model(**changes)
+    idx, earlier = random_ids(model), model.config.receptive_field
+    expected = model.logits(idx)
+    cache = KVCache(model.config, len(idx), "cpu")
+    for prefilled in (0, 1, 3):
+        if prefilled:
+            prefill(model, cache, idx[:, :prefilled], range(len(idx)))
+        for position in range(prefilled, model.config.block_size):
+            tail = F.pad(idx, (earlier, 0))[:, position : position + earlier + 1]
+            place = torch.full((len(idx),), position) if is_tensor else position
+            logits = decode_one(model, cache, tail, place)
+            assert (logits - expected[:, position]).abs().max() < 1e-5
+
+
+# Whole texts
+
+
+@pytest.mark.parametrize(("stride", "accelerate"), [(1, None), (3, fixed_shapes)])
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_a_batch_of_prompts_equals_an_uncached_sliding_window(changes, stride, accelerate):
+    """A stride of 1 is nanoGPT's sampling."""
+    model = random_model(**changes)
+    size = model.config.block_size
+    ids = random_ids(model)[0].tolist()
+    prompts = [ids[:2], ids[:size], ids + ids[:3], ids[:5]]
+    expected = [generate_uncached(model, prompt, 2 * size, stride) for prompt in prompts]
+    arguments = {"context_stride": stride, "accelerate": accelerate}
+    assert generate_cached(model, prompts, 2 * size, **arguments) == expected
+
+
+@pytest.mark.slow  # to import
+def test_greedy_text_equals_transformers():
+    model = random_model(block_size=64)
+    idx = random_ids(model, length=5)
+    theirs = transformers_gpt2(model).generate(
+        idx, max_new_tokens=59, do_sample=False, pad_token_id=0
+    )
+    assert generate_cached(model, idx.tolist(), 59) == theirs[:, 5:].tolist()
+
+
+def test_many_prompts_are_read_in_several_passes():
+    model = random_model()
+    prompts = [random_ids(model)[0].tolist()[:n] for n in (8, 1, 7)]
+    expected = generate_cached(model, prompts, 5)
+    assert generate_cached(model, prompts * 1000, 5) == expected * 1000  # > 2^14 tokens
+
+
+def test_repetition_penalty_applies_to_tokens_beyond_the_context():
+    model, text = random_model(), [1, 2, 3]
+    controls = Controls(temperature=0.0, repetition_penalty=1.3)
+    found = generate_cached(model, [text], 30, controls)[0]
+    assert found != generate_cached(model, [text], 30)[0]
+    for token in found:
+        logits = last_logits(model, text[-model.config.block_size :])
+        for seen in set(text):
+            logits[seen] = logits[seen] / 1.3 if logits[seen] > 0 else logits[seen] * 1.3
+        assert token == logits.argmax()
+        text.append(token)
+
+
+def test_only_ids_below_vocab_size_are_drawn():
+    rows = generate_cached(random_model(), [[1]] * 9, 30, Controls(temperature=5.0), vocab_size=5)
+    assert max(map(max, rows)) < 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"position": "rotary", "ngrams": 2}], ids=str)
+def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
+    model, graphs = random_model(**changes), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def accelerate(step, *_):
+        return torch.compile(step, backend=backend, fullgraph=True)
+
+    prompts, arguments = [[1, 2, 3], [4], [5, 6]], {"context_stride": 4, "controls": PENALIZED}
+    expected = generate_cached(model, prompts, 30, **arguments)
+    assert generate_cached(model, prompts, 30, accelerate=accelerate, **arguments) == expected
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("controls", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
+@pytest.mark.parametrize(
+    ("changes", "compile"),
+    [*((each, False) for each in SHAPES), ({}, True), (SWITCHES, True)],
+    ids=str,
+)
+def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
+    prompts = [[1, 2, 3], [4], [5, 6], [*range(10)] * 2]  # longer than the context
+    expected = generate_cached(random_model(**changes), prompts, 30, controls, context_stride=4)
+    accelerate = step_accelerator(Machine("cuda", "float32", compile, ""))
+    model = optimize_for_inference(random_model(**changes).cuda())
+    arguments = {"context_stride": 4, "accelerate": accelerate}
+    assert generate_cached(model, prompts, 30, controls, **arguments) == expected
+
+
+# Scores
+
+
+@pytest.mark.parametrize("length", [2, 9, 40])
+@pytest.mark.parametrize("stride", [1, 3, 50])
+def test_each_token_is_scored_in_the_first_window_that_contains_it(length, stride):
+    model = random_model()
+    size = model.config.block_size
+    ids = random_ids(model, rows=1, length=length)[0]
+    found = token_nll(model, ids, stride)
+    assert found.shape == (length - 1,)
+    step = min(stride, size, length - 1)
+    start = 0
+    for at in range(1, length):
+        while at - start > size:
+            start = min(start + step, max(0, length - 1 - size))
+        expected = -last_logits(model, ids[start:at].tolist()).log_softmax(0)[ids[at]]
+        assert found[at - 1] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_a_long_text_is_scored_in_several_passes():
+    model = random_model()
+    ids = random_ids(model, rows=1, length=5000)[0]
+    windows = ids.unfold(0, 8, 1)[:-1]  # > 2^14 tokens
+    expected = F.cross_entropy(model.logits(windows)[:, -1], ids[8:], reduction="none")
+    assert torch.allclose(token_nll(model, ids, stride=1)[7:], expected, atol=1e-5)

@@ -1,0 +1,93 @@
+"""Tests of folio/inference/scoring.py: tokens, texts, and the next token."""
+
+import math
+
+import pytest
+import tiny
+import torch
+
+from folio.cli.errors import UserError
+from folio.inference.completion import Completion, complete
+from folio.inference.generate import context_start, stride_of
+from folio.inference.sampling import Controls
+from folio.inference.scoring import likely_next, score_text
+
+
+@pytest.fixture(params=["exact", "padded"])
+def trained(trained, request):
+    """The model of 37 characters, and the same with a padded vocabulary."""
+    if request.param == "padded":
+        trained.model = tiny.random_model(vocab_size=64)
+    return trained
+
+
+def probability_of(trained, token, context):
+    """Returns the probability of a token after a list of ids."""
+    size = trained.tokenizer.vocab_size
+    return dict(likely_next(trained, context, size))[token]
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3, 50])
+@pytest.mark.parametrize("prompt", ["a", "more than 8 tokens"])
+def test_a_generated_token_has_the_probability_of_the_next_token(trained, prompt, stride):
+    filled = len(prompt)
+    each = Completion(prompt, trained.tokenizer.encode(prompt).tolist(), 1, trained.tokenizer)
+    for _ in complete(trained, [each], Controls(), 25, stride):
+        pass
+    ids = each.prompt_ids + each.ids
+    for at, logprob in enumerate(each.logprobs, start=filled):
+        start = context_start(at, 8, stride_of(trained.model, stride), filled)
+        expected = probability_of(trained, ids[at], ids[start:at])
+        assert math.exp(logprob) == pytest.approx(expected, abs=1e-5)
+
+
+# The next token
+
+
+def test_likely_next_tokens_are_those_of_the_model(trained):
+    ids = list(range(20))
+    logits = trained.model.logits(torch.tensor([ids[-8:]]))[0, -1, :37]
+    probabilities, tokens = logits.softmax(0).sort(descending=True)
+    found = likely_next(trained, ids, 5)
+    assert [token for token, _ in found] == tokens[:5].tolist()
+    assert [each for _, each in found] == pytest.approx(probabilities[:5].tolist())
+    everything = likely_next(trained, ids, 1000)
+    assert len(everything) == 37
+    assert sum(each for _, each in everything) == pytest.approx(1)
+
+
+# Texts
+
+
+def test_score_is_the_mean_loss_of_the_model(trained):
+    ids = torch.from_numpy(trained.tokenizer.encode("9 letters").astype("int64"))
+    logits = trained.model.logits(ids[None, :-1])[0, :, :37]
+    loss = torch.nn.functional.cross_entropy(logits, ids[1:]).item()
+    assert score_text(trained, "9 letters").totals == {
+        "tokens": 8,
+        "loss": pytest.approx(loss),
+        "perplexity": pytest.approx(math.exp(loss)),
+        "bits_per_byte": pytest.approx(loss / math.log(2)),
+    }
+
+
+def test_bits_per_byte_exclude_the_first_token_and_end_of_text_tokens(trained, gpt2_of_bytes):
+    trained.model = tiny.random_model(vocab_size=257)
+    trained.tokenizer, text = gpt2_of_bytes, "a<|endoftext|>bc"
+    assert score_text(trained, text).totals["tokens"] == 15
+    found = score_text(trained, text, allow_special=True).totals
+    assert found["tokens"] == 3
+    assert found["bits_per_byte"] == pytest.approx(3 * found["loss"] / math.log(2) / 2)
+    with pytest.raises(UserError, match="has 2 tokens"):
+        score_text(trained, "a<|endoftext|>", allow_special=True)
+
+
+def test_output_that_is_not_finite_is_a_user_error(trained):
+    trained.model.transformer.ln_f.weight.data.fill_(math.inf)
+    with pytest.raises(UserError, match="not finite: try --dtype=float32"):
+        score_text(trained, "abc")
+    with pytest.raises(UserError, match="not finite: try --dtype=float32"):
+        likely_next(trained, [1], 1)

@@ -1,0 +1,69 @@
+"""Downloads with the real client from a local server that behaves like the Hugging Face hub."""
+
+from pathlib import Path
+
+import pytest
+from fake_hub import COMMIT, FILES, WEIGHTS
+
+pytest.importorskip("huggingface_hub")
+
+CODE = """
+import sys
+from folio.cli.errors import UserError
+from folio.pretrained.load import pretrained_folder
+for name in sys.argv[1:]:
+    try:
+        print(pretrained_folder(name))
+    except UserError as error:
+        print(error)
+"""
+EXPECTED = {name: FILES[name] for name in ("config.json", WEIGHTS)}
+
+
+@pytest.fixture
+def download(hub, folder):
+    """A function that calls pretrained_folder in a process.
+
+    Returns the folder or the error line of each name.
+    """
+
+    def run(*names, before="", **variables):
+        lines = hub.run("-c", before + CODE, *names, **variables).splitlines()
+        assert len(lines) == len(names), lines
+        return lines
+
+    return run
+
+
+def contents(path):
+    return {each.name: each.read_bytes() for each in Path(path).iterdir()}
+
+
+@pytest.mark.slow
+def test_downloads_have_no_pickles_and_are_kept(hub, download):
+    found, other = download("org/model", "gpt2@v1")
+    assert contents(found) == contents(other) == EXPECTED
+    assert hub.downloads() == sorted([*EXPECTED, *EXPECTED])
+    assert hub.requests[-1][1].startswith("/openai-community/gpt2/")
+    hub.requests.clear()
+    assert contents(*download("org/model", HF_HUB_OFFLINE="1")) == EXPECTED
+    assert contents(*download("org/model", HF_ENDPOINT="http://127.0.0.1:1")) == EXPECTED
+    assert not hub.requests
+
+
+@pytest.mark.slow
+def test_models_that_cannot_be_downloaded(hub, download):
+    gated = f"/openai-community/gpt2/resolve/{COMMIT}/{WEIGHTS}"
+    hub.answers = {gated: (401, "GatedRepo")}
+    words = {"org/nothing": "401", "org/model@v9": "v9", "org--x/model": "", "gpt2": "gated"}
+    for (name, word), line in zip(words.items(), download(*words), strict=True):
+        assert line.startswith(f"cannot download {name}: ")
+        assert word in line
+    [line] = download("org/model", HF_HUB_OFFLINE="1")
+    assert line.startswith("cannot download org/model: ")
+
+
+def test_without_the_client(download):
+    before = "import sys; sys.modules['huggingface_hub'] = None\n"
+    [line] = download("org/model", before=before)
+    assert line == "org/model needs: pip install huggingface_hub safetensors tokenizers"

@@ -1,0 +1,310 @@
+"""Folders in Hugging Face's format, read and written, compared with transformers."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from folio.checkpoint.format import Checkpoint, Progress, build_model
+from folio.cli.errors import UserError
+from folio.data.tokenizer import BPETokenizer, ByteTokenizer
+from folio.pretrained import huggingface as hf
+from folio.pretrained import tokenizer_files
+from folio.pretrained.huggingface import read_pretrained, write_pretrained
+from model import GPTConfig
+
+pytestmark = [
+    pytest.mark.usefixtures("folder"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+SHAPE = {"n_positions": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
+OTHER = {"n_positions": 12, "n_layer": 3, "n_head": 5, "n_embd": 30, "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def transformers(tmp_path_factory):
+    """The module, imported here because it is slow. It copies the code of models to a folder."""
+    import transformers
+    from transformers import dynamic_module_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        cache = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
+        yield transformers
+
+
+def transformers_model(**changes):
+    """Returns a GPT-2 of transformers with random weights, norms and biases too."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**(SHAPE | changes))
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.2)
+    return model
+
+
+def save(model, path="theirs", **options):
+    """Writes a model of transformers, and a tokenizer. Returns the folder."""
+    model.save_pretrained(path, **options)
+    Path(path, "tokenizer.json").write_text(tokenizer_files.definition(ByteTokenizer()))
+    return Path(path)
+
+
+def rewrite_config(path, **changes):
+    config = json.loads((path / hf.CONFIG).read_text()) | changes
+    (path / hf.CONFIG).write_text(json.dumps(config))
+
+
+def rewrite_weights(path, change):
+    """Replaces the tensors in a folder by change(tensors)."""
+    save_file(change(load_file(path / hf.WEIGHTS)), path / hf.WEIGHTS)
+
+
+def refused(path, *words):
+    """Whether loading ends with one line that has these words."""
+    with pytest.raises(UserError) as caught:
+        build_model(read_pretrained(path))
+    line = str(caught.value)
+    return "\n" not in line and all(word in line for word in words)
+
+
+# Reading what transformers wrote
+
+
+@pytest.mark.parametrize("changes", [SHAPE, OTHER], ids=str)
+def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
+    theirs = transformers_model(**changes)
+    ours = build_model(read_pretrained(save(theirs))).eval()
+    idx = tiny.random_ids(ours)
+    expected = theirs(idx, labels=idx)
+    torch.testing.assert_close(ours.logits(idx), expected.logits, rtol=0, atol=1e-4)
+    targets = torch.nn.functional.pad(idx[:, 1:], (0, 1), value=-1)
+    loss = ours(idx, targets)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
+    expected.loss.backward()
+    loss.backward()
+    for name, parameter in ours.named_parameters():
+        wanted = theirs.get_parameter(name).grad
+        wanted = wanted.t() if name.endswith(hf.GPT2_TRANSPOSED) else wanted
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():
+    path = save(transformers_model().bfloat16())
+    checkpoint = read_pretrained(str(path))
+    assert (checkpoint.progress, checkpoint.settings, checkpoint.path) == (Progress(), {}, path)
+    assert checkpoint.config == GPTConfig(**tiny.SMALL, activation="gelu_tanh")
+    assert checkpoint.tokenizer == {"kind": "byte"}
+    assert all(w.is_contiguous() and w.dtype == torch.float32 for w in checkpoint.weights.values())
+    for name, weight in build_model(checkpoint).state_dict().items():
+        assert weight.data_ptr() == checkpoint.weights[name].data_ptr()  # no copy
+
+
+def test_shards_are_read_like_one_file():
+    theirs = transformers_model()
+    one, path = save(theirs, "one"), save(theirs, "shards", max_shard_size="4KB")
+    shards = sorted(path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert tiny.same(read_pretrained(path).weights, read_pretrained(one).weights)
+    shards[0].unlink()
+    assert refused(path, "shards", "No such file")
+
+
+def without_prefix(tensors):
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+
+
+def with_masks(tensors):
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.1.attn.masked_bias": torch.tensor([-1e4])}
+    return without_prefix(tensors) | masks
+
+
+def with_head(tensors):
+    return tensors | {hf.HEAD: tensors[hf.EMBEDDING].clone()}
+
+
+@pytest.mark.parametrize("change", [without_prefix, with_masks, with_head])
+def test_names_in_older_files_are_known(change):
+    path = save(transformers_model())
+    before = read_pretrained(path).weights
+    rewrite_weights(path, change)
+    assert tiny.same(read_pretrained(path).weights, before)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, "'llama'"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"activation_function": "silu"}, "silu"),
+        ({"n_positions": "8"}, "str"),
+        ({"n_head": 3}, "n_head=3"),
+        ({"model_type": "folio", **asdict(GPTConfig()), "position": "absolute"}, "absolute"),
+        ({"n_layer": 10**12}, "1,000,000,000,000 layers"),
+    ],
+)
+def test_config_of_another_model_is_refused(changes, words):
+    path = save(transformers_model())
+    rewrite_config(path, **changes)
+    assert refused(path, f"{path}/{hf.CONFIG}", words)
+
+
+def test_weights_that_do_not_fit_are_named():
+    path = save(transformers_model())
+    rewrite_weights(path, lambda t: {k: v for k, v in t.items() if k != hf.EMBEDDING})
+    assert refused(path, str(path), hf.EMBEDDING)
+
+
+@pytest.mark.parametrize("name", [hf.CONFIG, hf.WEIGHTS])
+def test_truncated_files_are_refused(name):
+    path = save(transformers_model())
+    (path / name).write_bytes((path / name).read_bytes().rstrip()[:-2])
+    assert refused(path, str(path))
+
+
+def test_missing_and_pickled_weights_are_refused():
+    assert refused("absent", "absent/config.json")
+    path = save(transformers_model())
+    (path / hf.WEIGHTS).rename(path / "pytorch_model.bin")
+    assert refused(path, hf.WEIGHTS, "could execute code", "save_pretrained")
+
+
+# Writing
+
+GPT2 = (
+    {},
+    {"activation": "gelu_tanh", "dropout": 0.2},
+    {"bias": False, "activation": "relu2"},
+    {"tie_weights": False, "activation": "relu"},
+    {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12},
+    {"n_layer": 0},
+)
+OWN = (
+    tiny.SWITCHES,
+    {"position": "rotary", "bias": False},
+    {"norm": "rmsnorm", "qk_norm": True},
+    {"activation": "swiglu"},
+    {"ngrams": 4},
+    {"smear": 2, "n_layer": 0},
+    {"window": 3},
+)
+
+
+def write(model, folder="ours", tokenizer=None):
+    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
+    write_pretrained(folder, checkpoint, tokenizer or ByteTokenizer())
+
+
+def exported(**changes):
+    """Exports a random model. Returns it, and the model that transformers reads."""
+    ours = tiny.random_model(**changes)
+    write(ours)
+    return ours, load("ours")
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True
+    )
+    assert not any(info.values())
+    return theirs
+
+
+def greedy(model, ids, count):
+    """Returns ids, (B, T), and `count` more, with the last block_size tokens as context."""
+    for _ in range(count):
+        logits = model.logits(ids[:, -model.config.block_size :])
+        ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("changes", [*GPT2, *OWN], ids=str)
+def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes, transformers):
+    ours, theirs = exported(**changes)
+    is_gpt2 = changes in GPT2
+    assert isinstance(theirs, transformers.GPT2LMHeadModel) == is_gpt2
+    idx = tiny.random_ids(ours)
+    atol = 1e-4 if is_gpt2 else 0
+    torch.testing.assert_close(theirs(idx).logits, ours.logits(idx), rtol=0, atol=atol)
+    prompt = idx[:, :3]
+    longest = ours.config.block_size if is_gpt2 else 13  # GPT-2's context ends there
+    for cached in (True, False):
+        ids = theirs.generate(prompt, max_length=longest, do_sample=False, use_cache=cached)
+        assert torch.equal(ids, greedy(ours, prompt, longest - 3))
+    theirs.save_pretrained("again")
+    shutil.copy("ours/tokenizer.json", "again")
+    for folder in ("ours", "again"):
+        again = read_pretrained(folder)
+        assert replace(again.config, dropout=ours.config.dropout) == ours.config
+        assert tiny.same(again.weights, dict(ours.state_dict()))
+    assert torch.equal(load("again")(idx).logits, theirs(idx).logits)
+
+
+def test_loss_of_a_model_with_its_own_code():
+    ours, theirs = exported(**tiny.SWITCHES)
+    idx = tiny.random_ids(ours)
+    labels = idx.masked_fill(idx == idx[0, 0], -100)
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-1)
+    expected = ours(idx, targets.clamp(min=-1))
+    torch.testing.assert_close(theirs(idx, labels=labels).loss, expected)
+
+
+def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):
+    ours, theirs = exported(position="rotary", tie_weights=True)
+    new = transformers.AutoModelForCausalLM.from_config(theirs.config, trust_remote_code=True)
+    assert new.gpt.lm_head.weight is new.gpt.transformer.wte.weight
+    assert 0.015 < new.gpt.transformer.wte.weight.std() < 0.025
+    assert torch.equal(new.gpt.cos, ours.cos)
+
+
+def test_beams_and_padding_of_a_model_with_its_own_code():
+    ours, theirs = exported(**tiny.SWITCHES)
+    idx = tiny.random_ids(ours)
+    beams = {"num_beams": 3, "do_sample": False, "max_length": 13}
+    with_cache = theirs.generate(idx[:, :3], **beams)
+    assert torch.equal(with_cache, theirs.generate(idx[:, :3], use_cache=False, **beams))
+    seen = torch.ones_like(idx)
+    seen[0, 5:] = 0
+    logits = theirs(idx, attention_mask=seen).logits
+    assert torch.equal(logits[0, :5], ours.logits(idx[:, :5])[0])
+    with pytest.raises(ValueError, match="padding on the left"):
+        theirs.generate(idx[:, :3], attention_mask=torch.tensor([[0, 1, 1]] * 3))
+
+
+def test_norms_of_tiny_embeddings_are_the_same_in_transformers():
+    """The norms' epsilon dominates the variance of such embeddings."""
+    ours = tiny.random_model(tie_weights=False)
+    for name, parameter in ours.named_parameters():
+        parameter.data *= 1e-3 if "wte" in name or "wpe" in name else 1
+    write(ours)
+    idx = tiny.random_ids(ours)
+    torch.testing.assert_close(load("ours")(idx).logits, ours.logits(idx), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+def test_generation_ends_at_the_end_token(position):
+    tokenizer = BPETokenizer.train(["a text"], vocab_size=300)
+    write(tiny.random_model(vocab_size=300, position=position), tokenizer=tokenizer)
+    assert load("ours").generation_config.eos_token_id == tokenizer.end is not None
+
+
+def test_existing_files_are_not_touched():
+    Path("notes.txt").write_text("mine")
+    for folder in (".", "notes.txt"):
+        with pytest.raises(UserError, match=f"^[^\n]*{folder}[^\n]*$"):
+            write(tiny.random_model(), folder)
+    assert [path.name for path in Path().iterdir()] == ["notes.txt"]
+    assert Path("notes.txt").read_text() == "mine"

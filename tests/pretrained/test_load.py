@@ -1,0 +1,173 @@
+"""Training and sampling that start from the weights of another run or of a pretrained model."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import sample
+import train
+from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.run_dir import RunDir
+from folio.cli.errors import UserError
+from folio.cli.settings import load
+from folio.data.tokenizer import ByteTokenizer
+from folio.pretrained import load as initial
+from folio.pretrained.huggingface import write_pretrained
+from folio.pretrained.load import load_best, load_initial
+
+CKPT = "out/ckpt.pt"
+POSITIONS = "transformer.wpe.weight"
+
+
+def flags(init_from=CKPT, **settings):
+    """Returns tiny.SETTINGS, without the model, for a run in out-b."""
+    settings = {"out_dir": "out-b", "init_from": init_from} | settings
+    known = {name: value for name, value in tiny.SETTINGS.items() if name not in tiny.SHAPE}
+    return [f"--{name}={value}" for name, value in (known | settings).items()]
+
+
+def setup(**settings):
+    return train.setup(load(train.TrainConfig, flags(**settings)))
+
+
+@pytest.fixture
+def run(verse):
+    """A run in out/."""
+    train.main(tiny.flags(max_iters=3, eval_interval=3))
+
+
+# What init_from names
+
+
+@pytest.mark.parametrize(
+    ("init_from", "words"),
+    [
+        ("resum", "resume"),
+        ("bert", "init_from=bert"),
+        ("out/nothing.pt", "init_from=out/nothing.pt"),
+        ("../model", "init_from=../model"),
+        ("out", "use out/ckpt.pt"),
+        ("gpt2", "gpt2/config.json"),  # a folder comes before the hub
+        ("data/verse/train.bin", "train.bin is damaged"),
+    ],
+)
+def test_mistakes_in_init_from(init_from, words, verse):
+    for folder in ("out", "gpt2"):
+        Path(folder).mkdir()
+    Path(CKPT).touch()
+    with pytest.raises(UserError, match=f"^[^\n]*{words}[^\n]*$"):
+        load_initial(init_from)
+
+
+def test_sampling_needs_trained_weights():
+    with pytest.raises(UserError, match="init_from=scratch"):
+        load_best("scratch", RunDir("out"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/model@v1.0"])
+def test_other_names_are_those_of_models_on_the_hub(name, folder, monkeypatch):
+    model = tiny.random_model(vocab_size=256)
+    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
+    write_pretrained("cache", checkpoint, ByteTokenizer())
+    monkeypatch.setattr(initial, "pretrained_folder", {name: "cache"}.__getitem__)
+    found = load_initial(name)
+    assert (found.summary, found.config) == (name, model.config)
+
+
+# Training
+
+
+def test_a_run_starts_at_step_0_with_the_weights_and_a_fresh_optimizer(run):
+    before = tiny.saved()
+    train.main(flags())
+    first, last = tiny.log_events("out-b")[1], tiny.saved("last.pt", "out-b")
+    assert (first["step"], first["loss"]) == (0, pytest.approx(before["best_val_loss"]))
+    assert last["optimizer"]["state"][0]["step"] == last["iter_num"] == 6
+    assert last["model_args"] == before["model_args"]
+    assert {name: last["config"][name] for name in tiny.SHAPE} == tiny.SHAPE
+    assert tiny.same(tiny.saved(), before)
+
+
+def test_a_run_starts_from_nanogpts_checkpoint(folder):
+    model = tiny.write_nanogpt_checkpoint(tiny.write_nanogpt_dataset())
+    started = setup()
+    assert started.progress == Progress()
+    assert tiny.same(started.learner.model.state_dict(), model.state_dict())
+    assert not started.learner.optimizers["adamw"].state
+
+
+def test_a_run_that_started_from_weights_resumes_exactly(run):
+    train.main(flags(out_dir="out-c", dropout=0.1))
+    train.main(flags(dropout=0.1, stop_at=4))
+    train.main(flags(dropout=0.1, init_from="resume"))
+    assert not tiny.differences("out-b", "out-c")
+
+
+def test_a_run_can_start_from_a_checkpoint_in_its_own_folder(run):
+    before = tiny.saved()
+    train.main(flags(out_dir="out"))
+    assert tiny.same(tiny.saved(out_dir="out.1"), before)
+    assert tiny.saved("last.pt")["iter_num"] == 6
+
+
+# The model
+
+
+def test_the_settings_have_the_values_of_the_checkpoint(verse):
+    switches = {**tiny.SWITCHES, "bias": True, "activation": "gelu_tanh"}
+    train.main(tiny.flags(max_iters=1, **switches))
+    settings = setup(dropout=0.2).settings
+    expected = tiny.SHAPE | switches | {"dropout": 0.2}
+    assert {name: getattr(settings, name) for name in expected} == expected
+
+
+def test_a_smaller_block_size_keeps_the_first_positions(run):
+    model = setup(block_size=5).learner.model
+    positions = model.state_dict()[POSITIONS]
+    assert torch.equal(positions, tiny.saved()["model"][POSITIONS][:5])
+    assert positions.untyped_storage().nbytes() == positions.nbytes  # all of it would be saved
+    with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 5"):
+        setup(out_dir="out", init_from="resume", block_size=5)  # resuming does not crop
+
+
+def test_a_larger_block_size_needs_rotary_positions(run):
+    with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 9"):
+        setup(block_size=9)
+    train.main(tiny.flags(max_iters=1, position="rotary", overwrite=True))
+    assert setup(block_size=9).learner.model.config.block_size == 9
+
+
+def test_every_difference_is_named(run):
+    tiny.prepare_verse("other", (tiny.VERSE * 20).replace("S", "Z"))
+    with pytest.raises(UserError) as caught:
+        setup(n_layer=3, bias=True, dataset="other")
+    for words in (CKPT, "n_layer is 1", "bias is False", "another char with 24 tokens"):
+        assert words in str(caught.value)
+
+
+def test_weights_without_a_tokenizer_need_a_vocabulary_of_their_size(run):
+    torch.save(tiny.saved() | {"tokenizer": None}, CKPT)
+    assert setup().progress.step == 0
+    tiny.prepare_verse("other", "abcdefghijk" * 50)
+    with pytest.raises(UserError, match="vocab_size is 24 in the checkpoint and 11 in the"):
+        setup(dataset="other")
+
+
+# Sampling
+
+
+def test_sampling_from_a_file_equals_sampling_from_its_run(run, capsys):
+    def output_of(*arguments):
+        capsys.readouterr()
+        flags = ["--start=Shall", "--num_samples=1", "--device=cpu", "--dtype=float32"]
+        sample.main([*arguments, *flags])
+        return capsys.readouterr()
+
+    expected = output_of("--out_dir=out")
+    shutil.move(CKPT, "other.pt")
+    found = output_of("--init_from=other.pt")
+    assert found.out == expected.out
+    assert found.err.startswith("other.pt: step 3, best val loss")

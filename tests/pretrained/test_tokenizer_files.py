@@ -1,0 +1,132 @@
+"""Tests of folio/pretrained/tokenizer_files.py, against the tokenizers library and transformers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from folio.cli.errors import UserError
+from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
+from folio.pretrained import tokenizer_files
+
+DIFFICULT = (
+    " \n\n\t leading and trailing  \r\n"
+    "isn't it ? yes , it 's !  I 'm  we 've\n"  # transformers' clean-up would remove the spaces
+    "naïve nai\u0308ve \u212b \u00c5 A\u030a ﬁ ½ \u1100\u1161\u11a8 각 \u0344\n"  # normal forms
+    "🦶🏽 👩\u200d🔬 🇩🇪 𝔘 \U0010fffd \ue000 \ufffd \ufffe\n"
+    "\x00\x01\x1b\x7f\x85\xa0\xad\u2028\u2029\u3000\ufeff\u202eabc\u202c\n"
+    "नमस्ते שלום مرحبا ไทย 漢字 １２３ ٣٤ Ǆ ẞ İ ı ſ\n"
+    "<|endof text|> <s> [UNK] ▁ Ġ Ċ ## \\u0041 &amp; '  "
+)
+BOOK = DIFFICULT + "the cat sat on the mat and the dog sat on the log; " * 20
+
+
+def bpe():
+    """A BPETokenizer that was trained on BOOK."""
+    return BPETokenizer.train([BOOK], vocab_size=400)
+
+
+MAKE = {"char": lambda: CharTokenizer.from_text(BOOK), "byte": ByteTokenizer, "bpe": bpe}
+GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
+
+
+def write_changed(folder, tokenizer, **changes):
+    """Writes a tokenizer.json with changes."""
+    plain = json.loads(tokenizer_files.definition(tokenizer)) | changes
+    Path(folder, "tokenizer.json").write_text(json.dumps(plain), encoding="utf-8")
+
+
+@pytest.fixture
+def tokenizer(kind, request):
+    return MAKE[kind]() if kind in MAKE else request.getfixturevalue(kind)
+
+
+@pytest.fixture
+def auto_tokenizer(tmp_path):
+    """A function that writes a tokenizer, and loads it with transformers."""
+    import transformers  # here because it is slow
+
+    def load(tokenizer):
+        files = tokenizer_files.contents(tokenizer) | {"config.json": '{"model_type": "gpt2"}'}
+        for name, text in files.items():
+            (tmp_path / name).write_bytes(text.encode())
+        return transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    return load
+
+
+# Writing
+
+
+@pytest.mark.parametrize("kind", [*MAKE, GPT2])
+def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path):
+    theirs = auto_tokenizer(tokenizer)
+    assert len(theirs) == tokenizer.vocab_size
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end
+    for text in (DIFFICULT, "", " ", "\n", "a"):
+        ids = tokenizer.encode(text).tolist()
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
+    theirs.save_pretrained(tmp_path / "saved")
+    for folder in (tmp_path, tmp_path / "saved"):  # both are read again
+        assert tokenizer_files.read(folder).to_dict() == tokenizer.to_dict()
+
+
+@pytest.mark.parametrize("kind", ["bpe", GPT2])
+def test_transformers_reads_the_end_token_in_a_text(tokenizer, auto_tokenizer):
+    theirs, text = auto_tokenizer(tokenizer), f"a{END_OF_TEXT}b"
+    ids = tokenizer.encode(text, allow_special=True).tolist()
+    assert theirs(text)["input_ids"] == ids
+    assert theirs(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text).tolist()
+    assert theirs.decode(ids, skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize(("vocabulary", "read"), [("ab?", "a?b?"), ("ba", "abbb")])
+def test_unknown_characters_become_question_marks(vocabulary, read, auto_tokenizer):
+    theirs = auto_tokenizer(CharTokenizer(vocabulary))
+    assert theirs.decode(theirs("aéb🦶")["input_ids"]) == read
+
+
+# Reading
+
+
+def test_texts_are_not_truncated(tmp_path):
+    limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    tokenizer = bpe()
+    write_changed(tmp_path, tokenizer, truncation=limit)
+    assert tokenizer_files.read(tmp_path).encode(BOOK).tolist() == tokenizer.encode(BOOK).tolist()
+
+
+@pytest.mark.slow
+def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
+    added = json.loads(tokenizer_files.definition(gpt2))["added_tokens"]
+    write_changed(
+        tmp_path, gpt2, added_tokens=[*added, added[0] | {"id": 50257, "content": "[PAD]"}]
+    )
+    tokenizer = tokenizer_files.read(tmp_path)
+    assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end) == ("bpe", 50258, 50256)
+    assert tokenizer.encode(DIFFICULT).tolist() == gpt2.encode(DIFFICULT).tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": []},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}, "merges": []}},  # an id is missing
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}},
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
+    ],
+    ids=str,
+)
+def test_damaged_and_other_tokenizers_are_refused(changes, tmp_path):
+    write_changed(tmp_path, bpe(), **changes)
+    with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json: [^\n]*$"):
+        tokenizer_files.read(tmp_path)
+
+
+def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UserError, match="^[^\n]*tokenizer.json[^\n]*$"):
+        tokenizer_files.read(tmp_path)

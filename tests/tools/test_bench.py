@@ -1,0 +1,144 @@
+"""tools.bench on commands that print lines of training, and on small models."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+import train
+from folio.cli.errors import UserError
+from tools import export
+from tools.bench import __main__ as bench
+
+TRAINING = """
+import sys, time
+print("tokens per iteration will be: 1,330")
+print("step 0: train loss 4.2000, val loss 4.1000")
+for i in range(0, 60, 5):
+    print(f"iter {i}: loss 3.1000, time {100 + i if i >= 10 else 9000}.50ms, mfu -100.00%")
+print("step 30: train loss 2.0000, val loss 1.9000")
+time.sleep(0.1)
+print("step 60: train loss 1.0000, val loss 2.5000")
+sys.stdout.flush()
+if sys.argv[1] == "3":
+    sys.stderr.buffer.write(b"no caf\\xe9")
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def scripts(folder, monkeypatch):
+    """A folder with another command, and a train.py in place of folio's."""
+    monkeypatch.setattr(bench, "ROOT", Path())
+    for name in ("other.py", "train.py"):
+        Path(name).write_text(TRAINING)
+
+
+def test_lines_of_a_nanogpt_training_are_read(scripts):
+    figures = bench.measure([sys.executable, "other.py", "0"], target=3.0)
+    assert figures["step_ms"] == 133.0  # median of 110.5, 115.5, ..., 155.5
+    assert figures["tokens_per_s"] == pytest.approx(10_000)
+    assert figures["val_loss"] == 1.9
+    assert 0 < figures["to_target_s"] < figures["seconds"] - 0.05  # the first of the two
+    assert 0.004 < figures["memory_gib"] < 4
+    assert "to_target_s" not in bench.measure([sys.executable, "other.py", "0"], target=1.8)
+
+
+def test_sampling_speed_is_estimated_from_times_between_texts():
+    lines = [(seconds, bench.SEPARATOR) for seconds in (5.0, 7.0, 9.0)]
+    for flags, rate in ((["--max_new_tokens=100"], 50.0), ([], 250.0)):
+        assert bench.read_figures(lines, ["sample.py", *flags]) == {"tokens_per_s": rate}
+
+
+def test_figures_are_medians_of_alternating_runs(scripts, capsys):
+    for name, times in (("train.py", (10, 30, 20)), ("other.py", (100, 90, 80))):
+        Path(name).write_text(
+            "from pathlib import Path; times = Path(__file__ + '.times')\n"
+            f"left = eval(times.read_text()) if times.exists() else {times}\n"
+            "times.write_text(repr(left[1:]))\n"
+            "print(f'iter 10: loss 1.5, time {left[0]}.00ms')\n"
+            "print('step 10: train loss 1.5, val loss 1.5')"
+        )
+    bench.main(["--target=1.6", f"--vs={sys.executable} other.py", "--", "config/a.py"])
+    lines = capsys.readouterr().out.splitlines()
+    order = [line.split()[3] for line in lines if line.startswith("run ")]
+    assert order == ["other:", "folio:"] * 3
+    head, _, other, folio, ratios = lines[-5:]
+    assert re.match(r"\| +\| ms/step \| s to target \| best val loss \|", head)
+    assert re.match(r"\| folio +\| +20.00 \| .* 1.5000 \|", folio)
+    assert re.match(r"\| other +\| +90.00 \| .* 1.5000 \|", other)
+    assert re.match(r"\| folio / other \| +0.222 \|", ratios)  # 20 / 90
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--vs=no-such-command"], "no-such-command"),
+        (["--vs=python 'open"], "'open"),
+        ([f"--vs={sys.executable} other.py 0", "--vs_dir=nowhere"], "nowhere"),
+        ([f"--vs={sys.executable} other.py 3"], "status 3: .* loss 2.5000 / no caf"),
+    ],
+)
+def test_mistakes_are_reported_before_the_first_run(scripts, capfd, flags, message):
+    with pytest.raises((UserError, OSError), match=message):
+        bench.main([*flags, "--", "0"])
+    assert "run 1" not in capfd.readouterr().out
+    assert {each.name for each in Path().iterdir()} == {"other.py", "train.py"}
+
+
+@pytest.mark.slow
+def test_measuring_train_py_reports_every_figure(verse, capsys):
+    bench.main(["--runs=1", "--target=9", "--", *tiny.flags(max_iters=30, eval_interval=30)])
+    assert not Path("out").exists()
+    header, _, row = capsys.readouterr().out.splitlines()[-3:]
+    headings = {cell.strip() for cell in header.split("|")[2:-1]}
+    of_others = {"s to first token", "GPU memory, GiB"}
+    assert headings == {heading for heading, _ in bench.COLUMNS.values()} - of_others
+    assert all(cell.strip() for cell in row.split("|")[1:-1])
+
+
+@pytest.mark.slow
+def test_sampling_is_measured_and_profiled_and_compared_with_transformers(verse, capsys):
+    from tools.bench import transformers_sample  # slow to import
+
+    train.main(tiny.flags(max_iters=3))
+    flags = ["--device=cpu", "--num_samples=2", "--max_new_tokens=20"]
+    vs = f"{sys.executable} -c 'print(1)'"
+    bench.main(["--script=sample", "--runs=1", f"--vs={vs}", "--", *flags])
+    *_, head, _, other, folio, _ = capsys.readouterr().out.splitlines()
+    assert re.match(r"\| +\| tokens/s \| s to first token \| whole process, s \|", head)
+    assert re.match(r"\| other +\| +\| +\| +[\d.]+ \|", other)
+    assert re.match(r"\| folio +\| +[\d,]+ \| +[\d.]+ \| +[\d.]+ \|", folio)
+    bench.main(["--profile", "--script=sample", "--", *flags])
+    bench.main(["--profile", "--", *tiny.flags(optimizer="muon", out_dir="other")])
+    assert not Path("other").exists()
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^a step takes [\d.]+ ms", out, re.M)) == 2
+    assert "aten::" in out
+    export.main(["--out_dir=out", "--to=hf"])
+    transformers_sample.main(["--init_from=hf", *flags])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("40 tokens in ")
+    assert bench.read_figures([(1.0, line)], [])["tokens_per_s"]
+    with pytest.raises(UserError, match="--init_from=none"):
+        transformers_sample.main(["--init_from=none", *flags])
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 3}, tiny.SWITCHES], ids=str)
+def test_counts_of_parts_add_up(folder, capsys, changes):
+    bench.main(["--count", "--", *tiny.flags(dataset="none", **changes)])
+    head, _, columns, _, *rows = capsys.readouterr().out.splitlines()
+    assert "vocabulary of 50,304 (gpt2 tokenizer)" in head
+    assert re.match(r"\| part +\| parameters \| FLOPs per token \|", columns)
+    cells = [[cell.strip().replace(",", "") for cell in row.split("|")[2:4]] for row in rows]
+    *parts, total = [list(map(int, each)) for each in cells]
+    assert list(map(sum, zip(*parts, strict=True))) == total
+    model = tiny.random_model(**tiny.SHAPE, **changes, vocab_size=50_304, bias=False)
+    assert total == [model.num_params(), model.flops_per_token() / 3]
+
+
+def test_the_vocabulary_of_counts_is_that_of_the_dataset(verse, capsys):
+    bench.main(["--count", "--", *tiny.flags()])
+    assert "vocabulary of 24 (char tokenizer)" in capsys.readouterr().out

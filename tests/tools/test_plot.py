@@ -1,0 +1,232 @@
+"""tools.plot, table and attention: comparing runs in a table and a plot, drawing attention."""
+
+import copy
+import io
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from tiny import write_run
+
+import train
+from folio.cli.errors import UserError
+from folio.cli.settings import load
+from folio.hardware.compile import optimize_for_inference
+from folio.inference.scoring import likely_next
+from tools.plot import __main__ as plot
+from tools.plot import attention, runs
+from tools.plot.runs import grouped
+from tools.plot.table import aligned, compared
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def groups_of(*folders, measure="loss"):
+    return grouped(runs.read_all(folders), measure)
+
+
+# Tables
+
+
+def table(*folders):
+    return aligned(compared(groups_of(*folders)))
+
+
+TABLE = """\
+| run   | best val loss | at step | time, s | tokens/s | parameters | steps | n_layer | seed |
+| ----- | ------------: | ------: | ------: | -------: | ---------: | ----: | ------: | ---: |
+| out-b |        1.5000 |      10 |       4 |      505 |      1,000 |    10 |       4 |    2 |
+| out-a |        2.0000 |      20 |       8 |      515 |      1,000 |    30 |       2 |    1 |
+| out-c |               |         |         |          |      1,000 |       |       2 |    1 |
+"""
+
+
+def test_table_has_best_run_first_and_only_settings_that_differ():
+    write_run("out-a", [4.0, 2.5, 2.0, 2.25])
+    write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
+    write_run("out-c", [])
+    assert table("out-a", "out-b", "out-c") == TABLE.splitlines()
+
+
+REPEATED_TABLE = """\
+| run            |   best val loss | seeds | at step | time, s |
+| -------------- | --------------: | ----: | ------: | ------: |
+| out-s/a,seed=* | 1.5000 ± 0.0100 |     3 |      10 |       4 |
+| out-s/c,seed=0 | 1.5100          |     1 |      10 |       4 |
+| out-s/b,seed=* | 1.6000 ± 0.0100 |     3 |      10 |       4 |
+"""
+
+
+def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
+    for name, losses in {"a": [1.49, 1.5, 1.51], "b": [1.61, 1.6, 1.59], "c": [1.51]}.items():
+        for seed, loss in enumerate(losses):
+            write_run(f"out-s/{name},seed={seed}", [4.0 + seed, loss], seed=seed, n_head=name)
+    lines = table("out-s")
+    assert lines[0].endswith("| n_head |")
+    width = REPEATED_TABLE.index("\n")
+    assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
+
+
+def test_table_of_bits_per_byte_has_their_best_first(capsys):
+    write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0])
+    write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25])
+    write_run("out-c", [4.0, 0.5])
+    plot.main(["out-a", "out-b", "out-c", "--y=bits_per_byte"])
+    head, _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert "| best val bits per byte |" in head
+    cells = [row.split("|") for row in rows]
+    assert [each[1].strip() for each in cells] == ["out-b", "out-a", "out-c"]
+    assert [each[2].strip() for each in cells] == ["1.2500", "2.0000", ""]
+
+
+# Loss curves
+
+
+def drawn(figure):
+    """Returns {label in the legend: points of each line of its color}."""
+    [axes] = figure.axes
+    legend, curves = axes.get_legend(), {}
+    for line in axes.lines:
+        curves.setdefault(line.get_color(), []).append(line.get_xydata().tolist())
+    pairs = zip(legend.get_texts(), legend.legend_handles, strict=True)
+    return {text.get_text(): curves[handle.get_color()] for text, handle in pairs}
+
+
+@pytest.mark.parametrize(
+    ("axis", "x"), [("steps", [0, 10, 20]), ("tokens", [0, 1000, 2000]), ("seconds", [2, 4, 6])]
+)
+def test_picture_has_curves_of_each_run(axis, x):
+    write_run("out-a", [4.0, 2.0, 2.25])
+    write_run("out-b", [4.0, 3.5])
+    curves = drawn(plot.draw_losses(groups_of("out-a", "out-b"), axis))
+    training, validation, best = curves["out-a"]
+    assert curves["out-b"][1] == [[x[0], 4.0], [x[1], 3.5]]
+    assert validation == [[x[0], 4.0], [x[1], 2.0], [x[2], 2.25]]
+    assert training == [[a, pytest.approx(b - 0.1)] for a, b in validation]
+    assert best == [validation[1]]
+
+
+def test_picture_of_bits_per_byte_has_the_runs_that_have_them():
+    write_run("out-a", [4.0, 2.0])
+    write_run("out-b", [3.0, 1.0], bits=[2.5, 1.5])
+    found = groups_of("out-a", "out-b", measure="bits_per_byte")
+    figure = plot.draw_losses(found, "steps")
+    validation, best = drawn(figure)["out-b"]
+    assert list(drawn(figure)) == ["out-b"]
+    assert (validation, best) == ([[0, 2.5], [10, 1.5]], [[10, 1.5]])
+    assert figure.axes[0].get_ylabel() == "bits per byte"
+    with pytest.raises(UserError, match="the runs have no bits per byte yet"):
+        plot.main(["out-a", "--y=bits_per_byte"])
+
+
+def test_curve_of_a_group_is_the_mean_of_its_seeds():
+    write_run("out-s/n=2,seed=1", [4.0, 2.0, 3.0, 1.0])
+    write_run("out-s/n=2,seed=2", [6.0, 4.0, 3.0])
+    write_run("out-s/n=2,seed=3", [])
+    write_run("out-s/n=4,seed=1", [5.0, 4.0])
+    figure = plot.draw_losses(groups_of("out-s"), "steps")
+    training, validation, best = drawn(figure)["out-s/n=2,seed=*"]
+    assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
+    assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
+    assert best == [validation[1]]
+    [band] = figure.axes[0].collections  # the other group has a single run
+    corners = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
+    assert corners == {(0, 3.5858), (0, 6.4142), (10, 1.5858), (10, 4.4142), (20, 3.0)}
+
+
+def test_long_training_curves_are_averaged():
+    name = "out-$\\frac$"  # is no formula
+    write_run(name, [4 + (-1) ** n for n in range(1000)])
+    figure = plot.draw_losses(groups_of(name), "steps")
+    figure.savefig(io.BytesIO())
+    training = drawn(figure)[name][0]
+    assert len(training) == plot.POINTS
+    assert [loss for _, loss in training] == pytest.approx([3.9] * plot.POINTS)
+
+
+def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
+    write_run("out-a", [4.0, 2.5])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        plot.main(["out-a"])
+    assert "| out-a |" in capsys.readouterr().out
+    assert not Path("runs.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "specify the run folders"),
+        (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
+        (["out-empty"], "the runs have no loss yet"),
+        (["out-a", "--out=gone/a.png"], "cannot write gone.a.png"),
+        (["--attention"], "one with --attention"),
+        (["--attention", "out-a", "out-b"], "one with --attention"),
+        (["--attention", "out-b"], "there is no checkpoint out-b.ckpt.pt"),
+    ],
+)
+def test_mistakes_raise_user_error(argv, message):
+    write_run("out-a", [4.0, 2.5])
+    write_run("out-empty", [])
+    with pytest.raises(UserError, match=message):
+        plot.main(argv)
+
+
+# Attention
+
+
+SWITCHES = ({}, {"n_layer": 0}, {"position": "rotary", "qk_norm": True}, {"window": 3})
+
+
+@pytest.mark.parametrize("changes", SWITCHES, ids=str)
+def test_attention_weights_are_those_of_the_model(changes):
+    model = tiny.random_model(**changes)
+    idx = tiny.random_ids(model, rows=1)[0]
+    config, T = model.config, len(idx)
+    layers = range(config.n_layer)
+    found = attention.attention_weights(model, idx, layers)
+    packed = optimize_for_inference(copy.deepcopy(model))
+    assert sorted(found) == [*layers]
+    for layer, weights in found.items():
+        assert weights.shape == (config.n_head, T, T)
+        assert torch.allclose(weights.sum(dim=-1), torch.ones(config.n_head, T))
+        assert (weights.triu(1) == 0).all()
+        if config.window:
+            assert (weights.tril(-config.window) == 0).all()
+        [(_, same)] = attention.attention_weights(packed, idx, [layer]).items()
+        assert torch.allclose(same, weights, atol=1e-5)
+
+
+def heads_of(figure):
+    return [axes for axes in figure.get_axes() if axes.get_title().startswith("layer")]
+
+
+def test_picture_of_attention_is_labeled(verse):
+    train.main(tiny.flags(max_iters=1, n_layer=2, out_dir="out-x"))
+    prompt = "--start=thee to a day\n"  # longer than the context of 8 tokens
+    settings = load(plot.PlotConfig, ["--attention", "out-x", prompt])
+    figure = plot.draw_attention("out-x", settings)
+    assert len(heads_of(figure)) == 4
+    for axes in heads_of(figure):
+        assert [label.get_text() for label in axes.get_xticklabels()] == [*"o␣a␣day", "\\n"]
+    plot.main(["--attention", "out-x", prompt, "--layer=1", "--out=one.png"])
+    assert Path("one.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="^out-x: there is no layer 2 of 2"):
+        plot.main(["--attention", "out-x", "--layer=2"])
+    train.main(tiny.flags(max_iters=1, n_layer=0))
+    with pytest.raises(UserError, match="no layer 0"):
+        plot.main(["--attention", "out"])
+
+
+def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
+    trained.model.bfloat16()
+    with ThreadPoolExecutor(1) as pool:
+        figure = pool.submit(attention.draw, trained, list(range(30)), "a title").result()
+    assert len(heads_of(figure)) == 4
+    bars = figure.get_axes()[-1]
+    widths = [patch.get_width() for patch in bars.patches]
+    assert widths == [p for _, p in likely_next(trained, list(range(30)), attention.TOP)]

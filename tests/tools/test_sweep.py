@@ -1,0 +1,321 @@
+"""tools.sweep: combinations of settings, and runs in their own processes."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+
+import train
+from folio.checkpoint import format as checkpoints
+from folio.checkpoint.format import Checkpoint, Progress
+from folio.cli.errors import UserError
+from folio.cli.files import locked
+from folio.cli.settings import ROOT
+from folio.data.dataset import load_dataset
+from tools.plot import runs
+from tools.sweep import __main__ as sweep
+from tools.sweep import workers
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+def write(text, name="a.py"):
+    Path(name).write_text(text)
+    return name
+
+
+def flags(**settings):
+    """Returns arguments for a sweep of the tiny model."""
+    return [each for each in tiny.flags(**settings) if not each.startswith("--out_dir")]
+
+
+# Combinations
+
+
+def settings_of(*argv):
+    """Returns {name of the run: settings} of the runs of all combinations."""
+    combinations = sweep.Grid(argv).combinations()
+    return {folder.name: settings for each in combinations for folder, settings in each}
+
+
+def values(*argv):
+    """Returns the names with several values, and their values in each run."""
+    names = sweep.Grid(argv).names
+    return names, [tuple(getattr(s, name) for name in names) for s in settings_of(*argv).values()]
+
+
+def test_flags_and_config_files_are_combined():
+    file = write("n_layer = [1, 2]\ndropout = (0.1, 0)")
+    expected = ["n_layer", "dropout"], [(1, 0.1), (1, 0.0), (2, 0.1), (2, 0.0)]
+    assert values(file) == expected
+    assert values("--n_layer=1,2", "--dropout", "0.1,0") == expected
+
+
+def test_rightmost_argument_takes_precedence():
+    file = write("n_layer = [1, 2, 3]\ndropout = [0.1, 0]")
+    assert values(file, "--dropout=0.3")[1] == [(0.3, 1), (0.3, 2), (0.3, 3)]
+    assert values("--dropout=0.3,0.4", file, "--n_layer=7")[1] == [(0.1, 7), (0.0, 7)]
+    assert values(file, "--dropout=0", "--n_layer=7,8")[1] == [(0.0, 7), (0.0, 8)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--bias=True,False", [True, False]),
+        ("--patience=None,3", [None, 3]),
+        ("--norm=rmsnorm,layernorm", ["rmsnorm", "layernorm"]),
+        ("--dropout=0.1,0.10,0.2", [0.1, 0.2]),
+        ("--dataset=a b,a/b", ["a b", "a/b"]),
+        ("--teachers=a,b", ["a", "b"]),
+    ],
+)
+def test_values_of_every_type(argument, expected):
+    [name], found = values(argument)
+    assert found == [(value,) for value in expected]
+    assert not any("/" in run for run in settings_of(argument))
+
+
+def test_config_file_reads_values_of_its_combination(capsys):
+    found = settings_of("--n_layer=2,4", write("print('hello')\nn_embd = 64 * n_layer"))
+    assert [(each.n_layer, each.n_embd) for each in found.values()] == [(2, 128), (4, 256)]
+    assert capsys.readouterr().out == "hello\n"  # once
+    file = write("n_embd = [n_layer, 2 * n_layer]")
+    assert values("--n_layer=3,5", file)[1] == [(3, 3), (3, 6), (5, 5), (5, 10)]
+
+
+def test_random_combinations_are_reproducible_and_nested():
+    argv = ["--n_layer=1,2,3,4,5", "--n_head=1,2,3,4"]
+    counts = (1, 5, 15, 19, 20, 21)
+    drawn = [set(settings_of(*argv, f"--trials={count}")) for count in counts]
+    assert [len(each) for each in drawn] == [1, 5, 15, 19, 20, 20]
+    assert all(few <= more for few, more in pairwise(drawn))
+
+
+def test_values_of_ranges_are_drawn_evenly():
+    file = write("n_layer = 'uniform:10:20'")
+    found = list(settings_of(file, "--learning_rate=log:1e-4:1e-2", "--trials=200").values())
+    assert len(found) == 200
+    assert {each.n_layer for each in found} == set(range(10, 21))
+    assert all(1e-4 <= each.learning_rate <= 1e-2 for each in found)
+    assert 80 < sum(each.learning_rate < 1e-3 for each in found) < 120  # the geometric mean
+
+
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        ([], "--learning_rate=1e-3,3e-4"),  # an example of several values
+        (["--seed=1,2", "--out_dir=x"], "--out_dir"),
+        (["--seed=1,2", "--halving=3", "--minutes=1"], "--minutes=None"),
+        (["--seed=1,2", "--halving=3", "--max_iters=4"], "max_iters=4"),
+        (["--seed=1,2", "--stop_at=4"], "stop_at"),
+        (["--seed=1,2", "--dataset=gone"], "gone"),
+        (["--jobs=1,2"], "jobs"),
+        (["--seed=1,x"], "'x'"),
+        (["--dropout=0.1,0.2,7"], "7.0"),
+        (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr"),
+        (["a.py"], "a.py: warmup_iters must be int, not 'x'"),
+        (["b.py"], "1,000,000,000"),
+        (["--dropout=uniform:0:0.3"], "--trials=N"),
+        (["--dropout=uniform:1:0"], "uniform:1:0"),
+        (["--learning_rate=log:0:1"], "log:0:1"),
+        (["--learning_rate=log:a:1"], "log:a:1"),
+    ],
+)
+def test_mistakes_are_reported_before_training(argv, wrong, verse):
+    write("warmup_iters = [1, 'x']")
+    write("warmup_iters = range(10**9)", "b.py")
+    with pytest.raises(UserError) as caught:
+        sweep.main([*flags(), *argv])
+    assert wrong in str(caught.value)
+    assert not Path("out-sweep").exists()
+
+
+# Halving
+
+
+def test_rungs_are_multiples_of_the_evaluation_interval():
+    settings = tiny.settings(max_iters=1000, eval_interval=150)
+    assert workers.rung_steps(settings, 3) == [150, 300, 1000]
+    assert workers.rung_steps(settings, None) == [1000]
+    assert workers.rung_steps(tiny.settings(max_iters=1000, eval_interval=200), 2) == [
+        200,
+        400,
+        1000,
+    ]
+    with pytest.raises(UserError, match="eval_interval=201"):
+        workers.rung_steps(tiny.settings(max_iters=1000, eval_interval=201), 3)
+
+
+# Training
+
+
+class FakeTraining:
+    """Writes the log and the checkpoint of each run at once, instead of training it."""
+
+    def __init__(self):
+        self.loss_of = lambda settings: 1.0  # None: the run fails
+        self.started = []  # (name of the run, step)
+
+    def start(self, task, variables):
+        folder, settings, stop_at = task
+        self.started.append((folder.name, stop_at))
+        folder.mkdir(exist_ok=True)
+        if (loss := self.loss_of(settings)) is None:
+            Path(folder, "output.txt").write_text("train.py: it failed\n")
+            return SimpleNamespace(poll=lambda: 2, returncode=2)
+        start = {"split": "start", "parameters": 1, "settings": {"n_embd": settings.n_embd}}
+        event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
+        with open(folder / "log.jsonl", "a") as log:
+            log.write(f"{json.dumps(start)}\n{json.dumps(event)}\n")
+        model, progress = tiny.random_model(), Progress(stop_at, stop_at, stop_at, loss)
+        saved = Checkpoint(model.config, model.state_dict(), progress, dataclasses.asdict(settings))
+        saved.data = load_dataset(settings.dataset).fingerprint
+        checkpoints.save(folder / "last.pt", saved)
+        shutil.copy(folder / "last.pt", folder / "ckpt.pt")
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+
+@pytest.fixture
+def fake(verse, monkeypatch):
+    """A FakeTraining that sweeps use."""
+    fake = FakeTraining()
+    monkeypatch.setattr(workers, "start", fake.start)
+    monkeypatch.setattr(workers, "POLL_SECONDS", 0)
+    return fake
+
+
+@pytest.mark.parametrize("jobs", [1, 5])
+def test_halving_compares_the_mean_loss_of_seeds(fake, jobs):
+    losses = {16: (1.0, 9.0), 8: (4.0, 5.0), 4: (6.0, 6.0), 2: (0.5, None)}
+    fake.loss_of = lambda settings: losses[settings.n_embd][settings.seed - 1]
+    argv = flags(max_iters=50, eval_interval=10, n_embd="16,8,4,2", n_head=1)
+    argv += ["--seed=1,2", "--halving=4", f"--jobs={jobs}"]
+    with pytest.raises(UserError, match="1 of 8 runs failed: n_embd=2,seed=2: train.py: it failed"):
+        sweep.main(argv)
+    names = {n: [f"n_embd={n},seed={seed}" for seed in (1, 2)] for n in losses}
+    assert sorted(fake.started[:8]) == sorted((run, 10) for n in names for run in names[n])
+    assert fake.started[8:] == [(run, step) for step in (20, 50) for run in names[8]]
+    fake.started.clear()
+    with pytest.raises(UserError, match="1 of 8 runs failed"):
+        sweep.main(argv)
+    assert fake.started == [("n_embd=2,seed=2", 10)]  # only the failed run is tried again
+
+
+def test_a_folder_with_another_run_is_refused(fake):
+    argv = [*flags(dtype="auto"), "--seed=1,2"]
+    sweep.main(argv)
+    fake.started.clear()
+    sweep.main([*argv, "--log_interval=7"])
+    assert not fake.started
+    with pytest.raises(UserError, match="batch_size was 4, now 3"):
+        sweep.main([*argv, "--batch_size=3"])
+    tiny.prepare_verse(text=tiny.VERSE * 30)
+    with pytest.raises(UserError, match="verse has changed"):
+        sweep.main([*argv, "--seed=1,2,3"])
+    Path("out-sweep/seed=1/last.pt").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"out-sweep/seed=1/last\.pt"):
+        sweep.main(argv)
+
+
+def test_runs_share_cores_and_gpus(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(workers.torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 2)
+    assert workers.environment("cpu", 0, 1) == {}
+    assert workers.environment("cpu", 1, 3) == {"OMP_NUM_THREADS": "2"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus = [workers.environment("cuda", n, 3)["CUDA_VISIBLE_DEVICES"] for n in range(3)]
+    assert gpus == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert workers.environment("cuda", 1, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
+
+
+# Processes
+
+
+def start(*argv, tool="sweep"):
+    """Starts a sweep, or another tool, in its own process group, as a shell does."""
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tools.{tool}", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timeout"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("tool", ["bench", "bench.gpu_suite", "playground", "plot", "sweep"])
+def test_tools_answer_help_and_signals_while_torch_is_imported(tool):
+    write(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n", "torch.py")
+    out, err = (helped := start("--help", tool=tool)).communicate()
+    assert (helped.returncode, err) == (0, "")
+    name = "gpu_suite.py" if "." in tool else f"tools.{tool}"
+    assert out.startswith(f"usage: {name} ")
+    stopped = start(*(["out-a"] if tool == "plot" else []), tool=tool)
+    assert stopped.communicate() == ("", "")
+    assert stopped.returncode == 143
+
+
+@pytest.mark.slow
+def test_combinations_are_trained_and_compared_and_failures_reported(verse, capsys):
+    train.main(tiny.flags())
+    model = tuple(f"--{name}=" for name in tiny.SHAPE)
+    argv = [each for each in flags() if not each.startswith(model)]
+    argv += ["--init_from=out/ckpt.pt", "--n_layer=1,2", "--seed=1,2", "--jobs=2"]
+    with pytest.raises(UserError, match="2 of 4 runs failed: .*n_layer is 1 in the checkpoint"):
+        sweep.main(argv)
+    out = capsys.readouterr().out
+    assert "n_layer=2,seed=1: failed: train.py: out/ckpt.pt" in out
+    found = runs.read_all(["out-sweep"])
+    for seed, run in enumerate(found, 1):
+        name = f"n_layer=1,seed={seed}"
+        assert run.folder == f"out-sweep/{name}"
+        assert run.val[0]["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
+        assert run.val[-1]["step"] == 6
+        assert f"{name}: val loss {run.best()['loss']:.4f}" in out
+        assert "step 6: train loss" in Path(run.folder, "output.txt").read_text()
+    head, _, row = out[out.index("| run") :].splitlines()
+    head, row = ([cell.strip() for cell in line.split("|")[1:4]] for line in (head, row))
+    mean = sum(run.best()["loss"] for run in found) / 2
+    assert head == ["run", "best val loss", "seeds"]
+    assert (row[0], row[2]) == ("out-sweep/n_layer=1,seed=*", "2")
+    assert row[1].startswith(f"{mean:.4f} ± ")
+    Path("out-sweep/n_layer=1,seed=1").rename("out-sweep/n_layer=3,seed=1")
+    with pytest.raises(UserError, match="n_layer was 1, now 3"):
+        sweep.main([*argv, "--n_layer=3,4"])
+
+
+@pytest.mark.slow
+def test_interrupted_sweep_continues_to_the_same_results(verse):
+    settings = {"max_iters": 500, "eval_interval": 100}
+    argv = [*flags(**settings, dropout="0,0.1"), "--jobs=2", "--halving=3"]
+    stopped = start(*argv)
+    wait_for(Path("out-sweep/dropout=0.0/last.pt").exists)
+    os.killpg(stopped.pid, signal.SIGINT)  # as Ctrl-C, which reaches the runs, too
+    _, err = stopped.communicate()
+    assert stopped.returncode == 130
+    assert err == "tools.sweep: stopped; to continue, run the same command\n"
+    with locked("out-sweep/dropout=0.0"):  # its process has ended
+        pass
+    sweep.main(argv)
+    [best] = [run for run in runs.read_all(["out-sweep"]) if run.val[-1]["step"] == 500]
+    train.main(tiny.flags(**settings, dropout=best.settings["dropout"]))
+    assert tiny.differences("out", best.folder) == []

@@ -1,0 +1,98 @@
+"""Training on the predictions of other models as well."""
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from ranks import trained
+from tiny import random_ids, random_model
+
+import train
+from folio.cli.errors import UserError
+from folio.cli.settings import load
+from folio.training.distillation import Distillation
+
+
+@pytest.fixture
+def teacher(verse):
+    """A run in out-teacher/, with dropout."""
+    train.main(tiny.flags(out_dir="out-teacher", max_iters=3, dropout=0.5))
+
+
+def setup(**settings):
+    return train.setup(load(train.TrainConfig, tiny.flags(**settings)))
+
+
+def sharper(factor):
+    model = random_model()
+    model.lm_head.weight.data *= factor
+    return model
+
+
+def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers():
+    temperature = 0.5
+    model, teachers = random_model(), [sharper(20), sharper(-10)]
+    idx = random_ids(model)
+    logits = model.logits(idx).double() / temperature
+    target = sum((each.logits(idx).double() / 2).softmax(-1) for each in teachers) / 2
+    log_ratios = target.log() - (logits / 2).log_softmax(-1)
+    divergence = (target * log_ratios).sum(-1).mean()  # Kullback and Leibler 1951
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), idx.flatten())
+    expected = cross_entropy / 2 + 2**2 * divergence / 2
+    assert divergence > 0.1
+    loss = Distillation(model.train(), teachers)(idx, idx, temperature)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None for each in teachers for p in each.parameters())
+
+
+def test_a_run_evaluates_and_saves_only_the_model(teacher):
+    train.main(tiny.flags(teachers="out-teacher", max_iters=3))
+    train.main(tiny.flags(out_dir="out-alone", max_iters=3))
+    saved, alone = (tiny.saved("last.pt", each) for each in ("out", "out-alone"))
+    assert saved["model"].keys() == alone["model"].keys()
+    assert not tiny.same(saved["model"], alone["model"])
+    run = setup(init_from="resume", eval_only=True, teachers="missing")  # are not read
+    loss = run.learner.split_loss(run.dataset.val).item()
+    assert loss == pytest.approx(saved["best_val_loss"])
+
+
+def test_a_run_with_teachers_resumes_exactly(teacher):
+    settings = {"teachers": "out-teacher, out-teacher", "dropout": 0.2}
+    train.main(tiny.flags(out_dir="out-whole", **settings))
+    train.main(tiny.flags(stop_at=2, **settings))
+    train.main(tiny.flags(init_from="resume", **settings))
+    assert tiny.differences("out", "out-whole") == []
+    (found, _) = setup(out_dir="out-new", **settings).learner.forward.teachers
+    idx = torch.randint(found.config.vocab_size, (2, 8))
+    assert torch.equal(found.train().logits(idx), found.eval().logits(idx))  # without dropout
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"teachers": "out-teacher,nothing"}, "nothing"),
+        ({"block_size": 16}, "block_size=8"),
+        ({"dataset": "other"}, "vocab_size="),
+        ({"dataset": "same-size"}, "tokenizer"),
+        ({"parallel": "fsdp"}, "parallel=fsdp"),
+        ({"out_dir": "./out-teacher"}, "out_dir"),
+    ],
+    ids=str,
+)
+def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
+    tiny.prepare_verse("other", "Another text, with other characters!\n" * 50)
+    tiny.prepare_verse("same-size", tiny.VERSE.replace("S", "Z") * 20)
+    with pytest.raises(UserError, match=value):
+        setup(**({"teachers": "out-teacher"} | settings))
+
+
+@pytest.mark.slow
+def test_processes_with_teachers_train_the_same_model_as_one(teacher):
+    settings = {"teachers": "out-teacher", "gradient_accumulation_steps": 2}
+    for size, out_dir in [(1, "out-one"), (2, "out-two")]:
+        trained(size, out_dir=out_dir, **settings)
+    one, two = (tiny.saved("last.pt", each)["model"] for each in ("out-one", "out-two"))
+    for name in one:
+        assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name

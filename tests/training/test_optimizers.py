@@ -1,0 +1,199 @@
+"""Optimizers and the learning rate, and runs whose loss or gradient is not finite."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+import train
+from folio.cli.errors import UserError
+from folio.data.batches import Batches, to_device
+from folio.hardware.device import Machine
+from folio.training.muon import Muon
+from folio.training.optimizers import EMBEDDING_LR_SCALE, learning_rate_at, make_optimizers
+from model import GPT, GPTConfig
+
+MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
+SHAPES = ((16, 16), (48, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), (64, 16), (1, 5))
+
+
+def tiny_model(**changes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**(tiny.SHAPE | {"vocab_size": 65} | changes)))
+
+
+def group_names(model, optimizer):
+    """Returns the names of the parameters of each group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+# Learning rate
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"warmup_iters": 10, "lr_decay_iters": 110, "min_lr": 0.1},
+            {0: 1 / 11, 4: 5 / 11, 10: 1.0, 60: 0.55, 109: 0.1002, 110: 0.1, 500: 0.1},
+        ),
+        ({"warmup_iters": 0, "max_iters": 50}, {25: 0.55, 50: 0.1}),
+        ({"warmup_iters": 10, "lr_decay_iters": 10}, {9: 10 / 11, 10: 0.1}),
+        ({"decay_lr": False}, {0: 1.0, 1: 1.0, 100: 1.0}),
+    ],
+    ids=["all set", "default end", "warmup as long as the decay", "constant"],
+)
+def test_learning_rate_has_linear_warmup_and_cosine_decay(changes, expected):
+    settings = tiny.settings(learning_rate=1.0, **changes)
+    for step, lr in expected.items():
+        assert learning_rate_at(step, settings) == pytest.approx(lr, abs=5e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
+    settings = tiny.settings(optimizer=optimizer)
+    learner = train.Learner(tiny_model().config, settings, Machine("cpu", "float32", False, ""))
+    learner.init_weights()
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    for lr, moves in ((0.0, False), (0.25, True)):
+        batch = torch.arange(32).view(4, 8)
+        norm = learner.gradient([(batch, batch)], 0)[1]
+        learner.update(norm, lr)
+        groups = [group for each in learner.optimizers.values() for group in each.param_groups]
+        scales = [1, 1, EMBEDDING_LR_SCALE, 1] if optimizer == "muon" else [1, 1]
+        assert [group["lr"] for group in groups] == [lr * scale for scale in scales]
+        pairs = zip(before, learner.model.parameters(), strict=True)
+        moved = [not torch.equal(*pair) for pair in pairs]
+        assert moved == [moves] * len(moved)
+
+
+# Parameter groups
+
+
+def test_adamw_decays_only_matrices_and_keeps_the_order_of_nanogpt():
+    model = tiny_model()
+    optimizer = make_optimizers(model, tiny.settings(weight_decay=0.3))["adamw"]
+    decayed, rest = optimizer.param_groups
+    blocks = [f"transformer.h.0.{name}.weight" for name in MATRICES]
+    names = ["transformer.wte.weight", "transformer.wpe.weight", *blocks]
+    assert group_names(model, optimizer)[0] == names
+    assert all(p.dim() == 1 for p in rest["params"])
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+
+
+@pytest.mark.parametrize(("n_layer", "changes"), [(0, {}), (2, tiny.SWITCHES)])
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_layer):
+    model = tiny_model(n_layer=n_layer, **changes)
+    optimizers = make_optimizers(model, tiny.settings(optimizer="muon"))
+    names = {key: group_names(model, each) for key, each in optimizers.items()}
+    matrices = [f"transformer.h.{i}.{part}.weight" for i in range(n_layer) for part in MATRICES]
+    assert names.get("muon", [[]]) == [matrices]
+    if n_layer:
+        tables = ("wte", "context.ngrams.2", "context.ngrams.3")
+        assert names["adamw"][-1] == [f"transformer.{name}.weight" for name in tables]
+    taken = sum(names["adamw"], matrices)
+    assert sorted(taken) == sorted(name for name, _ in model.named_parameters())
+
+
+# Muon
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-3), (torch.float32, 2e-2)])
+def test_muon_equals_torchs(dtype, tolerance):
+    """The tolerance is large for float32 because torch's Muon computes in bfloat16 only."""
+    torch.manual_seed(0)
+    start = [torch.randn(shape) for shape in SHAPES]
+    ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    muon = Muon(ours, 0.02, weight_decay=0.1, dtype=dtype)
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape)
+            other.grad = mine.grad.clone()
+        muon.step()
+        reference.step()
+    for mine, other, before in zip(ours, theirs, start, strict=True):
+        assert (mine - other).norm() < tolerance * (other - before).norm(), tuple(mine.shape)
+
+
+# Divergence
+
+
+def saved_step():
+    """Returns the step of last.pt, whose weights must be finite."""
+    last = tiny.saved("last.pt")
+    assert all(weight.isfinite().all() for weight in last["model"].values())
+    return last["iter_num"]
+
+
+def hook_head(monkeypatch, install):
+    """Calls install(lm_head) on the model of each run."""
+    real = train.Learner.__init__
+
+    def init(self, *args):
+        real(self, *args)
+        install(self.model.lm_head)
+
+    monkeypatch.setattr(train.Learner, "__init__", init)
+
+
+def initial_scale(monkeypatch, scale):
+    real = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=scale))
+
+
+def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse):
+    with pytest.raises(UserError, match=r"diverged at step \d: .*(nan|inf).*--learning_rate"):
+        train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=1))
+    assert saved_step() == 0
+    train.main(tiny.flags(init_from="resume"))
+    assert saved_step() == 6
+
+
+@pytest.mark.parametrize(("where", "log_interval"), [("loss", 100), ("gradient", 1)])
+def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, where, log_interval):
+    steps = iter(range(100))
+
+    def diverge(tensor):
+        return tensor * (math.inf if next(steps) == 4 else 1)
+
+    def install(head):
+        if where == "loss":
+            head.register_forward_hook(lambda *a: diverge(a[2]) if a[0].training else None)
+        else:
+            head.weight.register_hook(diverge)
+
+    hook_head(monkeypatch, install)
+    flags = tiny.flags(max_iters=9, eval_interval=6, checkpoint_interval=2)
+    with pytest.raises(UserError, match=r"at step 4: loss .*, gradient norm (nan|inf)"):
+        train.main([*flags, f"--log_interval={log_interval}"])
+    assert saved_step() == 2
+    assert all(math.isfinite(event["loss"]) for event in tiny.log_events()[1:])
+
+
+def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
+    initial_scale(monkeypatch, 2.0**26)
+    train.main(tiny.flags(dtype="float16", max_iters=20, eval_interval=20))
+    norms = [event["grad_norm"] for event in tiny.log_events() if event["split"] == "train"]
+    assert norms[0] is None
+    assert 0 < norms[-1] < 100
+    assert tiny.saved("last.pt")["scaler"]["scale"] < 2.0**26
+    assert "Infinity" not in Path("out/log.jsonl").read_text()
+
+
+def test_float16_overflow_of_one_optimizer_skips_all(verse):
+    settings = tiny.settings(dtype="float16", optimizer="muon")
+    config = tiny_model(vocab_size=verse.tokenizer.padded_vocab_size).config
+    learner = train.Learner(config, settings, Machine("cpu", "float16", False, ""))
+    learner.init_weights()
+    batches = Batches(to_device(verse, "cpu").train, settings)
+    for norm in (1.0, math.nan):
+        before = copy.deepcopy([learner.model.state_dict(), learner.state_dict()["optimizers"]])
+        learner.gradient(batches.at(0), 0)
+        learner.update(torch.tensor(norm), 0.1)
+        after = [learner.model.state_dict(), learner.state_dict()["optimizers"]]
+        assert tiny.same(after, before) == math.isnan(norm)

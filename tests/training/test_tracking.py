@@ -1,0 +1,172 @@
+"""Tests of folio/training/tracking.py: the console, log.jsonl, and the progress bar."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import tiny
+import torch
+
+import train
+from folio.checkpoint.format import Progress
+from folio.checkpoint.run_dir import RunDir
+from folio.cli.process import NEVER
+from folio.distributed.world import ALONE
+from folio.hardware.device import choose_machine
+from folio.training import tracking
+from model import GPT, GPTConfig
+
+TRAIN = str(Path(train.__file__))
+
+
+def test_console_has_the_settings_and_lines_in_nanogpts_format(verse, capsys):
+    train.main(tiny.flags(learning_rate=0.02))
+    out, err = capsys.readouterr()
+    settings, data, model, machine, memory = out.splitlines()[:5]
+    assert settings.startswith("settings: ")
+    assert " learning_rate=0.02 " in settings
+    assert "weight_decay" not in settings
+    assert data == "dataset: verse, 1,458 training and 162 validation tokens, vocabulary 24"
+    assert re.fullmatch(r"model: 3,\d{3} parameters; 6 steps of 32 tokens", model)
+    assert machine.startswith("machine: cpu (")
+    assert re.fullmatch(r"memory: [\d.,]+ MiB of [\d,]+ GiB for .* moments", memory)
+    steps = re.findall(r"^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}", out, re.M)
+    iters = re.findall(r"^iter (\d+): loss \d+\.\d{4}, time \d+\.\d\dms, mfu [\d.]+%", out, re.M)
+    assert steps == ["0", "3", "6"]
+    assert iters == ["0", "1", "2", "3", "4", "5"]
+    assert "|" not in out + err  # no progress bar outside a terminal
+    assert "peak memory" not in out  # on a GPU only
+
+
+def test_log_has_a_line_for_each_event(verse):
+    train.main(tiny.flags(log_interval=2))
+    events = tiny.log_events()
+    assert [(e["step"], e["split"]) for e in events] == [
+        (0, "start"), (0, "val"), (0, "train"), (2, "train"), (3, "val"), (4, "train"), (6, "val"),
+    ]  # fmt: skip
+    common = {"step", "split", "loss", "lr", "tokens", "elapsed_s"}
+    assert events[0]["settings"]["log_interval"] == 2
+    assert "out_dir" not in events[0]["settings"]
+    assert set(events[2]) == common | {"tokens_per_s", "mfu", "grad_norm"}
+    assert set(events[-1]) == common | {"train_loss", "perplexity", "bits_per_byte"}
+    assert events[-1]["tokens"] == 6 * 4 * 8
+
+
+def test_a_resumed_run_continues_the_time_and_is_judged_from_its_whole_log(verse, capsys):
+    train.main(tiny.flags(stop_at=5))
+    train.main(tiny.flags(init_from="resume"))
+    assert "the gap between validation and training loss went from" in capsys.readouterr().out
+    times = [event["elapsed_s"] for event in tiny.log_events()]
+    assert times == sorted(times)
+
+
+@pytest.fixture
+def run(folder):
+    """As much of a train.Run as Tracking reads."""
+    (folder / "out").mkdir()
+    settings = tiny.settings(log_interval=2, eval_interval=10, max_iters=20)
+    return SimpleNamespace(
+        requested=settings,
+        settings=settings,
+        run_dir=RunDir("out"),
+        learner=SimpleNamespace(
+            world=ALONE,
+            machine=choose_machine("cpu", "float32", False),
+            model=GPT.uninitialized(GPTConfig(**tiny.SMALL), "meta"),
+        ),
+        progress=Progress(),
+        resumed=None,
+    )
+
+
+def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
+    peak = run.learner.machine.peak[0]  # measured with the real clock
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
+    with tracking.Tracking(run, NEVER) as tracker:
+        with tracker.paused():
+            clock.now += 1000  # the first evaluation
+        for step in range(3):
+            clock.now += 4
+            tracker.stepped(step, 2.5, float("inf"), lr=0.1)
+            with tracker.paused():
+                clock.now += 10
+    first, second = tiny.log_events()
+    assert (first["step"], second["step"]) == (0, 2)
+    assert first["tokens_per_s"] == second["tokens_per_s"] == 8  # 32 per step of 4 s
+    flops = run.learner.model.flops_per_token()
+    assert second["mfu"] == pytest.approx(flops * 8 / peak)
+    assert (second["tokens"], second["grad_norm"]) == (96, None)
+    # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far
+    assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
+
+
+def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with tracking.Tracking(run, NEVER) as tracker:
+        monkeypatch.setattr(tracking.tqdm, "write", Mock(side_effect=error))
+        tracker.say("line")
+
+
+def show_on_terminal(command):
+    """Returns what a command shows on a terminal."""
+    pty = pytest.importorskip("pty")
+    reader, terminal = pty.openpty()
+    pytest.importorskip("termios").tcsetwinsize(terminal, (24, 120))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while piece := os.read(reader, 4096):
+            shown += piece
+    except OSError:  # Linux reports a closed terminal so
+        pass
+    os.close(reader)
+    assert process.wait() == 0
+    return shown.decode()
+
+
+@pytest.mark.slow
+def test_progress_bar_replaces_step_lines_on_a_terminal(verse):
+    command = [sys.executable, TRAIN, *tiny.flags(max_iters=100, eval_interval=100)]
+    shown = show_on_terminal(command)
+    assert "iter " not in shown
+    assert re.search(r"step \d+/100, loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left \|", shown)
+    assert "step 100: train loss" in shown
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_peak_memory_of_a_gpu_is_reported(verse, capsys):
+    train.main(tiny.flags(device="cuda"))
+    assert re.search(r"^peak memory: [\d.,]+ GiB$", capsys.readouterr().out, re.M)
+    assert all(0 < event["peak_memory_gib"] < 1 for event in tiny.log_events())
+
+
+# Advice at the end
+
+
+@pytest.mark.parametrize(
+    ("train_losses", "val_losses", "epochs", "expected"),
+    [
+        ([4, 2, 1.5, 1.0], [4, 2.1, 1.7, 1.9], 9, "risen by 0.20 since step 200 (overfitting)"),
+        ([4, 2, 1.5, 1.0], [4, 2.1, 1.7, 1.4], 9, "from 0.10 to 0.40 (memorization): more text"),
+        ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 4, "4 passes over the text: a larger model or lo"),
+        ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.25, "0.25 passes over the text: longer tr"),
+        ([4, 2, 1.5, 1.4], [4, 2.8, 2.3, 2.2], 4, "larger model"),  # a text of another kind
+    ],
+)
+def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, expected):
+    steps = (0, 100, 200, 300)
+    evaluations = list(zip(steps, train_losses, val_losses, strict=True))
+    assert expected in tracking.advice_on(evaluations, epochs)
+    assert tracking.advice_on(evaluations[:2], epochs) is None

@@ -1,0 +1,1 @@
+"""Programs around the scripts, run as `python -m tools.NAME`."""

@@ -1,0 +1,89 @@
+"""Show in a browser what a model does: generate, inspect and compare.
+
+    python -m tools.playground --out_dir=out-shakespeare-char-fast
+
+It needs gradio and matplotlib, but no network.
+"""
+
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.cli.fields import setting
+from folio.cli.settings import load, parse_arguments
+
+USER = "folio"
+LOCAL = ("127.0.0.1", "localhost")  # only this machine can reach them
+
+
+@dataclass(frozen=True)
+class PlaygroundConfig:
+    """Serve a page on which to generate, inspect and compare texts of trained models."""
+
+    out_dir: str = setting("out", "run that is selected first", scope="files")
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine")
+    port: int | None = setting(None, "port; None: the first free one from 7860 on", "[1, 65535]")
+    password: str | None = setting(None, f"password of the page; the user name is {USER}")
+
+    device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "data type of the weights"
+    )
+
+    def __post_init__(self):
+        if self.password == "":
+            raise UserError("the password is empty")
+        if self.host not in LOCAL and self.password is None:
+            raise UserError(f"--host={self.host} lets others use the page: add --password=PASSWORD")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # see sample.py
+    process.start(parse_arguments, PlaygroundConfig)  # --help must not wait for torch
+
+from folio.checkpoint.run_dir import RunDir
+from folio.hardware.device import resolve_device
+
+
+def main(argv=None):
+    settings = load(PlaygroundConfig, argv, {"device": resolve_device})
+    if not (run := RunDir(settings.out_dir)).exists():
+        run.load_best()  # whose error lists the runs
+    if missing := [name for name in ("gradio", "matplotlib") if not find_spec(name)]:
+        raise UserError(f"the playground needs {missing[0]}: pip install gradio matplotlib")
+    print(f"open {serve(settings)} in a browser; Ctrl-C stops the server", flush=True)
+    threading.Event().wait()
+
+
+def serve(settings):
+    """Starts the server in other threads. Returns the URL of the page."""
+    # gradio would try 100 ports, 5 s each, for an address that is not this machine's.
+    socket.create_server((settings.host, settings.port or 0)).close()
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # gradio calls only its own server
+    from tools.playground.page import THEME, build
+    from tools.playground.texts import model_loader
+
+    newest = model_loader(settings.device, settings.dtype)
+    page = build(newest, settings.device, str(RunDir(settings.out_dir).folder))
+    page.launch(
+        server_name=settings.host,
+        server_port=settings.port,
+        auth=(USER, settings.password) if settings.password else None,
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        footer_links=[],
+        run_history=False,
+        max_file_size=1,  # nothing is uploaded
+        theme=THEME,
+    )
+    return page.local_url
+
+
+if __name__ == "__main__":
+    process.run(main, has_threads=True)
