@@ -20,7 +20,7 @@ from pathlib import Path
 from folio.cli import process
 from folio.cli.errors import UserError, nearest
 from folio.cli.fields import setting
-from folio.cli.settings import load, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments
 
 KNOWN = {  # name: tokenizer
     "shakespeare_char": "char",
@@ -105,7 +105,7 @@ def main(argv=None):
     Where the tokenizer or the boundary of the splits depends on the text, all of it is read once
     before. Then it is read, divided into splits, encoded in threads, and written in order.
     """
-    settings = load(PrepareConfig, argv)
+    settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
     if settings.verify:

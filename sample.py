@@ -23,7 +23,7 @@ from typing import Literal
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.settings import load, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments
 
 EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
@@ -88,7 +88,7 @@ if __name__ == "__main__":
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import read_text
 from folio.hardware.device import resolve_device
-from folio.hardware.memory import explained_out_of_memory
+from folio.hardware.memory import explain_out_of_memory
 from folio.inference.compiled import compiled_step
 from folio.inference.completion import (
     Completion,
@@ -106,9 +106,9 @@ SEPARATOR = "---------------"
 
 
 def main(argv=None):
-    settings = load(SampleConfig, argv, {"device": resolve_device})
+    settings = load_settings(SampleConfig, argv, {"device": resolve_device})
     inputs = read_inputs(settings)
-    with explained_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
+    with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
         checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
         trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
         print(checkpoint.summary, file=sys.stderr)

@@ -6,7 +6,7 @@
     python train.py config/finetune_shakespeare.py --init_from=gpt2
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-This file has, in order: the settings, setup, the training loop, and Learner, which holds the model
+This file has, in order: the settings, setup, the training loop, and Trainer, which holds the model
 and the optimizers. Checkpoints and log.jsonl go to out_dir.
 """
 
@@ -18,7 +18,7 @@ from typing import Literal
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.settings import load, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from folio.checkpoint import format as checkpoints
-from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.format import Checkpoint, Progress, load_weights
 from folio.checkpoint.run_dir import RunDir
 from folio.checkpoint.saving import Saver
 from folio.data.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts, to_device
@@ -129,16 +128,16 @@ from folio.data.dataset import Dataset, load_dataset
 from folio.distributed.sharding import (
     assign,
     average_gradients,
-    gathered,
+    full_tensor,
     replicate,
-    shard,
-    unsharded,
+    shard_model,
+    unshard,
 )
-from folio.distributed.world import ALONE, joined
+from folio.distributed.world import SINGLE_PROCESS, process_group
 from folio.hardware.compile import compile_model
 from folio.hardware.device import (
     choose_machine,
-    kind_of,
+    device_type,
     read_later,
     resolve_device,
     uses_cuda_graphs,
@@ -146,7 +145,7 @@ from folio.hardware.device import (
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import (
     check_memory,
-    explained_out_of_memory,
+    explain_out_of_memory,
     keep_freed_memory,
     memory_advice,
     recompute_activations,
@@ -173,12 +172,12 @@ from model import GPT
 
 
 def main(argv=None):
-    settings = load(TrainConfig, argv, {"device": resolve_device})
+    settings = load_settings(TrainConfig, argv, {"device": resolve_device})
     advice = memory_advice(settings)
-    with joined(settings.device) as world, explained_out_of_memory(world.device, advice):
+    with process_group(settings.device) as world, explain_out_of_memory(world.device, advice):
         run = setup(settings, world)
         if settings.eval_only:
-            losses = run.learner.evaluate(run.dataset, run.progress.step)
+            losses = run.trainer.evaluate(run.dataset, run.progress.step)
             print(evaluation_line(run.progress.step, losses))
             return
         fit_to_minutes(run)
@@ -199,12 +198,12 @@ class Run:
     settings: TrainConfig  # the same with the steps that fit into --minutes
     run_dir: RunDir
     dataset: Dataset
-    learner: "Learner"
+    trainer: "Trainer"
     progress: Progress
     resumed: Checkpoint | None = None
 
 
-def setup(settings, world=ALONE):
+def setup(settings, world=SINGLE_PROCESS):
     """Returns the Run that the settings describe. Writes no files."""
     run_dir = RunDir(settings.out_dir)
     settings, config, dataset, *starts = world.together(plan, settings, run_dir, world)
@@ -214,21 +213,21 @@ def setup(settings, world=ALONE):
     keep_freed_memory()
     machine = choose_machine(world.device or settings.device, settings.dtype, settings.compile)
     settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
-    learner = Learner(config, settings, machine, world)
-    print_start(settings, dataset, learner)
+    trainer = Trainer(config, settings, machine, world)
+    print_start(settings, dataset, trainer)
     if resumed:
-        learner.load_state_dict(resumed)
+        trainer.load_state_dict(resumed)
     elif initial:
         world.together(crop, initial, config.block_size)
-        world.together(checkpoints.load_weights, learner.model, initial)
+        world.together(load_weights, trainer.model, initial)
     else:
-        learner.init_weights()
+        trainer.init_weights()
     if start := resumed or initial:
-        start.weights, start.optimizers = {}, {}  # the learner has them
+        start.weights, start.optimizers = {}, {}  # the trainer has them
     dataset = to_device(dataset, machine.device)
-    learner.make_forward(dataset.train, teachers)
+    trainer.make_forward(dataset.train, teachers)
     progress = resumed.progress if resumed else Progress()
-    return Run(settings, settings, run_dir, dataset, learner, progress, resumed)
+    return Run(settings, settings, run_dir, dataset, trainer, progress, resumed)
 
 
 def plan(settings, run_dir, world):
@@ -253,8 +252,8 @@ def plan(settings, run_dir, world):
 
 def train(run):
     """Trains until max_iters, or until patience is exhausted, and saves the state along the way."""
-    settings, learner, progress = run.settings, run.learner, run.progress
-    world, batches = learner.world, Batches(run.dataset.train, settings, learner.world)
+    settings, trainer, progress = run.settings, run.trainer, run.progress
+    world, batches = trainer.world, Batches(run.dataset.train, settings, trainer.world)
     with (
         process.StopSignal(world.is_launched) as stop,
         world.entered(recorded(run, stop)) as tracking,
@@ -264,26 +263,26 @@ def train(run):
             lr = learning_rate_at(progress.step, settings)
             if progress.needs_evaluation(settings):
                 with tracking.paused():
-                    if losses := learner.evaluate(run.dataset, progress.step, stop):
+                    if losses := trainer.evaluate(run.dataset, progress.step, stop):
                         tracking.evaluated(progress.step, losses, lr)
                         saver.evaluated(losses["loss"])
             if stop or progress.step >= (settings.stop_at or math.inf):
                 break
             done = progress.is_finished(settings)
             if settings.sample_interval and (done or progress.is_due(settings.sample_interval)):
-                with tracking.paused(), unsharded(learner.model):
-                    text = sample_text(learner.model, run.dataset.tokenizer, settings.seed)
+                with tracking.paused(), unshard(trainer.model):
+                    text = sample_text(trainer.model, run.dataset.tokenizer, settings.seed)
                     tracking.say(f"sample at step {progress.step}:\n{text}\n")
             if done:
                 break
-            loss, grad_norm = learner.gradient(batches.at(progress.step), progress.step, stop)
+            loss, grad_norm = trainer.gradient(batches.at(progress.step), progress.step, stop)
             if progress.is_due(settings.log_interval):
-                learner.divergence.check()
+                trainer.divergence.check()
             is_saved = progress.evaluated == progress.step
             if progress.is_due(settings.checkpoint_interval) and not is_saved:
                 with tracking.paused():  # after the gradient, which save() checks
                     saver.save()
-            learner.update(grad_norm, lr)
+            trainer.update(grad_norm, lr)
             tracking.stepped(progress.step, loss, grad_norm, lr)
             progress.step += 1
         if not progress.is_finished(settings):
@@ -291,10 +290,10 @@ def train(run):
     return print_end(run)
 
 
-class Learner:
+class Trainer:
     """The model, its optimizers and loss scaler on a machine, possibly one of several processes."""
 
-    def __init__(self, config, settings, machine, world=ALONE):
+    def __init__(self, config, settings, machine, world=SINGLE_PROCESS):
         """Weights are uninitialized until init_weights() or load_state_dict()."""
         self.settings, self.machine, self.world = settings, machine, world
         self.is_sharded = settings.parallel == "fsdp" and world.is_launched
@@ -303,11 +302,11 @@ class Learner:
         if settings.activation_checkpointing:
             recompute_activations(self.model)
         if self.is_sharded:
-            shard(self.model, world, machine.dtype)
+            shard_model(self.model, world, machine.dtype)
         self.forward = self.model  # see make_forward()
         self.optimizers = make_optimizers(self.model, settings, world)
         enabled = machine.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(kind_of(machine.device), enabled=enabled)
+        self.scaler = torch.amp.GradScaler(device_type(machine.device), enabled=enabled)
         self.divergence = DivergenceMonitor()
 
     def init_weights(self):
@@ -317,7 +316,7 @@ class Learner:
 
     def load_state_dict(self, checkpoint):
         """Loads weights, moments and loss scale; the next update sets the hyperparameters."""
-        self.world.together(checkpoints.load_weights, self.model, checkpoint)
+        self.world.together(load_weights, self.model, checkpoint)
         self.world.together(restore_optimizers, self.optimizers, checkpoint)
         if checkpoint.scaler:
             self.scaler.load_state_dict(checkpoint.scaler)
@@ -359,7 +358,7 @@ class Learner:
             total += loss.detach()
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        norm = gathered(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
+        norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
         total, stopping = self.world.sum(total, stop.was_received)
         stop.agree_later(read_later(stopping))
         mean_loss = total / self.world.size

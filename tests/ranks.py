@@ -12,7 +12,7 @@ import torch
 
 import train
 from folio.cli import process
-from folio.distributed.world import joined
+from folio.distributed.world import process_group
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ranks", "torch._dynamo"])
@@ -77,7 +77,7 @@ def _run(sender, folder, rank, size, port, function, args):
 
 def in_world(function, *args):
     """Calls function(world, *args)."""
-    with joined("cpu") as world:
+    with process_group("cpu") as world:
         return function(world, *args)
 
 

@@ -51,18 +51,18 @@ def plain_adamw(monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", PlainAdamW)
 
 
-def step(learner, batches, number):
-    _, norm = learner.gradient(batches.at(number), number)
-    learner.update(norm, 1e-3)
+def step(trainer, batches, number):
+    _, norm = trainer.gradient(batches.at(number), number)
+    trainer.update(norm, 1e-3)
 
 
 @pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
 def test_evaluation_and_sampling_read_no_value(verse, switches):
     settings = tiny.settings(**switches)
     config = model_config(settings, verse.tokenizer)
-    learner = train.Learner(config, settings, META)
-    assert learner.split_loss(Split(np.zeros(3000, np.uint16), "meta")).is_meta
-    model = learner.model.eval()
+    trainer = train.Trainer(config, settings, META)
+    assert trainer.split_loss(Split(np.zeros(3000, np.uint16), "meta")).is_meta
+    model = trainer.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
     controls = Controls(0.8, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.3)
     for accelerate in (None, lambda step, *_: step):
@@ -79,12 +79,12 @@ def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimiz
     )
     config = model_config(settings, verse.tokenizer)
     machine = dataclasses.replace(META, dtype=dtype)
-    learner = train.Learner(config, settings, machine)
-    learner.make_forward(verse.train, [GPT.uninitialized(config, "meta")])
+    trainer = train.Trainer(config, settings, machine)
+    trainer.make_forward(verse.train, [GPT.uninitialized(config, "meta")])
     progress = Progress(step=6, evaluated=6)
     dataset = to_device(verse, "meta")
     with pytest.raises(RuntimeError, match="meta"):
-        train.train(train.Run(settings, settings, RunDir("out"), dataset, learner, progress))
+        train.train(train.Run(settings, settings, RunDir("out"), dataset, trainer, progress))
     assert progress.step == 10
 
 
@@ -101,17 +101,17 @@ def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches)
         **switches,
     )
     config = model_config(settings, verse.tokenizer)
-    learner = train.Learner(config, settings, choose_machine("cuda", dtype, False))
-    learner.init_weights()
+    trainer = train.Trainer(config, settings, choose_machine("cuda", dtype, False))
+    trainer.init_weights()
     batches = Batches(to_device(verse, "cuda").train, settings)
     assert batches.split.resident is not None
     for number in range(3):
-        step(learner, batches, number)
+        step(trainer, batches, number)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(learner, batches, 3)
-        step(learner, batches, 4)
+        step(trainer, batches, 3)
+        step(trainer, batches, 4)
         with pytest.raises(RuntimeError, match="synchroniz"):
-            learner.divergence.check()
+            trainer.divergence.check()
     finally:
         torch.cuda.set_sync_debug_mode("default")

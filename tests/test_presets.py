@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from folio.cli.settings import load
+from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
 from folio.training.optimizers import learning_rate_at
 from folio.training.setup import model_config
@@ -29,7 +29,7 @@ NANOGPT["cpu"] = NANOGPT["cuda"] | {
 
 
 def load_preset(name, device="cuda", *flags):
-    return load(TrainConfig, [str(CONFIG / name), *flags], {"device": lambda _: device})
+    return load_settings(TrainConfig, [str(CONFIG / name), *flags], {"device": lambda _: device})
 
 
 def parameters_of(settings, tokenizer):

@@ -16,15 +16,15 @@ from folio.cli.errors import UserError
 from folio.cli.files import LOCK
 from folio.cli.process import SIGPIPE, Interrupted
 from folio.training import tracking
-from train import Learner
+from train import Trainer
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]
 LIMIT = 10_000  # bytes, more than a log and less than a checkpoint has
 
 
 def after_calls(monkeypatch, name, number, act):
-    """Makes `act()` run when a method of Learner has been called `number` times."""
-    real, calls = getattr(Learner, name), []
+    """Makes `act()` run when a method of Trainer has been called `number` times."""
+    real, calls = getattr(Trainer, name), []
 
     def wrapped(*args, **kwargs):
         result = real(*args, **kwargs)
@@ -33,11 +33,11 @@ def after_calls(monkeypatch, name, number, act):
             act()
         return result
 
-    monkeypatch.setattr(Learner, name, wrapped)
+    monkeypatch.setattr(Trainer, name, wrapped)
 
 
 def interrupted(*flags, number=signal.SIGTERM, name="update", calls=1):
-    """Trains until a signal arrives after so many calls of a method of Learner."""
+    """Trains until a signal arrives after so many calls of a method of Trainer."""
     with pytest.MonkeyPatch.context() as patch:
         after_calls(patch, name, calls, lambda: os.kill(os.getpid(), number))
         with pytest.raises(Interrupted) as caught:

@@ -38,9 +38,9 @@ CPU = choose_machine("cpu", "float32", False)
 
 def new_learner(settings=None, dropout=0.0):
     config = GPTConfig(**tiny.SHAPE, vocab_size=65, dropout=dropout)
-    learner = train.Learner(config, settings or tiny.settings(), CPU)
-    learner.init_weights()
-    return learner
+    trainer = train.Trainer(config, settings or tiny.settings(), CPU)
+    trainer.init_weights()
+    return trainer
 
 
 def random_ids(count):
@@ -64,10 +64,10 @@ def same_weights(out_dir, other):
 def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     ids = random_ids(200)
     settings = tiny.settings(gradient_accumulation_steps=2, grad_clip=grad_clip, seed=3)
-    learner = new_learner(settings)
-    reference = copy.deepcopy(learner.model)
-    loss, norm = learner.gradient(Batches(Split(ids, "cpu"), settings).at(0), step=0)
-    learner.update(norm, lr=0.01)
+    trainer = new_learner(settings)
+    reference = copy.deepcopy(trainer.model)
+    loss, norm = trainer.gradient(Batches(Split(ids, "cpu"), settings).at(0), step=0)
+    trainer.update(norm, lr=0.01)
 
     expected = reference(*rows_at(ids, window_starts(3, 0, 8, len(ids) - 8)))
     expected.backward()
@@ -80,7 +80,7 @@ def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
         decay = 1 - 0.01 * (settings.weight_decay if parameter.dim() > 1 else 0.0)
         parameter.data = parameter.data * decay - 0.01 * g / (g.abs() + 1e-8)
     assert loss == pytest.approx(expected.item(), abs=1e-6)
-    for mine, other in zip(learner.model.parameters(), reference.parameters(), strict=True):
+    for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(mine, other, atol=1e-4)
 
 
@@ -95,20 +95,20 @@ def test_run_does_not_depend_on_micro_batches(verse, batch_size, accumulation):
 
 
 def test_the_temperature_divides_the_logits_in_training_only():
-    learner, split = (
+    trainer, split = (
         new_learner(tiny.settings(train_temperature=0.5)),
         Split(random_ids(200), "cpu"),
     )
-    learner.model.lm_head.weight.data *= 20  # predictions far from uniform
-    x, y = next(iter(Batches(split, learner.settings).at(0)))
-    logits = learner.model.logits(x).flatten(0, 1)
+    trainer.model.lm_head.weight.data *= 20  # predictions far from uniform
+    x, y = next(iter(Batches(split, trainer.settings).at(0)))
+    logits = trainer.model.logits(x).flatten(0, 1)
     expected = [F.cross_entropy(each, y.flatten()).item() for each in (logits / 0.5, logits)]
     assert expected[0] > expected[1] + 0.1
-    loss, _ = learner.gradient([(x, y)], step=0)
+    loss, _ = trainer.gradient([(x, y)], step=0)
     assert loss.item() == pytest.approx(expected[0])
-    starts = evaluation_starts(split, learner.settings)
-    whole = learner.model(*split.windows(starts, 8)).item()
-    assert learner.split_loss(split).item() == pytest.approx(whole)
+    starts = evaluation_starts(split, trainer.settings)
+    whole = trainer.model(*split.windows(starts, 8)).item()
+    assert trainer.split_loss(split).item() == pytest.approx(whole)
 
 
 def test_dropout_differs_between_steps_and_is_reproducible(verse):
@@ -124,19 +124,19 @@ def test_dropout_differs_between_steps_and_is_reproducible(verse):
 
 @pytest.mark.parametrize(("n_tokens", "windows"), [(9, 1), (40, 4), (41, 5), (201, 25)])
 def test_evaluation_is_the_mean_loss_of_windows_that_cover_the_split(n_tokens, windows):
-    ids, learner = random_ids(n_tokens), new_learner(tiny.settings(eval_iters=100), dropout=0.5)
+    ids, trainer = random_ids(n_tokens), new_learner(tiny.settings(eval_iters=100), dropout=0.5)
     starts = np.linspace(0, n_tokens - 9, windows).astype(int)
     assert (np.diff(starts) >= 8).all()
-    expected = learner.model.eval()(*rows_at(ids, starts)).item()
-    assert learner.split_loss(Split(ids, "cpu")).item() == pytest.approx(expected)
-    assert learner.model.training
+    expected = trainer.model.eval()(*rows_at(ids, starts)).item()
+    assert trainer.split_loss(Split(ids, "cpu")).item() == pytest.approx(expected)
+    assert trainer.model.training
 
 
 def test_eval_iters_limits_the_windows_and_spreads_them_over_the_split():
     ids = np.repeat(np.array([0, 1], np.uint16), 500)
-    learner, inputs = new_learner(tiny.settings(eval_iters=2)), []
-    learner.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    learner.split_loss(Split(ids, "cpu"))
+    trainer, inputs = new_learner(tiny.settings(eval_iters=2)), []
+    trainer.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    trainer.split_loss(Split(ids, "cpu"))
     assert [tuple(x.shape) for x in inputs] == [(4, 8), (4, 8)]
     assert (inputs[0] == 0).all()
     assert (inputs[1] == 1).all()
@@ -152,13 +152,13 @@ def test_perplexity_and_bits_per_byte_follow_from_the_validation_loss(folder):
 def test_bits_per_byte_are_those_of_the_evaluated_targets(folder):
     tiny.prepare_verse(text="ä" * 3600 + "ab" * 180 + "äu" * 19 + "uä")
     changes = {"eval_iters": 1, "batch_size": 2}
-    learner, dataset = (
+    trainer, dataset = (
         new_learner(tiny.settings(**changes)),
         to_device(load_dataset("verse"), "cpu"),
     )
     starts, ids = [0, len(dataset.val) - 9], dataset.val.ids
     text = "".join(dataset.tokenizer.decode(ids[at + 1 : at + 9]) for at in starts)
-    losses = learner.evaluate(dataset, 0)
+    losses = trainer.evaluate(dataset, 0)
     expected = 16 * losses["loss"] / math.log(2) / len(text.encode())
     assert len(text) == 16
     assert len(text.encode()) == 20
@@ -204,7 +204,7 @@ def fake_losses(monkeypatch):
 
     def fake(*losses):
         results = [{"train_loss": 1.0, "loss": loss, "perplexity": 1.0} for loss in losses]
-        monkeypatch.setattr(train.Learner, "evaluate", Mock(side_effect=results))
+        monkeypatch.setattr(train.Trainer, "evaluate", Mock(side_effect=results))
 
     return fake
 

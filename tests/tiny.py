@@ -9,8 +9,8 @@ import torch
 
 import prepare
 import train
-from folio.checkpoint import format as checkpoints
-from folio.cli.settings import load
+from folio.checkpoint.format import Checkpoint, Progress, save_checkpoint
+from folio.cli.settings import load_settings
 from folio.data.corpus import Corpus
 from folio.data.encoding import encode_corpus
 from folio.data.sources import Chunk, Source
@@ -89,7 +89,7 @@ def flags(**settings):
 
 def settings(**changes):
     """Returns SETTINGS with changes, as a TrainConfig."""
-    return load(train.TrainConfig, flags(**changes))
+    return load_settings(train.TrainConfig, flags(**changes))
 
 
 def prepare_verse(name="verse", text=VERSE * 20):
@@ -158,11 +158,11 @@ def write_checkpoint(path, tokenizer, **changes):
     """Writes a checkpoint of a model with random weights; see random_model."""
     model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    progress = checkpoints.Progress(step=3, evaluated=3, best_step=3, best_val_loss=2.5)
-    checkpoint = checkpoints.Checkpoint(
+    progress = Progress(step=3, evaluated=3, best_step=3, best_val_loss=2.5)
+    checkpoint = Checkpoint(
         model.config, model.state_dict(), progress, {}, tokenizer=tokenizer.to_dict()
     )
-    checkpoints.save(path, checkpoint)
+    save_checkpoint(path, checkpoint)
 
 
 def write_nanogpt_dataset(name="verse", text=VERSE * 20):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.settings import load, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ from folio.pretrained.load import checkpoint_tokenizer
 
 
 def main(argv=None):
-    settings = load(ExportConfig, argv)
+    settings = load_settings(ExportConfig, argv)
     checkpoint = RunDir(settings.out_dir).load_best()
     kind = write_pretrained(settings.to, checkpoint, checkpoint_tokenizer(checkpoint))
     print(f"wrote {settings.to}: {kind} of {checkpoint.summary}")

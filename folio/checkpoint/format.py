@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from folio.cli.errors import UserError, cause_of, os_error
-from folio.cli.files import replacing
+from folio.cli.files import write_atomically
 from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
@@ -90,7 +90,7 @@ class Checkpoint:
 # Writing
 
 
-def save(path, checkpoint):
+def save_checkpoint(path, checkpoint):
     """Writes a checkpoint atomically. Raises UserError if writing fails."""
     plain = {
         "format": FORMAT,
@@ -102,7 +102,7 @@ def save(path, checkpoint):
         **{name: getattr(checkpoint, name) for name in OPTIONAL},
     }
     plain |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
-    with replacing(path) as [file]:
+    with write_atomically(path) as [file]:
         try:
             torch.save(plain, file.name)  # an error of a file object would abort the process
         except RuntimeError as error:  # torch does not say why
@@ -122,7 +122,7 @@ def _model_args(config):
 # Reading
 
 
-def load(path, optimizers=True):
+def load_checkpoint(path, optimizers=True):
     """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
 
     With optimizers=False, weights are mapped from the file instead of read, and the optimizer

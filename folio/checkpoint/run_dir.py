@@ -11,15 +11,15 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from folio.checkpoint import format as checkpoints
+from folio.checkpoint.format import load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, nearest, os_error
-from folio.cli.files import is_file, locked, move_aside, replace_by_link
+from folio.cli.files import is_file, lock_folder, move_aside, replace_by_link
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
 
 class RunDir:
-    """The output folder of a run. One process at a time may write to it, inside `locked()`.
+    """The output folder of a run. One process at a time may write to it, inside `lock_folder()`.
 
     With torchrun, this is rank 0.
     """
@@ -65,13 +65,13 @@ class RunDir:
             if not runs:
                 hint = "; train a model first: python train.py config/shakespeare_char.py"
             raise UserError(f"there is no checkpoint {path}{nearest(str(self.folder), runs, hint)}")
-        return checkpoints.load(path, optimizers)
+        return load_checkpoint(path, optimizers)
 
     # Writing
 
-    def locked(self):
+    def lock(self):
         """Returns a context in which no other process can write to the folder."""
-        return locked(self.folder)
+        return lock_folder(self.folder)
 
     def begin(self, settings, resumed=None):
         """Prepares the folder for a run that starts or resumes.
@@ -128,7 +128,7 @@ class RunDir:
         Raises UserError if writing fails. If only last.pt cannot be written, it stays older, and a
         resumed run repeats the steps since then.
         """
-        checkpoints.save(self.best if best else self.last, checkpoint)
+        save_checkpoint(self.best if best else self.last, checkpoint)
         if best:
             with suppress(UserError):
                 replace_by_link(self.best, self.last)

@@ -8,7 +8,7 @@ import torch
 from folio.checkpoint.format import Checkpoint
 from folio.cli.errors import UserError
 from folio.cli.process import Interrupted
-from folio.distributed.sharding import gathered
+from folio.distributed.sharding import full_tensor
 
 
 class Saver:
@@ -72,10 +72,10 @@ class Saver:
 
     def _start(self, best):
         """Copies the state and starts to write it. Raises UserError if the run diverged."""
-        run, is_main = self.run, self.run.learner.world.is_main
-        run.learner.divergence.check()
+        run, is_main = self.run, self.run.trainer.world.is_main
+        run.trainer.divergence.check()
         run.progress.elapsed_s = self.tracking.elapsed_s()
-        state = host_copy(run.learner.state_dict(), is_main)
+        state = host_copy(run.trainer.state_dict(), is_main)
         if is_main:
             checkpoint = Checkpoint(
                 progress=dataclasses.replace(run.progress),
@@ -98,7 +98,7 @@ class Saver:
 
         All processes of a run must call it, because a failure changes their progress.
         """
-        message = self.run.learner.world.from_main(self._result())
+        message = self.run.trainer.world.from_main(self._result())
         if message:
             progress, before = self.run.progress, self.before
             progress.evaluated = before.evaluated
@@ -132,7 +132,7 @@ def host_copy(tree, is_main=True):
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in copies:
-            full = gathered(value.detach())
+            full = full_tensor(value.detach())
             copies[id(value)] = None
             if is_main:
                 target = torch.empty_like(full, device="cpu", pin_memory=full.is_cuda)

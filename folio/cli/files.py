@@ -17,7 +17,7 @@ LOCK = ".lock"  # file in a folder that is being written
 
 
 @contextmanager
-def replacing(*paths):
+def write_atomically(*paths):
     """Yields a list of binary files that replace `paths` when the context ends.
 
     Each is written to PATH.tmp, synced to disk and renamed. If anything fails before the renames,
@@ -57,7 +57,7 @@ def replace_by_link(source, path):
         temporary.unlink(missing_ok=True)  # rename() does nothing to two links to one file
         sync_folder(path.parent)
         return
-    with replacing(path) as [target], open(source, "rb") as file:
+    with write_atomically(path) as [target], open(source, "rb") as file:
         shutil.copyfileobj(file, target)
 
 
@@ -79,7 +79,7 @@ def move_aside(folder, names):
 
 
 def temporary_path(path):
-    """Returns the path that `replacing` and `replace_by_link` write before they rename it."""
+    """Returns the path of the file that is written, and renamed when it is complete."""
     return path.with_name(path.name + ".tmp")
 
 
@@ -107,7 +107,7 @@ def is_file(path):
 
 
 @contextmanager
-def locked(folder):
+def lock_folder(folder):
     """Creates a folder if it does not exist, and holds its lock.
 
     Raises UserError if another process holds the lock, or if the folder cannot be written.

@@ -1,9 +1,9 @@
 """Settings of the scripts: typed dataclass fields, config files, flags and `--help`.
 
-A script declares a dataclass of `setting(...)` fields and calls `load` with its arguments: Python
-config files and `--name=value` flags, applied left to right. If the dataclass has an attribute
-OPERANDS, arguments without dashes are values of that field instead of config files, and so are all
-that follow `--`. An attribute ARGUMENTS replaces the arguments in the usage line.
+A script declares a dataclass of `setting(...)` fields and calls `load_settings` with its arguments:
+Python config files and `--name=value` flags, applied left to right. If the dataclass has an
+attribute OPERANDS, arguments without dashes are values of that field instead of config files, and
+so are all that follow `--`. An attribute ARGUMENTS replaces the arguments in the usage line.
 Standard library only, so that `--help` does not wait for torch.
 """
 
@@ -26,19 +26,19 @@ ROOT = Path(__file__).parents[2]  # of the repository
 PRESETS = ROOT / "config"
 
 
-def names_in(settings_class, *scopes):
+def names_with_scope(settings_class, *scopes):
     """Returns the names of the settings with one of the scopes."""
     fields = dataclasses.fields(settings_class)
     return {field.name for field in fields if field.metadata["scope"] in scopes}
 
 
-def changed(settings):
+def changed_settings(settings):
     """Returns the settings that differ from their defaults, as a dict."""
     pairs = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
     return {field.name: value for field, value in pairs if value != field.default}
 
 
-def load(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
+def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     """Builds `settings_class` from config files and flags, applied left to right.
 
     A config file reads the values so far, and those of the flags to its right. Raises UserError for

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from folio.distributed.world import ALONE
-from folio.hardware.device import kind_of
+from folio.distributed.world import SINGLE_PROCESS
+from folio.hardware.device import device_type
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part, times 2^64
 RESIDENT_BYTES = 2**30  # of a split in a GPU's memory at most: more would delay the start
@@ -71,7 +71,7 @@ class Split:
         """ids: (N,) uint16 or uint32, usually a memory map."""
         self.ids, self.device = ids, device
         self.resident = None
-        if kind_of(device) != "cpu" and 4 * len(ids) <= RESIDENT_BYTES:
+        if device_type(device) != "cpu" and 4 * len(ids) <= RESIDENT_BYTES:
             self.resident = torch.from_numpy(ids.astype(np.int32)).to(device)
 
     def __len__(self):
@@ -92,7 +92,7 @@ class Split:
     def _to_device(self, array):
         """Copies without waiting for a GPU to receive the data."""
         tensor = torch.from_numpy(array)
-        if kind_of(self.device) == "cuda":
+        if device_type(self.device) == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
@@ -111,11 +111,11 @@ class Batches:
     micro-batch is read during the current one.
     """
 
-    def __init__(self, split, settings, world=ALONE):
+    def __init__(self, split, settings, world=SINGLE_PROCESS):
         self.split, self.settings, self.world = split, settings, world
         self.count = settings.gradient_accumulation_steps // world.size  # per step
         self._ahead = {}  # {index of a micro-batch: its future}
-        reads_ahead = split.resident is None and kind_of(split.device) != "cpu"
+        reads_ahead = split.resident is None and device_type(split.device) != "cpu"
         self._reader = ThreadPoolExecutor(max_workers=1) if reads_ahead else None
 
     def at(self, step):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from folio.cli.errors import UserError, cause_of
-from folio.cli.files import is_file, locked, replacing
+from folio.cli.files import is_file, lock_folder, write_atomically
 from folio.data.dataset import DATA
 from folio.data.sources import TABLES, Source
 
@@ -82,7 +82,7 @@ def python_docs():
 
 
 def _write(path, content):
-    with locked(path.parent), replacing(path) as [file]:
+    with lock_folder(path.parent), write_atomically(path) as [file]:
         file.write(content)
 
 

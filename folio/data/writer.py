@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from folio.cli.errors import UserError
-from folio.cli.files import locked, replacing
+from folio.cli.files import lock_folder, write_atomically
 from folio.data.dataset import DTYPES, FORMAT, SPLITS, meta_checksum
 
 
@@ -21,7 +21,7 @@ def dataset_writer(folder, tokenizer):
     """
     # meta.json is renamed first: without it, the others would be read as nanoGPT's.
     paths = [folder / name for name in ("meta.json", *(f"{split}.bin" for split in SPLITS))]
-    with locked(folder), replacing(*paths) as files:
+    with lock_folder(folder), write_atomically(*paths) as files:
         yield DatasetWriter(files, tokenizer)
         for file in files:
             file.flush()

@@ -10,7 +10,7 @@ from warnings import catch_warnings
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from folio.hardware.device import DTYPES, kind_of
+from folio.hardware.device import DTYPES, device_type
 
 
 def replicate(forward, world):
@@ -27,7 +27,7 @@ def replicate(forward, world):
         )
 
 
-def shard(model, world, dtype):
+def shard_model(model, world, dtype):
     """Distributes a GPT on the meta device: each process has a part of every parameter.
 
     Before a block computes, its parameters are gathered in `dtype`, which is then also that of the
@@ -37,7 +37,7 @@ def shard(model, world, dtype):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(kind_of(world.device), (world.size,))
+    mesh = init_device_mesh(device_type(world.device), (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -51,7 +51,7 @@ def shard(model, world, dtype):
 
 
 @contextmanager
-def unsharded(model):
+def unshard(model):
     """A context for methods of a GPT other than forward(), in which blocks gather themselves."""
     is_sharded = hasattr(model, "unshard")
     if is_sharded:
@@ -77,12 +77,12 @@ def is_sharded(tensor):
     return hasattr(tensor, "placements")
 
 
-def local(tensor):
+def local_shard(tensor):
     """Returns this process's share of a tensor, which is the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def share_of(parameter, full):
+def shard_like(parameter, full):
     """Returns this process's share of a full tensor, distributed like a parameter or moment.
 
     It is `full` itself if the parameter is not sharded, or if `full` is distributed already.
@@ -96,7 +96,7 @@ def share_of(parameter, full):
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def sharded_like(parameter, share):
+def from_shard(parameter, share):
     """Returns the tensor, sharded like a parameter, of which this process has `share`."""
     from torch.distributed.tensor import DTensor
 
@@ -105,7 +105,7 @@ def sharded_like(parameter, share):
     return DTensor.from_local(share, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
-def gathered(tensor):
+def full_tensor(tensor):
     """Returns the full tensor. Collective if it is sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -114,6 +114,6 @@ def gathered(tensor):
 def assign(parameter, full):
     """Sets a parameter to a full tensor, whose memory it then shares if that is possible."""
     if is_sharded(parameter):
-        parameter.copy_(share_of(parameter, full))
+        parameter.copy_(shard_like(parameter, full))
     else:
         parameter.data = full.to(parameter).contiguous()

@@ -15,7 +15,7 @@ import torch.distributed
 
 from folio.cli.errors import RankError, UserError, cause_of
 from folio.cli.process import is_launched
-from folio.hardware.device import kind_of
+from folio.hardware.device import device_type
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 LOST = (  # in messages that another process cannot be reached; the last two are NCCL's
@@ -106,14 +106,14 @@ class World:
                 )
 
 
-ALONE = World()
+SINGLE_PROCESS = World()
 
 
 # Start and end
 
 
 @contextmanager
-def joined(device):
+def process_group(device):
     """A context with the World of this process, on the given device or its share of the GPUs.
 
     Raises UserError if the processes cannot connect, RankError if one of them ends unexpectedly.
@@ -122,7 +122,7 @@ def joined(device):
         yield World(device=device)
         return
     world = _launched(device)
-    backend = BACKENDS[kind_of(device)]
+    backend = BACKENDS[device_type(device)]
     try:
         torch.distributed.init_process_group(
             backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size
@@ -155,7 +155,7 @@ def _launched(device):
             "torchrun's restarted processes can read old addresses; for --max-restarts, set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
         )
-    kind = kind_of(device)
+    kind = device_type(device)
     if kind not in BACKENDS:
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
     if kind == "cuda":

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from folio.cli.errors import cause_of
-from folio.hardware.device import kind_of, uses_cuda_graphs
+from folio.hardware.device import device_type, uses_cuda_graphs
 from folio.hardware.memory import is_out_of_memory
 
 PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or more rows
@@ -60,7 +60,7 @@ def step_accelerator(machine):
 
     accelerate returns a faster version of `step` for tensors of the arguments' shapes.
     """
-    on_cuda = kind_of(machine.device) == "cuda"
+    on_cuda = device_type(machine.device) == "cuda"
     if not (machine.compile or on_cuda):
         return None
 
@@ -131,18 +131,18 @@ def optimize_for_inference(model):
     fused = FUSED.get(model.config.activation) if packs else None
     for block in model.transformer.h if fused else ():
         block.mlp.c_fc = PackedLinear(block.mlp.c_fc, *fused)
-        block.mlp.activation = unchanged
+        block.mlp.activation = identity
     for module in list(model.modules()):
         for name, part in list(module.named_children()):
             if isinstance(part, nn.Dropout):
                 delattr(module, name)  # a function is called in less time than a module
-                setattr(module, name, unchanged)
+                setattr(module, name, identity)
             elif packs and isinstance(part, nn.Linear):
                 setattr(module, name, PackedLinear(part))
     return model
 
 
-def unchanged(x):
+def identity(x):
     return x
 
 

@@ -50,7 +50,7 @@ class Machine:
     @property
     def peak(self):
         """(FLOP/s, source) of matrix products in `dtype`, measured if the data sheet is unknown."""
-        name = torch.cuda.get_device_name(self.device) if kind_of(self.device) == "cuda" else ""
+        name = torch.cuda.get_device_name(self.device) if device_type(self.device) == "cuda" else ""
         for pattern, half, single in GPU_PEAKS:
             if re.search(pattern, name) and "MIG" not in name:  # MIG: a partition of the card
                 peak = single if self.dtype == "float32" else half
@@ -61,11 +61,11 @@ class Machine:
         """Returns a context in which matrix products run in `dtype`."""
         if self.dtype == "float32":
             return nullcontext()
-        return torch.autocast(kind_of(self.device), dtype=DTYPES[self.dtype])
+        return torch.autocast(device_type(self.device), dtype=DTYPES[self.dtype])
 
     def synchronize(self):
         """Waits until the device has finished all queued work."""
-        if kind_of(self.device) != "cpu":
+        if device_type(self.device) != "cpu":
             torch.accelerator.synchronize(self.device)
 
 
@@ -75,9 +75,9 @@ def choose_machine(device, dtype, compile):
     Allows TF32 for float32 products, where the device has it.
     """
     torch.set_float32_matmul_precision("high")
-    if kind_of(device) == "cuda":
+    if device_type(device) == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
-    kind, why_dtype, why_compile = kind_of(device), "as set", "as set"
+    kind, why_dtype, why_compile = device_type(device), "as set", "as set"
     if dtype == "auto":
         dtype = resolve_dtype(dtype, device)
         why_dtype = DTYPE_REASONS[dtype]
@@ -103,7 +103,7 @@ def uses_cuda_graphs(compile):
 
 
 @contextmanager
-def useful_threads(products):
+def limit_threads(products):
     """A context for a loop of steps of `products` multiplications each, on a CPU.
 
     For small steps it uses one thread: more are not faster, and if another process uses the cores,
@@ -145,7 +145,7 @@ def resolve_device(name):
     return name
 
 
-def kind_of(device):
+def device_type(device):
     """Returns a device's type, "cuda" for "cuda:1", as torch.autocast expects it."""
     return torch.device(device).type
 
@@ -157,7 +157,7 @@ def resolve_dtype(name, device):
     """
     if name != "auto":
         return name
-    kind = kind_of(device)
+    kind = device_type(device)
     if kind == "cuda":
         with torch.cuda.device(device):  # is_bf16_supported() asks the current device
             has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -170,7 +170,7 @@ def resolve_dtype(name, device):
 @cache
 def _measured_peak(device, dtype):
     """Returns the FLOP/s of the fastest of a few square matrix products."""
-    size = 512 if kind_of(device) == "cpu" else 4096
+    size = 512 if device_type(device) == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
     while len(seconds) < 10 and sum(seconds) < 0.5:  # 16-bit products can be very slow on a CPU

@@ -30,7 +30,7 @@ def use_fast_kernels(model):
 # Attention
 
 
-def without_cudnn(device):
+def disable_cudnn_attention(device):
     """Returns a context without cuDNN's attention, which torch 2.11 prefers on recent GPUs.
 
     With a mask, its results can be wrong there (https://github.com/pytorch/pytorch/issues/196678
@@ -46,7 +46,7 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
     q: (B, H, T, D). k, v: (B, H, S, D). attn_mask: (H, T, S) of q's dtype, added to the scores.
     """
     if not prefers_explicit_attention(q, k.shape[2]):
-        with nullcontext() if is_causal else without_cudnn(q.device):
+        with nullcontext() if is_causal else disable_cudnn_attention(q.device):
             return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
     if is_causal:
         T = q.shape[2]

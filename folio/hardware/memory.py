@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from folio.cli.errors import RankError, UserError
-from folio.hardware.device import kind_of
+from folio.hardware.device import device_type
 from model import GPT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
@@ -25,7 +25,7 @@ LOGIT_PARTS = 8  # of a micro-batch, with activation checkpointing
 
 def memory_bytes(device):
     """Returns the memory that a process may use on a device, or None if that is unknown."""
-    if kind_of(device) == "cuda":
+    if device_type(device) == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):  # Windows
         return None
@@ -58,7 +58,7 @@ def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
 
 def peak_memory_gib(device):
     """Returns the most memory that tensors have taken on a GPU, in GiB; None on other devices."""
-    if kind_of(device) != "cuda":
+    if device_type(device) != "cuda":
         return None
     return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
 
@@ -127,7 +127,7 @@ def memory_advice(settings):
 
 
 @contextmanager
-def explained_out_of_memory(device, advice):
+def explain_out_of_memory(device, advice):
     """Turns an out-of-memory error into a UserError with advice."""
     try:
         yield

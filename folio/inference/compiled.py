@@ -18,11 +18,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from folio.checkpoint import format as checkpoints
+from folio.checkpoint.format import build_model
 from folio.cli.errors import UserError
 from folio.cli.settings import ROOT
 from folio.hardware.compile import continue_on_failure
-from folio.hardware.device import DTYPES, kind_of, useful_threads
+from folio.hardware.device import DTYPES, device_type, limit_threads
 from folio.inference.generate import KVCache, decode_one
 from folio.pretrained.load import load_initial
 
@@ -46,7 +46,7 @@ def compiled_step(trained, one_text):
     each batch has only one text; others are continued as usual. Raises UserError if the model is
     not from a file.
     """
-    on_cpu = kind_of(trained.machine.device) == "cpu"
+    on_cpu = device_type(trained.machine.device) == "cpu"
     if not (on_cpu and one_text):
         if on_cpu:
             print(BATCH_HINT, file=sys.stderr)
@@ -98,11 +98,11 @@ def compile_for_later(trained, path):
     print(HINT, file=sys.stderr, flush=True)
     start = time.monotonic()
     checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
-    model = checkpoints.build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
+    model = build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
     with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
-        with useful_threads(model.num_params()), redirect_stderr(io.StringIO()):
+        with limit_threads(model.num_params()), redirect_stderr(io.StringIO()):
             program = Step(model.requires_grad_(False)).export()
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(output), inductor_configs=OPTIONS

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from folio.checkpoint import format as checkpoints
+from folio.checkpoint.format import build_model
 from folio.cli.errors import UserError
 from folio.cli.files import read_text
 from folio.hardware.compile import optimize_for_inference, step_accelerator
-from folio.hardware.device import DTYPES, Machine, choose_machine, kind_of, useful_threads
-from folio.hardware.kernels import without_cudnn
+from folio.hardware.device import DTYPES, Machine, choose_machine, device_type, limit_threads
+from folio.hardware.kernels import disable_cudnn_attention
 from folio.hardware.memory import keep_freed_memory, memory_bytes
 from folio.inference.generate import decode_one, generate
 from folio.inference.sampling import Controls
@@ -39,12 +39,12 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
-    on_cpu = kind_of(device) == "cpu"  # where folio/inference/compiled.py compiles
+    on_cpu = device_type(device) == "cpu"  # where folio/inference/compiled.py compiles
     machine = choose_machine(device, dtype, compile and not on_cpu)
-    model = checkpoints.build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
+    model = build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # see without_cudnn
+    torch.backends.cuda.enable_cudnn_sdp(False)  # see disable_cudnn_attention
     return TrainedModel(model, tokenizer, machine, checkpoint)
 
 
@@ -125,7 +125,7 @@ def complete(trained, completions, controls, count, context_stride=None, stream=
     products = len(completions) * trained.model.num_params()  # per step
     size = 1  # to yield the first token immediately
     while True:
-        with useful_threads(products):
+        with limit_threads(products):
             batch = list(islice(tokens, size))
         if not batch:
             break
@@ -158,7 +158,7 @@ def sample_text(model, tokenizer, seed):
     controls = Controls(temperature=0.8, top_k=200)
     model.eval()
     tokens = generate(model, [prompt], [seed], controls, 200, vocab_size=tokenizer.vocab_size)
-    with without_cudnn(model.transformer.wte.weight.device):
+    with disable_cudnn_attention(model.transformer.wte.weight.device):
         text = tokenizer.decode([int(ids) for ids, _ in tokens])
     model.train()
     return text.strip()

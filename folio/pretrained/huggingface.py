@@ -15,7 +15,7 @@ import torch
 import model
 from folio.checkpoint.format import Checkpoint, Progress, build_model
 from folio.cli.errors import UserError, cause_of, os_error
-from folio.cli.files import is_file, read_text, replacing
+from folio.cli.files import is_file, read_text, write_atomically
 from folio.pretrained import tokenizer_files
 from model import GPTConfig
 
@@ -174,7 +174,7 @@ def write_pretrained(folder, checkpoint, tokenizer):
             raise UserError(f"{folder} is not empty: choose a new folder")
     except OSError as error:
         raise os_error("write to", folder, error) from error
-    with replacing(*(folder / name for name in contents)) as files:
+    with write_atomically(*(folder / name for name in contents)) as files:
         for file, content in zip(files, contents.values(), strict=True):
             file.write(content)
     return fields["architectures"][0]

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from folio.checkpoint import format as checkpoints
+from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import BEST
 from folio.cli.errors import UserError, nearest
 from folio.cli.files import is_file
@@ -49,7 +49,7 @@ def load_initial(init_from):
             raise UserError(f"{init_from} is the folder of a run: use {checkpoint}")
         return read_pretrained(init_from)
     if is_file(init_from):
-        return checkpoints.load(init_from, optimizers=False)
+        return load_checkpoint(init_from, optimizers=False)
     if init_from.endswith(".pt") or not is_model_id(init_from):
         hint = nearest(init_from, ("scratch", *RESUMING, *MODELS))
         raise UserError(f"init_from={init_from} is not a file, a folder or a hub id{hint}")

@@ -27,7 +27,7 @@ def fit_to_minutes(run):
     if not requested.minutes:
         progress.fitted_iters = None
     elif any(before.get(name) != getattr(requested, name) for name in ("minutes", "max_iters")):
-        step_s = seconds_per_step(requested, run.learner, run.dataset)
+        step_s = seconds_per_step(requested, run.trainer, run.dataset)
         cost = steps_per_evaluation(requested, run.dataset)
         progress.fitted_iters = steps_within(requested, step_s, cost)
     run.settings = with_max_iters(progress.fitted_iters, requested)
@@ -75,25 +75,25 @@ def with_max_iters(max_iters, settings):
     return dataclasses.replace(settings, **counts, eval_interval=interval)
 
 
-def seconds_per_step(settings, learner, dataset):
+def seconds_per_step(settings, trainer, dataset):
     """Returns the median time of a training step, the same on all processes of a run.
 
-    The learner's state does not change.
+    The trainer's state does not change.
     """
-    world, batches = learner.world, Batches(dataset.train, settings, learner.world)
-    states = copy.deepcopy([each.state_dict() for each in learner.optimizers.values()])
-    scaler, seconds = learner.scaler.state_dict(), []
+    world, batches = trainer.world, Batches(dataset.train, settings, trainer.world)
+    states = copy.deepcopy([each.state_dict() for each in trainer.optimizers.values()])
+    scaler, seconds = trainer.scaler.state_dict(), []
     limit_s = MEASURED_FRACTION * 60 * settings.minutes
     for step in range(WARMUP_STEPS + MEASURED_STEPS):
         if step > WARMUP_STEPS and world.from_main(sum(seconds)) > limit_s:
             break
         start = time.perf_counter()
-        _, norm = learner.gradient(batches.at(step), step)
-        learner.update(norm, lr=0.0)  # does not change the weights
-        learner.machine.synchronize()
+        _, norm = trainer.gradient(batches.at(step), step)
+        trainer.update(norm, lr=0.0)  # does not change the weights
+        trainer.machine.synchronize()
         seconds.append(time.perf_counter() - start)
-    for optimizer, state in zip(learner.optimizers.values(), states, strict=True):
+    for optimizer, state in zip(trainer.optimizers.values(), states, strict=True):
         optimizer.load_state_dict(state)
-    learner.scaler.load_state_dict(scaler)
-    learner.divergence.check()
+    trainer.scaler.load_state_dict(scaler)
+    trainer.divergence.check()
     return world.from_main(median(seconds[WARMUP_STEPS:]))

@@ -6,8 +6,8 @@ from collections import defaultdict
 import torch
 import torch.nn.functional as F
 
-from folio.distributed.sharding import gathered, is_sharded, local, sharded_like, share_of
-from folio.distributed.world import ALONE
+from folio.distributed.sharding import from_shard, full_tensor, is_sharded, local_shard, shard_like
+from folio.distributed.world import SINGLE_PROCESS
 
 
 class Muon(torch.optim.Optimizer):
@@ -24,7 +24,13 @@ class Muon(torch.optim.Optimizer):
     found_inf = None
 
     def __init__(
-        self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16, world=ALONE
+        self,
+        params,
+        lr,
+        weight_decay=0.0,
+        momentum=0.95,
+        dtype=torch.bfloat16,
+        world=SINGLE_PROCESS,
     ):
         """`params` are matrices, sharded or not. `dtype` is that of the matrix products."""
         self.dtype, self.world = dtype, world
@@ -38,8 +44,11 @@ class Muon(torch.optim.Optimizer):
             for p in parameters:
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buffers = [local(self.state[p]["momentum_buffer"]) for p in parameters]
-            gradients, weights = [local(p.grad) for p in parameters], [local(p) for p in parameters]
+            buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
+            gradients, weights = (
+                [local_shard(p.grad) for p in parameters],
+                [local_shard(p) for p in parameters],
+            )
             keep = 1
             if self.found_inf is not None:
                 keep, skips = 1 - self.found_inf, self.found_inf > 0
@@ -89,9 +98,9 @@ def orthogonalize_shards(shares, parameters, world):
     for indices in indices_by([p.shape for p in parameters]):
         for first in range(0, len(indices), world.size):
             some = indices[first : first + world.size]
-            whole = [gathered(sharded_like(parameters[i], shares[i])) for i in some]
+            whole = [full_tensor(from_shard(parameters[i], shares[i])) for i in some]
             for i, update in zip(some, orthogonalize_copies(whole, world), strict=True):
-                results[i] = local(share_of(parameters[i], update))
+                results[i] = local_shard(shard_like(parameters[i], update))
     return results
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from folio.cli.errors import UserError, cause_of
-from folio.distributed.sharding import share_of
-from folio.distributed.world import ALONE
+from folio.distributed.sharding import shard_like
+from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import DTYPES
 from folio.training.muon import Muon
 
@@ -15,7 +15,7 @@ MOMENTS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer
 EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
 
 
-def make_optimizers(model, settings, world=ALONE):
+def make_optimizers(model, settings, world=SINGLE_PROCESS):
     """Returns {"adamw": AdamW}, or {"adamw": AdamW, "muon": Muon} for optimizer="muon".
 
     Muon takes the matrices of the blocks. AdamW takes the other parameters and decays matrices and
@@ -74,8 +74,8 @@ def restore_optimizers(optimizers, checkpoint):
 
 
 def _shares(parameter, moments):
-    """Returns this process's share of a parameter's moments; see sharding.share_of."""
-    return {k: v if k == "step" else share_of(parameter, v) for k, v in moments.items()}
+    """Returns this process's share of a parameter's moments; see sharding.shard_like."""
+    return {k: v if k == "step" else shard_like(parameter, v) for k, v in moments.items()}
 
 
 def _check_moments(parameters, state, keys):

@@ -3,7 +3,7 @@
 import dataclasses
 
 from folio.cli.errors import UserError
-from folio.cli.settings import changed
+from folio.cli.settings import changed_settings
 from folio.data.tokenizer import from_dict
 from folio.hardware.device import resolve_dtype, uses_cuda_graphs
 from model import GPTConfig
@@ -21,7 +21,7 @@ def plan_model(settings, dataset, resumed=None, initial=None):
     """
     checkpoint = resumed or initial
     if checkpoint:
-        names = MODEL_SETTINGS - changed(settings).keys()
+        names = MODEL_SETTINGS - changed_settings(settings).keys()
         values = {name: getattr(checkpoint.config, name) for name in names}
         settings = dataclasses.replace(settings, **values)
     config = model_config(settings, dataset.tokenizer, checkpoint)

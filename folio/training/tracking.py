@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from tqdm import tqdm
 
 from folio.cli.process import SIGPIPE, STARTED, is_main, print_error
-from folio.cli.settings import changed, names_in
+from folio.cli.settings import changed_settings, names_with_scope
 from folio.hardware.memory import memory_bytes, peak_memory_gib, state_bytes
 from folio.training.trackers import Trackers
 
@@ -34,7 +34,7 @@ class Tracking:
         self.first_step, self.log_failed = run.progress.step, False
         self.seconds, self.steps = 0.0, 0  # of training since the last report
         self.settings, self.run_dir = run.settings, run.run_dir
-        self.machine = run.learner.machine
+        self.machine = run.trainer.machine
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
@@ -65,7 +65,7 @@ class Tracking:
             folder = self.settings.out_dir
             self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
         if not self.run_dir.log.exists():  # a new run, or nanoGPT's
-            parameters = self.run.learner.model.num_params()
+            parameters = self.run.trainer.model.num_params()
             self._log("start", 0, parameters=parameters, settings=settings)
         if resumed:
             old, step = resumed.settings, resumed.progress.step
@@ -93,8 +93,8 @@ class Tracking:
         seconds = self.seconds / self.steps  # per step
         self.seconds, self.steps = 0.0, 0
         tokens = self.settings.tokens_per_step
-        flops = self.run.learner.model.flops_per_token() * tokens
-        mfu = flops / seconds / self.machine.peak[0] / self.run.learner.world.size
+        flops = self.run.trainer.model.flops_per_token() * tokens
+        mfu = flops / seconds / self.machine.peak[0] / self.run.trainer.world.size
         loss, norm = float(loss), float(grad_norm)
         # JSON has no infinity, which is the norm of a step that the loss scaler skips.
         norm = norm if math.isfinite(norm) else None
@@ -166,14 +166,14 @@ class Tracking:
 @contextmanager
 def recorded(run, stop):
     """Yields the Tracking of a run, whose folder rank 0 has locked and prepared."""
-    with run.run_dir.locked() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
+    with run.run_dir.lock() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
         tracking.begin(run.run_dir.begin(run.settings, run.resumed) if is_main() else None)
         yield tracking
 
 
 def run_settings(settings):
     """Returns the settings that describe a run, without those about files."""
-    files = names_in(type(settings), "files")
+    files = names_with_scope(type(settings), "files")
     return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
 
 
@@ -185,12 +185,16 @@ def evaluation_line(step, losses):
     return line
 
 
-def print_start(settings, dataset, learner):
+def print_start(settings, dataset, trainer):
     """Prints the changed settings, the dataset, the model's size, the machine and the memory."""
-    machine, world, resolved = learner.machine, learner.world, ("device", "dtype", "compile")
-    pairs = [f"{name}={value}" for name, value in changed(settings).items() if name not in resolved]
+    machine, world, resolved = trainer.machine, trainer.world, ("device", "dtype", "compile")
+    pairs = [
+        f"{name}={value}"
+        for name, value in changed_settings(settings).items()
+        if name not in resolved
+    ]
     peak, source = machine.peak
-    size = state_bytes(learner.model, settings, world.size) / 2**20
+    size = state_bytes(trainer.model, settings, world.size) / 2**20
     available = memory_bytes(machine.device)
     known = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
@@ -198,7 +202,7 @@ def print_start(settings, dataset, learner):
         f"settings: {' '.join(pairs) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
-        f"model: {learner.model.num_params():,} parameters; {settings.max_iters:,} steps of "
+        f"model: {trainer.model.num_params():,} parameters; {settings.max_iters:,} steps of "
         f"{settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
         f"memory: {size:,.1f} MiB{known} for weights, gradients and moments",
@@ -225,7 +229,7 @@ def print_end(run):
     kept = "newest" if settings.always_save_checkpoint else "best"
     best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
     print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
-    if (peak := peak_memory_gib(run.learner.machine.device)) is not None:
+    if (peak := peak_memory_gib(run.trainer.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
     epochs = progress.step * settings.tokens_per_step / len(run.dataset.train)
     if found := advice_on(run.run_dir.evaluations(), epochs):

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from folio.checkpoint.format import load
+from folio.checkpoint.format import load_checkpoint
 from folio.cli.errors import UserError
 from folio.data.dataset import load_dataset, load_tokenizer
 from folio.data.tokenizer import CharTokenizer
@@ -29,7 +29,7 @@ def write_checkpoint():
 
 
 def read_checkpoint(optimizers=True):
-    content = vars(load("ckpt.pt", optimizers))
+    content = vars(load_checkpoint("ckpt.pt", optimizers))
     return content | {"weights": {name: w.clone() for name, w in content["weights"].items()}}
 
 

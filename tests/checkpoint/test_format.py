@@ -7,7 +7,13 @@ import pytest
 import tiny
 import torch
 
-from folio.checkpoint.format import Checkpoint, Progress, build_model, load, save
+from folio.checkpoint.format import (
+    Checkpoint,
+    Progress,
+    build_model,
+    load_checkpoint,
+    save_checkpoint,
+)
 from folio.cli.errors import UserError
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from model import GPT, GPTConfig
@@ -42,7 +48,7 @@ def checkpoint_of(model, optimizers=None, **fields):
 
 def rewrite(**changes):
     """Writes ckpt.pt with some entries replaced."""
-    save("ckpt.pt", checkpoint_of(make_model()))
+    save_checkpoint("ckpt.pt", checkpoint_of(make_model()))
     torch.save(torch.load("ckpt.pt", weights_only=True) | changes, "ckpt.pt")
     return "ckpt.pt"
 
@@ -63,11 +69,11 @@ def test_every_field_is_saved_and_loaded(optimizers):
         data={"train": 1, "val": 2},
         log_bytes=17,
     )
-    save("ckpt.pt", saved)
+    save_checkpoint("ckpt.pt", saved)
     saved = replace(saved, path=Path("ckpt.pt"))
     if not optimizers:
         saved = replace(saved, optimizers={})
-    loaded = load("ckpt.pt", optimizers)
+    loaded = load_checkpoint("ckpt.pt", optimizers)
     for field in fields(Checkpoint):
         assert tiny.same(getattr(loaded, field.name), getattr(saved, field.name)), field.name
 
@@ -77,8 +83,8 @@ def test_every_field_is_saved_and_loaded(optimizers):
 )
 def test_loaded_model_equals_saved_one(changes):
     model, _ = trained(**changes)
-    save("ckpt.pt", checkpoint_of(model))
-    loaded = build_model(load("ckpt.pt", optimizers=False))
+    save_checkpoint("ckpt.pt", checkpoint_of(model))
+    loaded = build_model(load_checkpoint("ckpt.pt", optimizers=False))
     assert loaded.config == model.config
     assert same_logits(loaded, model)
 
@@ -87,7 +93,7 @@ def test_loaded_model_equals_saved_one(changes):
 
 
 def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
-    save("ckpt.pt", checkpoint_of(make_model(bias=False)))
+    save_checkpoint("ckpt.pt", checkpoint_of(make_model(bias=False)))
     content = tiny.saved("ckpt.pt", ".")
     assert content.keys() >= {"model", "optimizer", "iter_num", "best_val_loss", "config"}
     assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
@@ -108,7 +114,7 @@ def test_nanogpts_checkpoint_loads(prefix, masks):
         "config": {"dataset": "verse"},
     }
     torch.save(content, "ckpt.pt")
-    loaded = load("ckpt.pt")
+    loaded = load_checkpoint("ckpt.pt")
     assert same_logits(build_model(loaded), model)
     assert loaded.config == GPTConfig(**SHAPE, bias=True, dropout=0.0)
     assert loaded.progress == Progress(2000, 2000, 2000, 1.5)
@@ -129,21 +135,21 @@ def test_nanogpts_checkpoint_loads(prefix, masks):
 )
 def test_content_that_is_not_a_checkpoint_is_refused(changes, reason):
     with pytest.raises(UserError, match=f"ckpt.pt is .*{reason}"):
-        load(rewrite(**changes))
+        load_checkpoint(rewrite(**changes))
 
 
 @pytest.mark.parametrize("value", [torch.zeros(16, 8), None])
 def test_weights_of_another_model_are_refused(value):
     path = rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
     with pytest.raises(UserError, match="ckpt.pt.*transformer.wpe.weight"):
-        build_model(load(path))
+        build_model(load_checkpoint(path))
 
 
 def test_weights_that_are_not_finite_are_refused():
     weights = make_model().state_dict()
     weights["transformer.wpe.weight"][0, 0] = torch.nan
     with pytest.raises(UserError, match=r"ckpt.pt.* not finite"):
-        build_model(load(rewrite(model=weights)))
+        build_model(load_checkpoint(rewrite(model=weights)))
 
 
 def test_state_of_other_optimizers_is_refused():

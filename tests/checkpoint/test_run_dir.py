@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from folio.checkpoint import format as checkpoints
-from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.format import Checkpoint, Progress, load_checkpoint, save_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from model import GPT, GPTConfig
@@ -26,7 +25,7 @@ def checkpoint_at(step=0):
 def write(folder, *names, step=0):
     Path(folder).mkdir(exist_ok=True)
     for name in names:
-        checkpoints.save(Path(folder, name), checkpoint_at(step))
+        save_checkpoint(Path(folder, name), checkpoint_at(step))
 
 
 def refuse(*_, **__):
@@ -72,11 +71,11 @@ def test_best_checkpoint_is_a_link_or_a_copy(links, monkeypatch):
     if not links:
         monkeypatch.setattr(os, "link", refuse)
     run = RunDir("out")
-    with run.locked():
+    with run.lock():
         run.save(checkpoint_at(1), best=True)
         assert os.path.samefile(run.best, run.last) == links
         assert run.best.read_bytes() == run.last.read_bytes()
         run.save(checkpoint_at(2), best=False)
-    steps = [checkpoints.load(path).progress.step for path in (run.best, run.last)]
+    steps = [load_checkpoint(path).progress.step for path in (run.best, run.last)]
     assert steps == [1, 2]
     assert not list(run.folder.glob("*.tmp"))

@@ -8,7 +8,8 @@ import tiny
 import torch
 
 import train
-from folio.checkpoint import format as checkpoints
+from folio.checkpoint import run_dir
+from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.saving import Saver, host_copy
 from folio.cli.errors import UserError
 from folio.cli.process import Interrupted
@@ -22,7 +23,7 @@ class Disk:
     def __init__(self, monkeypatch):
         self.busy, self.free, self.error = threading.Event(), threading.Event(), None
         self.written = []  # (name, step)
-        real = checkpoints.save
+        real = run_dir.save_checkpoint
 
         def save(path, checkpoint):
             self.busy.set()
@@ -32,7 +33,7 @@ class Disk:
             real(path, checkpoint)
             self.written.append((path.name, checkpoint.progress.step))
 
-        monkeypatch.setattr(checkpoints, "save", save)
+        monkeypatch.setattr(run_dir, "save_checkpoint", save)
 
 
 @pytest.fixture
@@ -51,8 +52,8 @@ def run(verse, folder):
 
 def take_step(run):
     batches = train.Batches(run.dataset.train, run.settings)
-    _, norm = run.learner.gradient(batches.at(run.progress.step), run.progress.step)
-    run.learner.update(norm, 0.01)
+    _, norm = run.trainer.gradient(batches.at(run.progress.step), run.progress.step)
+    run.trainer.update(norm, 0.01)
     run.progress.step += 1
 
 
@@ -104,18 +105,18 @@ def test_copy_from_a_gpu_is_complete_and_pinned():
 def test_state_that_is_written_is_that_of_the_save_while_training_goes_on(run, disk):
     with saver_of(run) as saver:
         saver.save()
-        expected = host_copy(run.learner.state_dict())
+        expected = host_copy(run.trainer.state_dict())
         assert disk.busy.wait(10)
         run.run_dir.append({"step": 1})
         for _ in range(3):
             take_step(run)
         assert disk.written == []
         disk.free.set()
-    saved = checkpoints.load("out/last.pt")
+    saved = load_checkpoint("out/last.pt")
     assert (saved.progress.step, saved.log_bytes) == (1, None)
     assert tiny.same(saved.weights, dict(expected["weights"]))
     assert tiny.same(saved.optimizers, expected["optimizers"])
-    assert not tiny.same(saved.weights, dict(run.learner.model.state_dict()))
+    assert not tiny.same(saved.weights, dict(run.trainer.model.state_dict()))
 
 
 def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_count(run, disk):
@@ -136,7 +137,7 @@ def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_c
     [warning] = saver.tracking.warnings
     assert warning.startswith("No space left; training continues")
     assert disk.written == [("ckpt.pt", 1), ("ckpt.pt", 3)]
-    best = checkpoints.load("out/ckpt.pt").progress
+    best = load_checkpoint("out/ckpt.pt").progress
     assert (best.step, best.best_step, best.best_val_loss) == (3, 3, 1.5)
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK, locked, move_aside, read_text, replace_by_link, replacing
+from folio.cli.files import (
+    LOCK,
+    lock_folder,
+    move_aside,
+    read_text,
+    replace_by_link,
+    write_atomically,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +27,7 @@ def contents():
 
 
 def write(content, *paths):
-    with replacing(*paths) as files:
+    with write_atomically(*paths) as files:
         for file in files:
             file.write(content)
 
@@ -34,7 +41,7 @@ def write(content, *paths):
 )
 def test_an_error_while_writing_leaves_the_old_file(error, raised):
     def fail():
-        with replacing("file") as [file]:
+        with write_atomically("file") as [file]:
             file.write(b"half")
             raise error
 
@@ -73,12 +80,12 @@ def test_a_file_is_replaced_by_a_link_or_a_copy(links, monkeypatch):
 
 def test_a_folder_has_one_writer_at_a_time():
     for _ in range(2):  # the second time, after a release
-        with locked("new/out"), pytest.raises(UserError, match="another process .* new/out"):
-            locked("new/out").__enter__()
+        with lock_folder("new/out"), pytest.raises(UserError, match="another process .* new/out"):
+            lock_folder("new/out").__enter__()
     assert set(os.listdir("new/out")) <= {LOCK}
     Path("file").touch()
     with pytest.raises(UserError, match="file/out"):
-        locked("file/out").__enter__()
+        lock_folder("file/out").__enter__()
 
 
 def test_earlier_files_are_moved_to_the_first_free_number(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_fields import Settings
 
 from folio.cli.errors import UserError
-from folio.cli.settings import changed, load
+from folio.cli.settings import changed_settings, load_settings
 
 NAMES = [field.name for field in fields(Settings)]
 
@@ -27,7 +27,7 @@ def config_file(text, name="a.py"):
 
 def error_of(*argv):
     with pytest.raises(UserError) as caught:
-        load(Settings, argv)
+        load_settings(Settings, argv)
     return str(caught.value)
 
 
@@ -43,7 +43,7 @@ def error_of(*argv):
     ],
 )
 def test_spellings_of_a_flag(argv, expected):
-    assert changed(load(Settings, argv)) == expected
+    assert changed_settings(load_settings(Settings, argv)) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
     config_file("warmup = steps // 10", "c.py")
     helpers = "import math as bias\ndef half(x): return x // 2\nclass A: pass\n_hundred = 100\n"
     config_file(helpers + "steps = half(_hundred)", "d.py")
-    assert changed(load(Settings, order)) == expected
+    assert changed_settings(load_settings(Settings, order)) == expected
 
 
 def resolve(device):
@@ -87,10 +87,10 @@ def resolve(device):
 def test_a_config_file_reads_the_resolved_device(argv, seen):
     config_file("name = device", "read.py")
     config_file("device = 'cuda'", "cuda.py")
-    settings = load(Settings, argv, {"device": resolve})
+    settings = load_settings(Settings, argv, {"device": resolve})
     assert (settings.name, settings.device) == (seen, seen)
     with pytest.raises(UserError, match="^no CUDA GPU$"):
-        load(Settings, [*argv, "--device=cuda"], {"device": resolve})
+        load_settings(Settings, [*argv, "--device=cuda"], {"device": resolve})
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ arguments = (
 @given(st.lists(arguments.filter(lambda a: a not in ("-h", "--help")), max_size=4))
 def test_any_arguments_give_settings_or_a_user_error(argv):
     try:
-        settings = load(Settings, argv)
+        settings = load_settings(Settings, argv)
     except UserError:
         return
-    again = [f"--{name}={value}" for name, value in changed(settings).items()]
-    assert load(Settings, again) == settings
+    again = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
+    assert load_settings(Settings, again) == settings
 
 
 # Help
@@ -153,7 +153,7 @@ def test_any_arguments_give_settings_or_a_user_error(argv):
 
 def test_help_has_each_group_and_setting_and_defaults_are_valid_arguments(capsys):
     with pytest.raises(SystemExit, match="^0$"):
-        load(Settings, ["--nope", "nope.py", "--help"])
+        load_settings(Settings, ["--nope", "nope.py", "--help"])
     lines = capsys.readouterr().out.splitlines()
     expected = ["One setting of each type.", "Machine"]
     for field in fields(Settings):
@@ -163,4 +163,4 @@ def test_help_has_each_group_and_setting_and_defaults_are_valid_arguments(capsys
     assert "      updates to make (int in [0, inf))" in lines
     assert "      whether to compile (auto, True or False)" in lines
     argv = [word for line in lines if line.startswith("  --") for word in shlex.split(line)]
-    assert load(Settings, argv) == Settings()
+    assert load_settings(Settings, argv) == Settings()

@@ -17,9 +17,9 @@ from ranks import Ranks, in_world, trained
 
 import train
 from folio.cli.errors import UserError
-from folio.cli.files import locked
-from folio.distributed.sharding import gathered, sharded_like
-from folio.distributed.world import joined
+from folio.cli.files import lock_folder
+from folio.distributed.sharding import from_shard, full_tensor
+from folio.distributed.world import process_group
 from folio.inference.completion import sample_text
 from folio.training.muon import orthogonalize, orthogonalize_copies, orthogonalize_shards
 from folio.training.setup import check_parallel
@@ -117,7 +117,7 @@ def test_resuming_is_exact_and_samples_are_those_of_one_process(verse, parallel)
     assert not tiny.differences("out", "whole", names=["last.pt"])
     assert samples_printed() == {step: texts[step] for step in ("3", "6")}
     run = train.setup(tiny.settings(**settings))
-    expected = sample_text(run.learner.model, run.dataset.tokenizer, run.settings.seed)
+    expected = sample_text(run.trainer.model, run.dataset.tokenizer, run.settings.seed)
     assert texts["0"] == expected
 
 
@@ -226,7 +226,7 @@ def train_elsewhere(text):
 
 @pytest.mark.slow
 def test_a_folder_in_use_is_reported_once(verse):
-    with locked("out"):
+    with lock_folder("out"):
         statuses, (error, other) = Ranks(
             2, train.main, tiny.flags(gradient_accumulation_steps=2)
         ).wait()
@@ -254,7 +254,7 @@ def test_restarts_that_read_old_addresses_are_refused(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     words = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    with pytest.raises(UserError, match=words), joined("cpu"):
+    with pytest.raises(UserError, match=words), process_group("cpu"):
         pass
 
 
@@ -295,4 +295,4 @@ def copies_and_shards(world):
     shares = orthogonalize_shards([each.to_local() for each in sharded], sharded, world)
     results = orthogonalize_copies(matrices, world)
     pairs = zip(sharded, shares, strict=True)
-    return [each.numpy() for each in results + [gathered(sharded_like(*pair)) for pair in pairs]]
+    return [each.numpy() for each in results + [full_tensor(from_shard(*pair)) for pair in pairs]]

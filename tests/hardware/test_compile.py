@@ -58,27 +58,27 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
     assert counter.frame_count == 2  # one graph each
     batches = Batches(run.dataset.train, settings)
     for step in range(2):
-        _, norm = run.learner.gradient(batches.at(step), step)
-        run.learner.update(norm, 1e-3)
-        run.learner.evaluate(run.dataset, step)
+        _, norm = run.trainer.gradient(batches.at(step), step)
+        run.trainer.update(norm, 1e-3)
+        run.trainer.evaluate(run.dataset, step)
     assert counter.frame_count == 2
 
 
 def test_a_mode_with_cuda_graphs_keeps_the_gradients(verse, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_: lambda *arguments: model(*arguments))
     settings = tiny.settings(compile="reduce-overhead", gradient_accumulation_steps=2)
-    learner = (run := train.setup(settings)).learner
-    expected = train.setup(tiny.settings(gradient_accumulation_steps=2)).learner
+    trainer = (run := train.setup(settings)).trainer
+    expected = train.setup(tiny.settings(gradient_accumulation_steps=2)).trainer
     batches, kept = Batches(run.dataset.train, settings), None
     for step in range(3):
-        results = [each.gradient(batches.at(step), step) for each in (learner, expected)]
+        results = [each.gradient(batches.at(step), step) for each in (trainer, expected)]
         assert results[0] == results[1]
-        found = [p.grad.data_ptr() for p in learner.model.parameters()]
+        found = [p.grad.data_ptr() for p in trainer.model.parameters()]
         kept = kept or found
         assert found == kept
-        for each, (_, norm) in zip((learner, expected), results, strict=True):
+        for each, (_, norm) in zip((trainer, expected), results, strict=True):
             each.update(norm, 1e-3)
-    assert tiny.same(learner.model.state_dict(), expected.model.state_dict())
+    assert tiny.same(trainer.model.state_dict(), expected.model.state_dict())
 
 
 @pytest.mark.gpu
@@ -90,8 +90,8 @@ def test_gpu_dropout_depends_on_the_step_only(verse, compile):
     [batch] = Batches(run.dataset.train, settings).at(0)
 
     def loss(step):
-        found = run.learner.gradient([batch], step)[0].item()
-        run.learner.model.zero_grad(set_to_none=False)
+        found = run.trainer.gradient([batch], step)[0].item()
+        run.trainer.model.zero_grad(set_to_none=False)
         return found
 
     warmup = [loss(step) for step in range(5)]

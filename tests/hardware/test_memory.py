@@ -11,7 +11,7 @@ import train
 from folio.cli.errors import UserError
 from folio.hardware.memory import (
     cgroup_limits,
-    explained_out_of_memory,
+    explain_out_of_memory,
     memory_advice,
     memory_bytes,
     recompute_activations,
@@ -34,9 +34,9 @@ SHAPE = {"block_size": 16, "vocab_size": 30, "n_layer": 2, "n_head": 2, "n_embd"
 )
 def test_out_of_memory_errors_become_user_errors_with_advice(error):
     caught = pytest.raises(UserError, match="cuda.*use less")
-    with caught, explained_out_of_memory("cuda", "use less"):
+    with caught, explain_out_of_memory("cuda", "use less"):
         raise error
-    with pytest.raises(RuntimeError, match="a bug"), explained_out_of_memory("cpu", ""):
+    with pytest.raises(RuntimeError, match="a bug"), explain_out_of_memory("cpu", ""):
         raise RuntimeError("a bug")
 
 

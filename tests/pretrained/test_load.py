@@ -12,7 +12,7 @@ import train
 from folio.checkpoint.format import Checkpoint, Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.cli.settings import load
+from folio.cli.settings import load_settings
 from folio.data.tokenizer import ByteTokenizer
 from folio.pretrained import load as initial
 from folio.pretrained.huggingface import write_pretrained
@@ -30,7 +30,7 @@ def flags(init_from=CKPT, **settings):
 
 
 def setup(**settings):
-    return train.setup(load(train.TrainConfig, flags(**settings)))
+    return train.setup(load_settings(train.TrainConfig, flags(**settings)))
 
 
 @pytest.fixture
@@ -95,8 +95,8 @@ def test_a_run_starts_from_nanogpts_checkpoint(folder):
     model = tiny.write_nanogpt_checkpoint(tiny.write_nanogpt_dataset())
     started = setup()
     assert started.progress == Progress()
-    assert tiny.same(started.learner.model.state_dict(), model.state_dict())
-    assert not started.learner.optimizers["adamw"].state
+    assert tiny.same(started.trainer.model.state_dict(), model.state_dict())
+    assert not started.trainer.optimizers["adamw"].state
 
 
 def test_a_run_that_started_from_weights_resumes_exactly(run):
@@ -125,7 +125,7 @@ def test_the_settings_have_the_values_of_the_checkpoint(verse):
 
 
 def test_a_smaller_block_size_keeps_the_first_positions(run):
-    model = setup(block_size=5).learner.model
+    model = setup(block_size=5).trainer.model
     positions = model.state_dict()[POSITIONS]
     assert torch.equal(positions, tiny.saved()["model"][POSITIONS][:5])
     assert positions.untyped_storage().nbytes() == positions.nbytes  # all of it would be saved
@@ -137,7 +137,7 @@ def test_a_larger_block_size_needs_rotary_positions(run):
     with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 9"):
         setup(block_size=9)
     train.main(tiny.flags(max_iters=1, position="rotary", overwrite=True))
-    assert setup(block_size=9).learner.model.config.block_size == 9
+    assert setup(block_size=9).trainer.model.config.block_size == 9
 
 
 def test_every_difference_is_named(run):

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from folio.cli.errors import UserError
-from folio.cli.settings import load
+from folio.cli.settings import load_settings
 from folio.data.dataset import load_dataset
 from sample import SampleConfig
 from tools.bench import __main__ as bench
@@ -35,7 +35,7 @@ def nanogpt(verse):
 
 
 def test_every_command_has_valid_settings(nanogpt, text_size):
-    settings = load(gpu_suite.SuiteConfig, ["--vs_dir=nanoGPT"])
+    settings = load_settings(gpu_suite.SuiteConfig, ["--vs_dir=nanoGPT"])
     found = []
     for measurements in gpu_suite.PARTS.values():
         for name, template in measurements.items():
@@ -43,7 +43,7 @@ def test_every_command_has_valid_settings(nanogpt, text_size):
             assert not any("{" in word for word in command)
             for script, config in ("/train.py", TrainConfig), ("/sample.py", SampleConfig):
                 for place in (n for n, word in enumerate(command) if word.endswith(script)):
-                    load(config, command[place + 1 :], {"device": lambda _: "cuda"})
+                    load_settings(config, command[place + 1 :], {"device": lambda _: "cuda"})
                     found.append(name)
     assert len(found) > 18
 

@@ -11,7 +11,7 @@ import tiny
 
 import sample
 from folio.cli.errors import UserError
-from folio.cli.settings import load
+from folio.cli.settings import load_settings
 from folio.inference.scoring import likely_next
 from tools.playground import __main__ as playground
 from tools.playground import texts
@@ -54,7 +54,7 @@ def test_a_password_protects_everything(newest, monkeypatch):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # is not asked for the page
     flags = ["--device=cpu", "--password=verse"]
-    url = playground.serve(load(PlaygroundConfig, flags))
+    url = playground.serve(load_settings(PlaygroundConfig, flags))
     session = requests.Session()
     session.trust_env = False  # no proxy
     protected = [f"{url}{path}" for path in ("config", "gradio_api/info")]
@@ -68,7 +68,9 @@ def test_a_password_protects_everything(newest, monkeypatch):
     assert statuses("verse") == [200, 200]
     port = socket.create_server(("127.0.0.1", 0))
     with port, pytest.raises(OSError, match=str(port.getsockname()[1])):
-        playground.serve(load(PlaygroundConfig, [*flags, f"--port={port.getsockname()[1]}"]))
+        playground.serve(
+            load_settings(PlaygroundConfig, [*flags, f"--port={port.getsockname()[1]}"])
+        )
     gradio.close_all(verbose=False)
 
 
@@ -77,7 +79,7 @@ def test_a_password_protects_everything(newest, monkeypatch):
 
 def settings(**changes):
     flags = [f"--{name}={value}" for name, value in ({"max_new_tokens": COUNT} | changes).items()]
-    return load(sample.SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
+    return load_settings(sample.SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
 
 
 def generated(newest, prompt="Shall I", **changes):

@@ -13,7 +13,7 @@ from tiny import write_run
 
 import train
 from folio.cli.errors import UserError
-from folio.cli.settings import load
+from folio.cli.settings import load_settings
 from folio.hardware.compile import optimize_for_inference
 from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
@@ -208,7 +208,7 @@ def heads_of(figure):
 def test_picture_of_attention_is_labeled(verse):
     train.main(tiny.flags(max_iters=1, n_layer=2, out_dir="out-x"))
     prompt = "--start=thee to a day\n"  # longer than the context of 8 tokens
-    settings = load(plot.PlotConfig, ["--attention", "out-x", prompt])
+    settings = load_settings(plot.PlotConfig, ["--attention", "out-x", prompt])
     figure = plot.draw_attention("out-x", settings)
     assert len(heads_of(figure)) == 4
     for axes in heads_of(figure):

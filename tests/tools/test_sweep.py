@@ -16,10 +16,9 @@ import pytest
 import tiny
 
 import train
-from folio.checkpoint import format as checkpoints
-from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.format import Checkpoint, Progress, save_checkpoint
 from folio.cli.errors import UserError
-from folio.cli.files import locked
+from folio.cli.files import lock_folder
 from folio.cli.settings import ROOT
 from folio.data.dataset import load_dataset
 from tools.plot import runs
@@ -180,7 +179,7 @@ class FakeTraining:
         model, progress = tiny.random_model(), Progress(stop_at, stop_at, stop_at, loss)
         saved = Checkpoint(model.config, model.state_dict(), progress, dataclasses.asdict(settings))
         saved.data = load_dataset(settings.dataset).fingerprint
-        checkpoints.save(folder / "last.pt", saved)
+        save_checkpoint(folder / "last.pt", saved)
         shutil.copy(folder / "last.pt", folder / "ckpt.pt")
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
@@ -313,7 +312,7 @@ def test_interrupted_sweep_continues_to_the_same_results(verse):
     _, err = stopped.communicate()
     assert stopped.returncode == 130
     assert err == "tools.sweep: stopped; to continue, run the same command\n"
-    with locked("out-sweep/dropout=0.0"):  # its process has ended
+    with lock_folder("out-sweep/dropout=0.0"):  # its process has ended
         pass
     sweep.main(argv)
     [best] = [run for run in runs.read_all(["out-sweep"]) if run.val[-1]["step"] == 500]

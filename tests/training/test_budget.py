@@ -111,9 +111,9 @@ def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_sec
 def test_measuring_does_not_change_a_learner(verse, optimizer):
     settings = tiny.settings(optimizer=optimizer, dropout=0.1, minutes=1e-3)
     run = train.setup(settings)
-    before = copy.deepcopy(run.learner.state_dict())
-    assert seconds_per_step(settings, run.learner, to_device(verse, "cpu")) > 0
-    assert tiny.same(run.learner.state_dict(), before)
+    before = copy.deepcopy(run.trainer.state_dict())
+    assert seconds_per_step(settings, run.trainer, to_device(verse, "cpu")) > 0
+    assert tiny.same(run.trainer.state_dict(), before)
 
 
 def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):

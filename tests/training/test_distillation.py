@@ -9,7 +9,7 @@ from tiny import random_ids, random_model
 
 import train
 from folio.cli.errors import UserError
-from folio.cli.settings import load
+from folio.cli.settings import load_settings
 from folio.training.distillation import Distillation
 
 
@@ -20,7 +20,7 @@ def teacher(verse):
 
 
 def setup(**settings):
-    return train.setup(load(train.TrainConfig, tiny.flags(**settings)))
+    return train.setup(load_settings(train.TrainConfig, tiny.flags(**settings)))
 
 
 def sharper(factor):
@@ -54,7 +54,7 @@ def test_a_run_evaluates_and_saves_only_the_model(teacher):
     assert saved["model"].keys() == alone["model"].keys()
     assert not tiny.same(saved["model"], alone["model"])
     run = setup(init_from="resume", eval_only=True, teachers="missing")  # are not read
-    loss = run.learner.split_loss(run.dataset.val).item()
+    loss = run.trainer.split_loss(run.dataset.val).item()
     assert loss == pytest.approx(saved["best_val_loss"])
 
 
@@ -64,7 +64,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
     train.main(tiny.flags(stop_at=2, **settings))
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []
-    (found, _) = setup(out_dir="out-new", **settings).learner.forward.teachers
+    (found, _) = setup(out_dir="out-new", **settings).trainer.forward.teachers
     idx = torch.randint(found.config.vocab_size, (2, 8))
     assert torch.equal(found.train().logits(idx), found.eval().logits(idx))  # without dropout
 

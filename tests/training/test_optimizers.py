@@ -56,17 +56,17 @@ def test_learning_rate_has_linear_warmup_and_cosine_decay(changes, expected):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
     settings = tiny.settings(optimizer=optimizer)
-    learner = train.Learner(tiny_model().config, settings, Machine("cpu", "float32", False, ""))
-    learner.init_weights()
-    before = [p.detach().clone() for p in learner.model.parameters()]
+    trainer = train.Trainer(tiny_model().config, settings, Machine("cpu", "float32", False, ""))
+    trainer.init_weights()
+    before = [p.detach().clone() for p in trainer.model.parameters()]
     for lr, moves in ((0.0, False), (0.25, True)):
         batch = torch.arange(32).view(4, 8)
-        norm = learner.gradient([(batch, batch)], 0)[1]
-        learner.update(norm, lr)
-        groups = [group for each in learner.optimizers.values() for group in each.param_groups]
+        norm = trainer.gradient([(batch, batch)], 0)[1]
+        trainer.update(norm, lr)
+        groups = [group for each in trainer.optimizers.values() for group in each.param_groups]
         scales = [1, 1, EMBEDDING_LR_SCALE, 1] if optimizer == "muon" else [1, 1]
         assert [group["lr"] for group in groups] == [lr * scale for scale in scales]
-        pairs = zip(before, learner.model.parameters(), strict=True)
+        pairs = zip(before, trainer.model.parameters(), strict=True)
         moved = [not torch.equal(*pair) for pair in pairs]
         assert moved == [moves] * len(moved)
 
@@ -132,13 +132,13 @@ def saved_step():
 
 def hook_head(monkeypatch, install):
     """Calls install(lm_head) on the model of each run."""
-    real = train.Learner.__init__
+    real = train.Trainer.__init__
 
     def init(self, *args):
         real(self, *args)
         install(self.model.lm_head)
 
-    monkeypatch.setattr(train.Learner, "__init__", init)
+    monkeypatch.setattr(train.Trainer, "__init__", init)
 
 
 def initial_scale(monkeypatch, scale):
@@ -188,12 +188,12 @@ def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
 def test_float16_overflow_of_one_optimizer_skips_all(verse):
     settings = tiny.settings(dtype="float16", optimizer="muon")
     config = tiny_model(vocab_size=verse.tokenizer.padded_vocab_size).config
-    learner = train.Learner(config, settings, Machine("cpu", "float16", False, ""))
-    learner.init_weights()
+    trainer = train.Trainer(config, settings, Machine("cpu", "float16", False, ""))
+    trainer.init_weights()
     batches = Batches(to_device(verse, "cpu").train, settings)
     for norm in (1.0, math.nan):
-        before = copy.deepcopy([learner.model.state_dict(), learner.state_dict()["optimizers"]])
-        learner.gradient(batches.at(0), 0)
-        learner.update(torch.tensor(norm), 0.1)
-        after = [learner.model.state_dict(), learner.state_dict()["optimizers"]]
+        before = copy.deepcopy([trainer.model.state_dict(), trainer.state_dict()["optimizers"]])
+        trainer.gradient(batches.at(0), 0)
+        trainer.update(torch.tensor(norm), 0.1)
+        after = [trainer.model.state_dict(), trainer.state_dict()["optimizers"]]
         assert tiny.same(after, before) == math.isnan(norm)

@@ -17,7 +17,7 @@ import train
 from folio.checkpoint.format import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.process import NEVER
-from folio.distributed.world import ALONE
+from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import choose_machine
 from folio.training import tracking
 from model import GPT, GPTConfig
@@ -75,8 +75,8 @@ def run(folder):
         requested=settings,
         settings=settings,
         run_dir=RunDir("out"),
-        learner=SimpleNamespace(
-            world=ALONE,
+        trainer=SimpleNamespace(
+            world=SINGLE_PROCESS,
             machine=choose_machine("cpu", "float32", False),
             model=GPT.uninitialized(GPTConfig(**tiny.SMALL), "meta"),
         ),
@@ -86,7 +86,7 @@ def run(folder):
 
 
 def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
-    peak = run.learner.machine.peak[0]  # measured with the real clock
+    peak = run.trainer.machine.peak[0]  # measured with the real clock
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
     with tracking.Tracking(run, NEVER) as tracker:
@@ -100,7 +100,7 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     first, second = tiny.log_events()
     assert (first["step"], second["step"]) == (0, 2)
     assert first["tokens_per_s"] == second["tokens_per_s"] == 8  # 32 per step of 4 s
-    flops = run.learner.model.flops_per_token()
+    flops = run.trainer.model.flops_per_token()
     assert second["mfu"] == pytest.approx(flops * 8 / peak)
     assert (second["tokens"], second["grad_norm"]) == (96, None)
     # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.settings import ROOT, load, parse_arguments
+from folio.cli.settings import ROOT, load_settings, parse_arguments
 
 COLUMNS = {  # figure: (heading in the table, format)
     "step_ms": ("ms/step", ".2f"),
@@ -88,7 +88,7 @@ import torch
 from folio.checkpoint.run_dir import RunDir
 from folio.data.batches import Batches
 from folio.data.dataset import load_tokenizer
-from folio.hardware.device import kind_of, resolve_device
+from folio.hardware.device import device_type, resolve_device
 from folio.inference.compiled import compiled_step
 from folio.inference.completion import load_trained
 from folio.pretrained.load import load_best
@@ -100,7 +100,7 @@ from train import TrainConfig, setup
 
 
 def main(argv=None):
-    settings = load(BenchConfig, argv)
+    settings = load_settings(BenchConfig, argv)
     if settings.count:
         print_counts(settings.arguments)
     elif settings.profile:
@@ -252,20 +252,20 @@ def read_figures(lines, command, target=None):
 
 def profile_training(arguments):
     """Prints the time of a step of train.py by operation."""
-    run = setup(load(TrainConfig, arguments, {"device": resolve_device}))
-    learner, batches = run.learner, Batches(run.dataset.train, run.settings)
+    run = setup(load_settings(TrainConfig, arguments, {"device": resolve_device}))
+    trainer, batches = run.trainer, Batches(run.dataset.train, run.settings)
 
     def train_steps():
         for step in range(STEPS):
-            _, norm = learner.gradient(batches.at(step), step)
-            learner.update(norm, run.settings.learning_rate)
+            _, norm = trainer.gradient(batches.at(step), step)
+            trainer.update(norm, run.settings.learning_rate)
 
-    print_profile(learner.machine, train_steps, STEPS)
+    print_profile(trainer.machine, train_steps, STEPS)
 
 
 def profile_sampling(arguments):
     """Prints the time of a step of sample.py, one token of each text, by operation."""
-    settings = load(SampleConfig, arguments, {"device": resolve_device})
+    settings = load_settings(SampleConfig, arguments, {"device": resolve_device})
     settings = replace(settings, stop=None, score=None)
     checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
     trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
@@ -292,7 +292,7 @@ def print_profile(machine, work, steps):
     with torch.profiler.profile() as profiler:
         work()
         machine.synchronize()
-    kind = "device" if kind_of(machine.device) == "cuda" else "cpu"
+    kind = "device" if device_type(machine.device) == "cuda" else "cpu"
     print(profiler.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=ROWS))
     print(f"a step takes {seconds * 1e3:.2f} ms; the table has the sums over {steps} steps")
 
@@ -306,7 +306,7 @@ def print_counts(arguments):
     A part is a kind of module, summed over the layers. Tied weights count where they are first, in
     the embedding. FLOPs are those of the forward pass, a third of GPT.flops_per_token().
     """
-    settings = load(TrainConfig, arguments, {"device": resolve_device})
+    settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
     tokenizer = load_tokenizer(settings.dataset)  # GPT-2's, if the dataset is not prepared
     model = GPT.uninitialized(model_config(settings, tokenizer), "meta")
     parameters, flops = Counter(), Counter()

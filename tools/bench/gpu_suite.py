@@ -22,7 +22,7 @@ from typing import ClassVar
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.settings import ROOT, load, parse_arguments
+from folio.cli.settings import ROOT, load_settings, parse_arguments
 
 TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
 VOCABULARIES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
@@ -118,13 +118,13 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from folio.cli.files import replacing
+from folio.cli.files import write_atomically
 from tools.bench.__main__ import measure, shown, where
 from tools.plot.table import aligned
 
 
 def main(argv=None):
-    settings = load(SuiteConfig, argv)
+    settings = load_settings(SuiteConfig, argv)
     for data in (Path("data"), Path(settings.vs_dir, "data")):
         for name, vocab_size in VOCABULARIES.items():
             write_random_tokens(data / name, vocab_size)
@@ -157,7 +157,7 @@ def figures_of(path, command):
         return json.loads(path.read_text(encoding="utf-8"))["figures"]
     figures = measure(command, target=TARGET)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as [file]:
+    with write_atomically(path) as [file]:
         content = {"machine": where(), "command": command, "figures": figures}
         file.write(json.dumps(content, indent=1).encode())
     return figures

@@ -19,13 +19,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from folio.cli.errors import UserError
-from folio.cli.settings import load
+from folio.cli.settings import load_settings
 from folio.hardware.device import DTYPES, resolve_device, resolve_dtype
 from sample import SampleConfig
 
 
 def main(argv=None):
-    settings = load(SampleConfig, argv, {"device": resolve_device})
+    settings = load_settings(SampleConfig, argv, {"device": resolve_device})
     dtype = DTYPES[resolve_dtype(settings.dtype, settings.device)]
     try:
         model = AutoModelForCausalLM.from_pretrained(settings.init_from, dtype=dtype)

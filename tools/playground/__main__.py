@@ -15,7 +15,7 @@ from typing import Literal
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.settings import load, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments
 
 USER = "folio"
 LOCAL = ("127.0.0.1", "localhost")  # only this machine can reach them
@@ -51,7 +51,7 @@ from folio.hardware.device import resolve_device
 
 
 def main(argv=None):
-    settings = load(PlaygroundConfig, argv, {"device": resolve_device})
+    settings = load_settings(PlaygroundConfig, argv, {"device": resolve_device})
     if not (run := RunDir(settings.out_dir)).exists():
         run.load_best()  # whose error lists the runs
     if missing := [name for name in ("gradio", "matplotlib") if not find_spec(name)]:

@@ -10,8 +10,8 @@ import gradio as gr
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.cli.settings import load
-from folio.hardware.memory import explained_out_of_memory
+from folio.cli.settings import load_settings
+from folio.hardware.memory import explain_out_of_memory
 from sample import SampleConfig
 from tools.playground import texts
 from tools.plot.__main__ import AXES, LABELS, draw_losses
@@ -69,7 +69,7 @@ def build(newest, device, folder):
     thread = ThreadPoolExecutor(1)
 
     def step(items):
-        with explained_out_of_memory(device, ADVICE):
+        with explain_out_of_memory(device, ADVICE):
             return next(items, None)
 
     def computed(generator):
@@ -256,7 +256,7 @@ def settings_of(values):
     """Returns the SampleConfig with the texts of the inputs; an empty one is the default."""
     pairs = zip(CONTROLS + MORE_CONTROLS, values, strict=True)
     flags = [f"--{name}={value}" for name, value in pairs if value]
-    return load(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
+    return load_settings(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
 
 
 def tokens_view():

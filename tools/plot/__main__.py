@@ -15,8 +15,8 @@ from typing import ClassVar, Literal
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.files import replacing
-from folio.cli.settings import load, parse_arguments
+from folio.cli.files import write_atomically
+from folio.cli.settings import load_settings, parse_arguments
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
@@ -62,7 +62,7 @@ from tools.plot.table import aligned, compared
 
 
 def main(argv=None):
-    settings = load(PlotConfig, argv)
+    settings = load_settings(PlotConfig, argv)
     if not settings.attention:
         groups = grouped(read_all(settings.runs), settings.y)
         print("\n".join(aligned(compared(groups))), flush=True)
@@ -73,7 +73,7 @@ def main(argv=None):
     else:
         path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or path
-    with replacing(path) as [file]:
+    with write_atomically(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
 

@@ -22,8 +22,8 @@ from urllib.parse import quote
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.fields import setting
-from folio.cli.files import is_file, locked
-from folio.cli.settings import changed, load, names_in, parse_arguments
+from folio.cli.files import is_file, lock_folder
+from folio.cli.settings import changed_settings, load_settings, names_with_scope, parse_arguments
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from folio.checkpoint.format import load as load_checkpoint
+from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
 from folio.hardware.device import resolve_device
@@ -83,8 +83,11 @@ class SweepConfig(TrainConfig, SweepSettings):
         super().__post_init__()
         if self.halving and self.minutes:
             raise UserError("--halving compares runs at the same step: add --minutes=None")
-        refused = names_in(TrainConfig, "files") - {"out_dir", "init_from"}  # presets set out_dir
-        if wrong := sorted(refused & changed(self).keys()):
+        refused = names_with_scope(TrainConfig, "files") - {
+            "out_dir",
+            "init_from",
+        }  # presets set out_dir
+        if wrong := sorted(refused & changed_settings(self).keys()):
             raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
 
 
@@ -100,7 +103,7 @@ def main(argv=None):
     for folder, settings in planned:
         rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
         check_earlier(folder, settings, data[settings.dataset])
-    with locked(sweep.sweep_dir):
+    with lock_folder(sweep.sweep_dir):
         print(f"{len(planned)} runs", flush=True)
         failed = train_all(combinations, sweep.halving, sweep.jobs)
         trained = [read(folder) for folder, _ in planned if is_file(RunDir(folder).log)]
@@ -122,9 +125,9 @@ def check_earlier(folder, settings, data):
     if not is_file(RunDir(folder).last):
         return
     earlier = load_checkpoint(RunDir(folder).last, optimizers=False)
-    names = names_in(TrainConfig, "run") - {"max_iters"}
+    names = names_with_scope(TrainConfig, "run") - {"max_iters"}
     if settings.init_from != "scratch":  # its model is the default
-        names -= MODEL_SETTINGS - changed(settings).keys()
+        names -= MODEL_SETTINGS - changed_settings(settings).keys()
     differences = []
     for name in sorted(names & earlier.settings.keys()):
         before, now = earlier.settings[name], getattr(settings, name)
@@ -189,7 +192,7 @@ class Grid:
             self.sizes[name] = max(len(values), self.sizes.get(name, 1))
             return values[indices.get(name, 0) % len(values)]  # a list may replace a longer one
 
-        return load(SweepConfig, self.argv, {"device": resolve_device}, choose, quiet)
+        return load_settings(SweepConfig, self.argv, {"device": resolve_device}, choose, quiet)
 
 
 def values_of(name, value):

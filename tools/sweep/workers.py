@@ -16,18 +16,20 @@ from typing import NamedTuple
 
 import torch
 
-from folio.checkpoint.format import load
+from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.files import is_file
 from folio.cli.process import Interrupted, StopSignal
-from folio.cli.settings import ROOT, changed, names_in
+from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read
 from train import TrainConfig
 
 OUTPUT = "output.txt"  # what train.py prints, in the folder of the run
 POLL_SECONDS = 0.1
-RUN_SETTINGS = names_in(TrainConfig, "run", "machine", "display")  # that runs take from the sweep
+RUN_SETTINGS = names_with_scope(
+    TrainConfig, "run", "machine", "display"
+)  # that runs take from the sweep
 
 
 class Task(NamedTuple):
@@ -134,7 +136,9 @@ def start(task, variables):
 def train_flags(task):
     """Returns the flags of train.py that start or resume the run of a task."""
     folder, settings, step = task
-    flags = {name: value for name, value in changed(settings).items() if name in RUN_SETTINGS}
+    flags = {
+        name: value for name, value in changed_settings(settings).items() if name in RUN_SETTINGS
+    }
     if settings.wandb_log:
         flags = {"wandb_run_name": folder.name} | flags
     init_from = "resume" if RunDir(folder).exists() else settings.init_from
@@ -182,7 +186,7 @@ def known_loss(task):
     folder, settings, step = task
     if not is_file(RunDir(folder).last):
         return None
-    progress = load(RunDir(folder).last, optimizers=False).progress
+    progress = load_checkpoint(RunDir(folder).last, optimizers=False).progress
     is_done = progress.evaluated >= step or progress.is_finished(settings)
     return best_loss(task) if is_done else None
 
