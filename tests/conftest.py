@@ -18,7 +18,7 @@ from folio.data import dataset
 from folio.data.dataset import DatasetSize, load_dataset
 from folio.data.tokenizer import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
 from folio.hardware.device import choose_machine
-from folio.inference.completion import TrainedModel
+from folio.inference.trained_model import TrainedModel
 
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None, max_examples=30)

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.inference.completion import Completion, load_trained, stop_texts
-from folio.inference.generate import context_start, scoring_starts, stride_of
-from folio.inference.scoring import likely_next, score_text
+from folio.inference.completion import Completion, complete
+from folio.inference.generate import context_start, stride_of
+from folio.inference.sampling import Controls
+from folio.inference.scoring import likely_next, score_text, scoring_starts
+from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_initial
-from sample import continued
+from sample import parse_stop_texts
 from tools.plot.attention import label_of
 
 ALTERNATIVES = 10
@@ -68,10 +70,11 @@ def branch(text, index, choice, settings):
 
 def growing(text, settings):
     """Yields a TokenText with the tokens of its continuation, while they are generated."""
-    tokenizer, stops = text.trained.tokenizer, stop_texts(settings.stop)
+    tokenizer, stops = text.trained.tokenizer, parse_stop_texts(settings.stop)
     completion = Completion("".join(text.pieces), text.ids, settings.seed, tokenizer, stops)
     started = shown = time.monotonic()
-    for _ in continued(text.trained, settings, [completion]):
+    controls = Controls.from_settings(settings)
+    for _ in complete(text.trained, [completion], controls, settings.stream):
         now, count = time.monotonic(), len(completion.ids)
         status = f"{count:,} tokens, {count / (now - started):,.0f} tokens/s"
         if count == 1 or now > shown + SECONDS:
@@ -89,7 +92,7 @@ def extended(text, completion, settings, status):
     """
     model, filled = text.trained.model, len(text.ids)
     size, stride = model.config.block_size, stride_of(model, settings.context_stride)
-    rest, pieces = completion.confirmed()[len(completion.prompt) :], []
+    rest, pieces = completion.stable_text()[len(completion.prompt) :], []
     for piece in completion.pieces:
         pieces.append(rest[: len(piece)])
         rest = rest[len(piece) :]

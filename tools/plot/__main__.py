@@ -55,7 +55,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from folio.checkpoint.run_dir import RunDir
-from folio.inference.completion import load_trained, read_prompt
+from folio.inference.trained_model import load_trained
+from sample import read_prompt
 from tools.plot import attention
 from tools.plot.runs import grouped, read_all
 from tools.plot.table import aligned, compared
