@@ -2,8 +2,8 @@
 
 There are two kinds, by the model_type in config.json:
 - gpt2: GPT2LMHeadModel of transformers, which computes the same function as some GPTs here;
-- folio: any GPT. config.json has the fields of GPTConfig; parameter names begin with NAME_PREFIX. The
-  folder has the code of the model, which transformers executes and read_pretrained does not.
+- folio: any GPT. config.json has the fields of GPTConfig; names of parameters begin with NAME_PREFIX.
+  The folder has the model's code, which transformers executes and read_pretrained does not.
 """
 
 import json

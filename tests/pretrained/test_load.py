@@ -73,8 +73,8 @@ def test_other_names_are_those_of_models_on_the_hub(name, folder, monkeypatch):
     checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
     write_pretrained("cache", checkpoint, ByteTokenizer())
     monkeypatch.setattr(initial, "pretrained_folder", {name: "cache"}.__getitem__)
-    found = load_initial(name)
-    assert (found.summary, found.config) == (name, model.config)
+    checkpoint = load_initial(name)
+    assert (checkpoint.summary, checkpoint.config) == (name, model.config)
 
 
 # Training
@@ -168,6 +168,6 @@ def test_sampling_from_a_file_equals_sampling_from_its_run(run, capsys):
 
     expected = output_of("--out_dir=out")
     shutil.move(CKPT, "other.pt")
-    found = output_of("--init_from=other.pt")
-    assert found.out == expected.out
-    assert found.err.startswith("other.pt: step 3, best val loss")
+    output = output_of("--init_from=other.pt")
+    assert output.out == expected.out
+    assert output.err.startswith("other.pt: step 3, best val loss")
