@@ -2,8 +2,8 @@
 
 There are two kinds, by the model_type in config.json:
 - gpt2: GPT2LMHeadModel of transformers, which computes the same function as some GPTs here;
-- folio: any GPT. config.json has the fields of GPTConfig; names of parameters begin with NAME_PREFIX.
-  The folder has the model's code, which transformers executes and read_pretrained does not.
+- folio: any GPT. config.json has the fields of GPTConfig. Names of parameters have NAME_PREFIX. The
+  folder has the model's code, which transformers executes and read_pretrained does not.
 """
 
 import json
@@ -19,11 +19,8 @@ from folio.cli.files import is_file, read_text, write_atomically
 from folio.pretrained.tokenizer_files import make_tokenizer_files, read_tokenizer
 from model import GPTConfig
 
-CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-)
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
 NAME_PREFIX = "gpt."
 CODE_FILES = Path(model.__file__), Path(__file__).with_name("modeling_folio.py")
@@ -62,9 +59,8 @@ def read_pretrained(folder):
     config, is_gpt2 = _read_config(folder / CONFIG_FILE)
     tensors = _read_tensors(folder)
     if config.n_layer > len(tensors):  # building such a model could take forever
-        raise UserError(
-            f"{folder / CONFIG_FILE} says {config.n_layer:,} layers, more than its weights"
-        )
+        layers = f"{config.n_layer:,} layers"
+        raise UserError(f"{folder / CONFIG_FILE} says {layers}, more than its weights")
     if is_gpt2:
         weights = _from_gpt2(tensors, config)
     else:

@@ -80,12 +80,10 @@ def checkpoint_tokenizer(checkpoint):
         raise UserError(f"{checkpoint.path}: {error}") from error
     if tokenizer.fits(size):
         return tokenizer
-    message = f"{checkpoint.path}: the model has a vocabulary of {size:,}, but the tokenizer is "
-    message += tokenizer.name
-    if not saved:
-        meta = f"the meta.pkl that the model was trained with to data/{dataset}"
-        message += f", that of {dataset}; copy {meta}"
-    raise UserError(message)
+    name, meta = tokenizer.name, "the meta.pkl that the model was trained with"
+    hint = "" if saved else f", that of {dataset}; copy {meta} to data/{dataset}"
+    sizes = f"the model has a vocabulary of {size:,}, but the tokenizer is {name}"
+    raise UserError(f"{checkpoint.path}: {sizes}{hint}")
 
 
 # The Hugging Face hub
