@@ -8,10 +8,9 @@ import pytest
 
 from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
-from folio.training.optimizers import learning_rate_at
 from folio.training.setup import model_config
 from model import GPT
-from train import TrainConfig
+from train import TrainConfig, learning_rate_at
 
 pytestmark = pytest.mark.usefixtures("text_size")
 CONFIG = Path(__file__).parent.parent / "config"

@@ -36,7 +36,7 @@ def after_calls(monkeypatch, name, number, act):
     monkeypatch.setattr(Trainer, name, wrapped)
 
 
-def interrupted(*flags, number=signal.SIGTERM, name="update", calls=1):
+def interrupted(*flags, number=signal.SIGTERM, name="clip_and_step", calls=1):
     """Trains until a signal arrives after so many calls of a method of Trainer."""
     with pytest.MonkeyPatch.context() as patch:
         after_calls(patch, name, calls, lambda: os.kill(os.getpid(), number))
@@ -229,8 +229,8 @@ def test_run_that_cannot_start_changes_nothing(verse):
 def test_disk_that_is_full_for_a_while_costs_no_progress(verse, monkeypatch, limit_files, capsys):
     settings = {"max_iters": 9, "checkpoint_interval": 1}
     train.main(tiny.flags(out_dir="out-whole", **settings))
-    after_calls(monkeypatch, "gradient", 2, lambda: limit_files(LIMIT))
-    after_calls(monkeypatch, "update", 4, lambda: limit_files(-1))
+    after_calls(monkeypatch, "forward_backward", 2, lambda: limit_files(LIMIT))
+    after_calls(monkeypatch, "clip_and_step", 4, lambda: limit_files(-1))
     train.main(tiny.flags(**settings))
     assert tiny.differences("out", "out-whole") == []
     warnings = capsys.readouterr().err.splitlines()
@@ -245,7 +245,7 @@ def test_disk_that_is_full_at_the_start_or_the_end_is_an_error(verse, monkeypatc
         train.main(tiny.flags())
     assert run_files() == ["log.jsonl"]
     limit_files(-1)
-    after_calls(monkeypatch, "gradient", 5, lambda: limit_files(LIMIT))
+    after_calls(monkeypatch, "forward_backward", 5, lambda: limit_files(LIMIT))
     with error:
         train.main(tiny.flags())
     assert tiny.saved("last.pt")["iter_num"] in (0, 3)

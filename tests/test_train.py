@@ -24,23 +24,18 @@ from folio.data.batches import (
     Split,
     dropout_seed,
     evaluation_starts,
-    to_device,
     window_starts,
 )
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import GPT2Tokenizer
-from folio.hardware.device import choose_machine
 from folio.training.setup import model_config
 from model import GPTConfig
 
-CPU = choose_machine("cpu", "float32", False)
 
-
-def new_learner(settings=None, dropout=0.0):
+def new_trainer(settings=None, dropout=0.0):
+    """Returns a Trainer for 65 tokens, without a dataset."""
     config = GPTConfig(**tiny.SHAPE, vocab_size=65, dropout=dropout)
-    trainer = train.Trainer(config, settings or tiny.settings(), CPU)
-    trainer.init_weights()
-    return trainer
+    return train.Trainer(tiny.plan_of(config, settings or tiny.settings()))
 
 
 def random_ids(count):
@@ -64,10 +59,10 @@ def same_weights(out_dir, other):
 def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     ids = random_ids(200)
     settings = tiny.settings(gradient_accumulation_steps=2, grad_clip=grad_clip, seed=3)
-    trainer = new_learner(settings)
+    trainer = new_trainer(settings)
     reference = copy.deepcopy(trainer.model)
-    loss, norm = trainer.gradient(Batches(Split(ids, "cpu"), settings).at(0), step=0)
-    trainer.update(norm, lr=0.01)
+    loss, norm = trainer.forward_backward(Batches(Split(ids, "cpu"), settings).at(0), step=0)
+    trainer.clip_and_step(norm, lr=0.01)
 
     expected = reference(*rows_at(ids, window_starts(3, 0, 8, len(ids) - 8)))
     expected.backward()
@@ -95,16 +90,14 @@ def test_run_does_not_depend_on_micro_batches(verse, batch_size, accumulation):
 
 
 def test_the_temperature_divides_the_logits_in_training_only():
-    trainer, split = (
-        new_learner(tiny.settings(train_temperature=0.5)),
-        Split(random_ids(200), "cpu"),
-    )
+    trainer = new_trainer(tiny.settings(train_temperature=0.5))
+    split = Split(random_ids(200), "cpu")
     trainer.model.lm_head.weight.data *= 20  # predictions far from uniform
     x, y = next(iter(Batches(split, trainer.settings).at(0)))
     logits = trainer.model.logits(x).flatten(0, 1)
     expected = [F.cross_entropy(each, y.flatten()).item() for each in (logits / 0.5, logits)]
     assert expected[0] > expected[1] + 0.1
-    loss, _ = trainer.gradient([(x, y)], step=0)
+    loss, _ = trainer.forward_backward([(x, y)], step=0)
     assert loss.item() == pytest.approx(expected[0])
     starts = evaluation_starts(split, trainer.settings)
     whole = trainer.model(*split.windows(starts, 8)).item()
@@ -124,7 +117,7 @@ def test_dropout_differs_between_steps_and_is_reproducible(verse):
 
 @pytest.mark.parametrize(("n_tokens", "windows"), [(9, 1), (40, 4), (41, 5), (201, 25)])
 def test_evaluation_is_the_mean_loss_of_windows_that_cover_the_split(n_tokens, windows):
-    ids, trainer = random_ids(n_tokens), new_learner(tiny.settings(eval_iters=100), dropout=0.5)
+    ids, trainer = random_ids(n_tokens), new_trainer(tiny.settings(eval_iters=100), dropout=0.5)
     starts = np.linspace(0, n_tokens - 9, windows).astype(int)
     assert (np.diff(starts) >= 8).all()
     expected = trainer.model.eval()(*rows_at(ids, starts)).item()
@@ -134,7 +127,7 @@ def test_evaluation_is_the_mean_loss_of_windows_that_cover_the_split(n_tokens, w
 
 def test_eval_iters_limits_the_windows_and_spreads_them_over_the_split():
     ids = np.repeat(np.array([0, 1], np.uint16), 500)
-    trainer, inputs = new_learner(tiny.settings(eval_iters=2)), []
+    trainer, inputs = new_trainer(tiny.settings(eval_iters=2)), []
     trainer.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     trainer.split_loss(Split(ids, "cpu"))
     assert [tuple(x.shape) for x in inputs] == [(4, 8), (4, 8)]
@@ -144,21 +137,18 @@ def test_eval_iters_limits_the_windows_and_spreads_them_over_the_split():
 
 def test_perplexity_and_bits_per_byte_follow_from_the_validation_loss(folder):
     tiny.prepare_verse(text="äö ü" * 200)  # 7 bytes in 4 characters
-    losses = new_learner().evaluate(to_device(load_dataset("verse"), "cpu"), 0)
+    losses = tiny.new_trainer().evaluate()
     assert losses["perplexity"] == pytest.approx(math.exp(losses["loss"]))
     assert losses["bits_per_byte"] == pytest.approx(losses["loss"] / math.log(2) * 4 / 7)
 
 
 def test_bits_per_byte_are_those_of_the_evaluated_targets(folder):
     tiny.prepare_verse(text="ä" * 3600 + "ab" * 180 + "äu" * 19 + "uä")
-    changes = {"eval_iters": 1, "batch_size": 2}
-    trainer, dataset = (
-        new_learner(tiny.settings(**changes)),
-        to_device(load_dataset("verse"), "cpu"),
-    )
+    trainer = tiny.new_trainer(eval_iters=1, batch_size=2)
+    dataset = trainer.plan.dataset
     starts, ids = [0, len(dataset.val) - 9], dataset.val.ids
     text = "".join(dataset.tokenizer.decode(ids[at + 1 : at + 9]) for at in starts)
-    losses = trainer.evaluate(dataset, 0)
+    losses = trainer.evaluate()
     expected = 16 * losses["loss"] / math.log(2) / len(text.encode())
     assert len(text) == 16
     assert len(text.encode()) == 20

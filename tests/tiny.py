@@ -10,13 +10,16 @@ import torch
 import prepare
 import train
 from folio.checkpoint.format import Checkpoint, Progress, save_checkpoint
+from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
 from folio.data.corpus import Corpus
 from folio.data.encoding import encode_corpus
 from folio.data.sources import Chunk, Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
 from folio.data.writer import dataset_writer
+from folio.hardware.device import choose_machine
 from folio.training.optimizers import make_optimizers
+from folio.training.setup import Plan, make_plan
 from model import GPT, GPTConfig
 
 VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
@@ -90,6 +93,17 @@ def flags(**settings):
 def settings(**changes):
     """Returns SETTINGS with changes, as a TrainConfig."""
     return load_settings(train.TrainConfig, flags(**changes))
+
+
+def new_trainer(**changes):
+    """Returns the Trainer of SETTINGS with changes, as train.main makes it."""
+    return train.Trainer(make_plan(settings(**changes)))
+
+
+def plan_of(config, settings, dataset=None, machine=None):
+    """Returns a Plan without files, on a CPU by default."""
+    machine = machine or choose_machine("cpu", "float32", False)
+    return Plan(settings, config, dataset, machine, RunDir("out"))
 
 
 def prepare_verse(name="verse", text=VERSE * 20):

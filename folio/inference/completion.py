@@ -10,6 +10,7 @@ import torch
 from folio.checkpoint.format import build_model
 from folio.cli.errors import UserError
 from folio.cli.files import read_text
+from folio.distributed.sharding import unshard
 from folio.hardware.compile import optimize_for_inference, step_accelerator
 from folio.hardware.device import DTYPES, Machine, choose_machine, device_type, limit_threads
 from folio.hardware.kernels import disable_cudnn_attention
@@ -158,7 +159,7 @@ def sample_text(model, tokenizer, seed):
     controls = Controls(temperature=0.8, top_k=200)
     model.eval()
     tokens = generate(model, [prompt], [seed], controls, 200, vocab_size=tokenizer.vocab_size)
-    with disable_cudnn_attention(model.transformer.wte.weight.device):
+    with unshard(model), disable_cudnn_attention(model.transformer.wte.weight.device):
         text = tokenizer.decode([int(ids) for ids, _ in tokens])
     model.train()
     return text.strip()

@@ -116,8 +116,8 @@ def test_resuming_is_exact_and_samples_are_those_of_one_process(verse, parallel)
     trained(2, init_from="resume", parallel=parallel, **settings)
     assert not tiny.differences("out", "whole", names=["last.pt"])
     assert samples_printed() == {step: texts[step] for step in ("3", "6")}
-    run = train.setup(tiny.settings(**settings))
-    expected = sample_text(run.trainer.model, run.dataset.tokenizer, run.settings.seed)
+    trainer = tiny.new_trainer(**settings)
+    expected = sample_text(trainer.model, verse.tokenizer, trainer.settings.seed)
     assert texts["0"] == expected
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies
 import train
 from folio.checkpoint.format import Progress
 from folio.cli.errors import UserError
-from folio.data.batches import to_device
 from folio.training import budget
 from folio.training.budget import (
     fit_to_minutes,
@@ -37,9 +36,8 @@ def fitted(verse, resumed=None, **changes):
     """Returns the settings of a run after fit_to_minutes, and its progress."""
     requested = tiny.settings(**SETTINGS | changes)
     progress = resumed.progress if resumed else Progress()
-    run = train.Run(requested, requested, None, verse, None, progress, resumed)
-    fit_to_minutes(run)
-    return run.settings, progress
+    plan = SimpleNamespace(settings=requested, dataset=verse, resumed=resumed)
+    return fit_to_minutes(SimpleNamespace(plan=plan, progress=progress)), progress
 
 
 def counts(settings):
@@ -108,12 +106,11 @@ def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_sec
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_measuring_does_not_change_a_learner(verse, optimizer):
-    settings = tiny.settings(optimizer=optimizer, dropout=0.1, minutes=1e-3)
-    run = train.setup(settings)
-    before = copy.deepcopy(run.trainer.state_dict())
-    assert seconds_per_step(settings, run.trainer, to_device(verse, "cpu")) > 0
-    assert tiny.same(run.trainer.state_dict(), before)
+def test_measuring_does_not_change_the_state(verse, optimizer):
+    trainer = tiny.new_trainer(optimizer=optimizer, dropout=0.1, minutes=1e-3)
+    before = copy.deepcopy(trainer.state_dict())
+    assert seconds_per_step(trainer) > 0
+    assert tiny.same(trainer.state_dict(), before)
 
 
 def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):

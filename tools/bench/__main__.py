@@ -92,11 +92,11 @@ from folio.hardware.device import device_type, resolve_device
 from folio.inference.compiled import compiled_step
 from folio.inference.completion import load_trained
 from folio.pretrained.load import load_best
-from folio.training.setup import model_config
+from folio.training.setup import make_plan, model_config
 from model import GPT
 from sample import SampleConfig, completions_of, continued, read_inputs
 from tools.plot.table import aligned
-from train import TrainConfig, setup
+from train import TrainConfig, Trainer
 
 
 def main(argv=None):
@@ -252,13 +252,14 @@ def read_figures(lines, command, target=None):
 
 def profile_training(arguments):
     """Prints the time of a step of train.py by operation."""
-    run = setup(load_settings(TrainConfig, arguments, {"device": resolve_device}))
-    trainer, batches = run.trainer, Batches(run.dataset.train, run.settings)
+    settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
+    trainer = Trainer(make_plan(settings))
+    batches = Batches(trainer.plan.dataset.train, settings)
 
     def train_steps():
         for step in range(STEPS):
-            _, norm = trainer.gradient(batches.at(step), step)
-            trainer.update(norm, run.settings.learning_rate)
+            _, norm = trainer.forward_backward(batches.at(step), step)
+            trainer.clip_and_step(norm, settings.learning_rate)
 
     print_profile(trainer.machine, train_steps, STEPS)
 
