@@ -164,6 +164,22 @@ def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
     assert "stopped at step 2, saved in out/last.pt; to continue" in str(stop)
 
 
+def test_a_signal_during_a_step_discards_it(verse):
+    settings = {"gradient_accumulation_steps": 4, "dropout": 0.3}
+    train.main(tiny.flags(out_dir="out-whole", **settings))
+    evaluation = 2 * 4  # batches of both splits
+    with pytest.MonkeyPatch.context() as patch:
+        after_calls(
+            patch, "loss", evaluation + 2 * 4 + 2, lambda: signal.raise_signal(signal.SIGINT)
+        )
+        after_calls(patch, "loss", evaluation + 2 * 4 + 3, lambda: pytest.fail("too late"))
+        with pytest.raises(Interrupted):
+            train.main(tiny.flags(**settings))
+    assert tiny.saved("last.pt")["iter_num"] == 2
+    train.main(tiny.flags(init_from="resume", **settings))
+    assert tiny.differences("out", "out-whole") == []
+
+
 @pytest.mark.parametrize("number", [None, signal.SIGINT])  # Ctrl-C ends a reader, too
 def test_run_stops_and_is_saved_if_the_reader_of_its_output_exits(verse, number):
     def write(text, **_):
