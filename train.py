@@ -251,8 +251,8 @@ class Trainer:
     def loss(self, x, y, temperature=1.0):
         """Returns the mean loss of a micro-batch, a scalar tensor. x, y: (B, T) int64.
 
-        Raises StopRequested after a stop signal. This is the only place where a run reacts to one,
-        so it stops between two micro-batches, and weights change only in complete steps.
+        Raises StopRequested after a stop signal. A run reacts to signals only here, so it stops
+        between two micro-batches, with the weights of the last complete step.
         """
         self.stop.check(self.world)
         with self.machine.autocast():

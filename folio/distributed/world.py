@@ -86,11 +86,10 @@ class World:
             if self.size == 1:
                 raise
             message = str(error)
-        messages = self.gather(message)
-        rank = next((rank for rank, text in enumerate(messages) if text), None)
-        if rank is None:
-            return result
-        raise UserError(f"rank {rank}: {messages[rank]}" if rank else messages[0])
+        for rank, message in enumerate(self.gather(message)):
+            if message:
+                raise UserError(f"rank {rank}: {message}" if rank else message)
+        return result
 
     def check_same(self, values):
         """Raises UserError unless all processes pass the same {name: plain data}."""
@@ -111,7 +110,7 @@ SINGLE_PROCESS = World()
 
 @contextmanager
 def process_group(device):
-    """A context with the World of this process, on the given device or its share of the GPUs.
+    """A context with the World of this process, on the given device or on its own GPU.
 
     Raises UserError if the processes cannot connect, RankError if one of them ends unexpectedly.
     """

@@ -36,23 +36,26 @@ def fit_to_minutes(trainer):
 
 def steps_per_evaluation(settings, dataset):
     """Returns how many training steps take as long as an evaluation."""
-    most = settings.eval_iters * settings.batch_size * settings.block_size
-    tokens = sum(min(len(split), most) for split in (dataset.train, dataset.val))
+    limit = settings.eval_iters * settings.batch_size * settings.block_size
+    tokens = sum(min(len(split), limit) for split in (dataset.train, dataset.val))
     return FORWARD_FRACTION * tokens / settings.tokens_per_step
 
 
 def steps_within(settings, step_s, cost):
-    """Returns how many of max_iters steps fit into the budget. Prints the time they take.
+    """Returns how many of max_iters steps fit into --minutes. Prints the time they take.
 
-    `step_s`: seconds per step; `cost`: see steps_per_evaluation.
+    Args:
+        step_s: seconds per step.
+        cost: see steps_per_evaluation.
     """
-    budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, besides two evaluations
+    budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, without two evaluations
     if budget < 1:
         raise UserError(
             f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
             f"evaluations of {cost * step_s:.2g} s: increase it, or decrease --eval_iters"
         )
-    # with_max_iters: n steps have sqrt(n * max_iters) / eval_interval evaluations besides
+    # with_max_iters makes sqrt(n * max_iters) / eval_interval more evaluations in n steps. So the
+    # largest n is the solution of n + 2 * half * sqrt(n) = budget.
     half = cost * sqrt(settings.max_iters) / settings.eval_interval / 2
     steps = max(1, int(min((sqrt(half**2 + budget) - half) ** 2, settings.max_iters)))
     fitted = with_max_iters(steps, settings)
@@ -69,11 +72,12 @@ def with_max_iters(max_iters, settings):
     """
     if max_iters is None:
         return settings
-    part = Fraction(max_iters, settings.max_iters)
-    counts = {name: getattr(settings, name) for name in STEP_COUNTS}
-    counts = {name: n and ceil(n * part) for name, n in counts.items()}
-    interval = ceil(settings.eval_interval * sqrt(part))
-    return dataclasses.replace(settings, **counts, eval_interval=interval)
+    fraction = Fraction(max_iters, settings.max_iters)
+    changes = {"eval_interval": ceil(settings.eval_interval * sqrt(fraction))}
+    for name in STEP_COUNTS:
+        if count := getattr(settings, name):  # not None or 0
+            changes[name] = ceil(count * fraction)
+    return dataclasses.replace(settings, **changes)
 
 
 def seconds_per_step(trainer):
