@@ -79,16 +79,16 @@ class World:
 
         The function must not communicate.
         """
-        result = message = None
+        result = own_error = None
         try:
             result = function(*args)
         except UserError as error:
             if self.size == 1:
                 raise
-            message = str(error)
-        for rank, message in enumerate(self.gather(message)):
-            if message:
-                raise UserError(f"rank {rank}: {message}" if rank else message)
+            own_error = str(error)
+        for rank, error in enumerate(self.gather(own_error)):
+            if error:
+                raise UserError(f"rank {rank}: {error}" if rank else error)
         return result
 
     def check_same(self, values):
