@@ -76,7 +76,7 @@ def test_copy_has_equal_values_of_its_own():
     tree = {"a": [tensor, tensor.T, {"b": tensor[0]}], "c": (1, "x"), "d": [0.5], "e": None}
     copied = host_copy(tree)
     assert tiny.same(copied, tree)
-    before = [each.clone() for each in copied["a"][:2]]
+    before = [tensor.clone() for tensor in copied["a"][:2]]
     tensor += 1
     tree["d"].append(1)
     assert tiny.same(copied["a"][:2], before)
