@@ -11,7 +11,7 @@ class RankError(UserError):
     """An error that concerns one process, which prints it itself, whatever its rank."""
 
 
-def nearest(name, known, otherwise=""):
+def suggest(name, known, otherwise=""):
     """Returns '; did you mean NAME?' for the closest of `known`, or else `otherwise`."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else otherwise
