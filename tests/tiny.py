@@ -149,7 +149,7 @@ def write_run(name, losses, bits=(), **settings):
     Path(name, "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def saved(name="ckpt.pt", out_dir="out"):
+def load(name="ckpt.pt", out_dir="out"):
     """Returns the plain content of a checkpoint."""
     return torch.load(Path(out_dir, name), weights_only=True)
 
@@ -210,14 +210,14 @@ STATE = (
 TIMES = ("elapsed_s", "tokens_per_s", "mfu", "peak_memory_gib")
 
 
-def same(a, b):
+def equal(a, b):
     """Whether two values of plain data and tensors are bit-identical."""
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(equal, a, b))
     return a == b
 
 
@@ -225,8 +225,8 @@ def differences(out_dir, other, names=("ckpt.pt", "last.pt")):
     """Returns which parts of two folders' checkpoints and logs (without times) differ."""
     found = []
     for name in names:
-        mine, theirs = saved(name, out_dir), saved(name, other)
-        found += [f"{name} {key}" for key in STATE if not same(mine[key], theirs[key])]
+        mine, theirs = load(name, out_dir), load(name, other)
+        found += [f"{name} {key}" for key in STATE if not equal(mine[key], theirs[key])]
     if untimed_log(out_dir) != untimed_log(other):
         found.append("log.jsonl")
     return found
