@@ -65,7 +65,7 @@ def assert_ends_like_an_uninterrupted_run(flags, settings):
     assert_ends(start(flags), 0)
     train.main(tiny.flags(out_dir="out-whole", **settings))
     assert tiny.differences("out", "out-whole") == []
-    assert sorted(os.listdir("out")) == [files.LOCK, "ckpt.pt", "last.pt", "log.jsonl"]
+    assert sorted(os.listdir("out")) == [files.LOCK_FILE, "ckpt.pt", "last.pt", "log.jsonl"]
 
 
 def test_run_killed_around_renames_ends_like_an_uninterrupted_one(verse):

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 import train
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK
+from folio.cli.files import LOCK_FILE
 from folio.cli.process import SIGPIPE, Interrupted
 from folio.training import tracking
 from train import Trainer
@@ -46,7 +46,7 @@ def interrupted(*flags, number=signal.SIGTERM, name="update", calls=1):
 
 
 def run_files(folder="out"):
-    return sorted(set(os.listdir(folder)) - {LOCK})
+    return sorted(set(os.listdir(folder)) - {LOCK_FILE})
 
 
 def contents(folder="out"):
@@ -217,7 +217,7 @@ def test_run_that_cannot_start_changes_nothing(verse):
         train.main(tiny.flags(block_size=1024))
     in_use = pytest.raises(UserError, match="another process is writing to out")
     for init_from in ("scratch", "resume"):
-        with FileLock(Path("out", LOCK)), in_use:
+        with FileLock(Path("out", LOCK_FILE)), in_use:
             train.main(tiny.flags(init_from=init_from))
     assert contents() == before
     assert not Path("out.1").exists()
