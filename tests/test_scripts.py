@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import tiny
 
 import model
 from prepare import PrepareConfig
@@ -154,3 +155,9 @@ def test_the_settings_of_the_model_are_those_of_gptconfig():
             assert typing.get_args(types[name]) == tuple(model.CHOICES[name])
         else:
             assert types[name] == kind
+
+
+def test_the_switches_of_the_tests_are_those_of_gptconfig():
+    defaults = {field.name: field.default for field in fields(model.GPTConfig)}
+    assert tiny.SWITCHES.keys() == defaults.keys() - tiny.SMALL.keys() - {"bias", "dropout"}
+    assert not [name for name, value in tiny.SWITCHES.items() if value == defaults[name]]
