@@ -109,8 +109,8 @@ def test_the_top_level_has_the_four_scripts():
 def python(code, folder):
     """Runs code with the repository on the path. Returns exit status, stdout and stderr."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
+    return process.returncode, process.stdout.decode(), process.stderr.decode()
 
 
 @pytest.mark.slow

@@ -109,9 +109,10 @@ class Flag(NamedTuple):
 
 
 def parse_arguments(settings_class, argv=None, choose=None):
-    """Returns a Flag or the Path of a config file for each argument. Config files are not run.
+    """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
 
-    Prints the help text and exits if it is requested. Raises UserError for invalid arguments.
+    All operands together are one Flag, the last. Prints the help text and exits if it is requested.
+    Raises UserError for invalid arguments.
     """
     remaining = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(remaining):
@@ -235,9 +236,9 @@ def _options(annotation):
 
 
 def _run_config_file(path, fields, readable, choose):
-    """Returns the values of all settings after running a config file, checked.
+    """Runs a config file. Returns the values of all settings afterward, checked.
 
-    `readable`: {name: value} of the settings, which are its global names at the start.
+    `readable`: the values of the settings before, which it can read as global names.
     """
     try:
         names = runpy.run_path(str(path), init_globals=readable)

@@ -220,8 +220,8 @@ def test_any_arguments_give_settings_or_a_user_error(argv):
         settings = load_settings(Settings, argv)
     except UserError:
         return
-    again = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
-    assert load_settings(Settings, again) == settings
+    flags = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
+    assert load_settings(Settings, flags) == settings
 
 
 # Help
