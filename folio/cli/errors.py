@@ -12,10 +12,7 @@ class RankError(UserError):
 
 
 def suggest(name, known, otherwise=""):
-    """Returns '; did you mean NAME?' with the name in `known` that is most similar to `name`.
-
-    Returns `otherwise` if none is similar.
-    """
+    """Returns '; did you mean NAME?' with the most similar name in `known`, or else `otherwise`."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else otherwise
 
