@@ -6,19 +6,16 @@
     python train.py config/finetune_shakespeare.py --init_from=gpt2
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-This file has, in order: the settings, setup, the training loop, and Trainer, which holds the model
-and the optimizers. Checkpoints and log.jsonl go to out_dir.
+This file has, in order: the settings, the training loop, and Trainer, which holds the model and the
+optimizers. Checkpoints and log.jsonl go to out_dir.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from folio.cli import process
-from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 
 @dataclass(frozen=True)
@@ -105,9 +102,9 @@ class TrainConfig:
 
     def __post_init__(self):
         if not self.out_dir:
-            raise UserError("out_dir must not be empty")
+            raise ValueError("out_dir must not be empty")
         if self.decay_lr and (self.min_lr or 0) > (lr := self.learning_rate):
-            raise UserError(f"min_lr={self.min_lr} must not be greater than learning_rate={lr}")
+            raise ValueError(f"min_lr={self.min_lr} must not be greater than learning_rate={lr}")
 
     @property
     def tokens_per_step(self):
@@ -120,291 +117,207 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from folio.checkpoint.format import Checkpoint, Progress, load_weights
-from folio.checkpoint.run_dir import RunDir
+from folio.checkpoint.format import Progress
 from folio.checkpoint.saving import Saver
-from folio.data.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts, to_device
-from folio.data.dataset import Dataset, load_dataset
-from folio.distributed.sharding import (
-    assign,
-    average_gradients,
-    full_tensor,
-    replicate,
-    shard_model,
-    unshard,
-)
-from folio.distributed.world import SINGLE_PROCESS, process_group
-from folio.hardware.compile import compile_model
-from folio.hardware.device import (
-    choose_machine,
-    device_type,
-    read_later,
-    resolve_device,
-    uses_cuda_graphs,
-)
-from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import (
-    check_memory,
-    explain_out_of_memory,
-    keep_freed_memory,
-    memory_advice,
-    recompute_activations,
-)
+from folio.data.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts
+from folio.distributed.sharding import average_gradients, full_tensor
+from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
 from folio.inference.completion import sample_text
-from folio.pretrained.load import crop, load_start
 from folio.training.budget import fit_to_minutes
-from folio.training.distillation import Distillation, load_teachers
-from folio.training.optimizers import (
-    DivergenceMonitor,
-    learning_rate_at,
-    make_optimizers,
-    restore_optimizers,
-)
-from folio.training.setup import check_parallel, plan_model
+from folio.training.optimizers import DivergenceMonitor, make_optimizers, restore_optimizers
+from folio.training.setup import make_forward, make_model, make_plan, start_processes
 from folio.training.tracking import (
+    Tracking,
     evaluation_line,
     print_end,
     print_finished,
     print_start,
-    recorded,
 )
-from model import GPT
 
 
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
-    advice = memory_advice(settings)
-    with process_group(settings.device) as world, explain_out_of_memory(world.device, advice):
-        run = setup(settings, world)
+    with start_processes(settings) as world:
+        plan = make_plan(settings, world)  # reads and checks everything; writes nothing
+        print_start(plan)
+        trainer = Trainer(plan)
         if settings.eval_only:
-            losses = run.trainer.evaluate(run.dataset, run.progress.step)
-            print(evaluation_line(run.progress.step, losses))
+            print(evaluation_line(trainer.progress.step, trainer.evaluate()))
             return
-        fit_to_minutes(run)
-        if run.progress.is_finished(run.settings):
-            print_finished(run)
+        trainer.settings = fit_to_minutes(trainer)
+        if trainer.progress.is_finished(trainer.settings):
+            print_finished(trainer)
         else:
-            train(run)
+            train(trainer)
 
 
-# Setup
+def train(trainer):
+    """Trains until max_iters, until patience is exhausted, or until a stop is requested."""
+    with trainer.stop, Tracking(trainer) as tracking, Saver(trainer, tracking) as saver:
+        try:
+            run_steps(trainer, tracking, saver)
+        except process.StopRequested as request:  # the weights are those of the last step
+            saver.save_and_stop(request.number)
+            return
+    print_end(trainer)
 
 
-@dataclass
-class Run:
-    """A training run. `dataset` has a Split per split."""
+def run_steps(trainer, tracking, saver):
+    """The training loop. Raises StopRequested if it ends before the run is finished."""
+    settings, plan, progress = trainer.settings, trainer.plan, trainer.progress
+    batches = Batches(plan.dataset.train, settings, plan.world)
+    while True:
+        step = progress.step
+        lr = learning_rate_at(step, settings)
 
-    requested: TrainConfig  # resolved for the machine
-    settings: TrainConfig  # the same with the steps that fit into --minutes
-    run_dir: RunDir
-    dataset: Dataset
-    trainer: "Trainer"
-    progress: Progress
-    resumed: Checkpoint | None = None
+        # Evaluate and save. A resumed run does not repeat the evaluation at its first step.
+        is_due = step % settings.eval_interval == 0 or step >= settings.max_iters
+        if is_due and progress.evaluated < step:
+            with tracking.pause():
+                losses = trainer.evaluate()
+                tracking.log_evaluation(step, losses, lr)
+                saver.save_evaluation(losses["loss"])  # to ckpt.pt if it is the best
+        elif settings.checkpoint_interval and step % settings.checkpoint_interval == 0:
+            with tracking.pause():
+                saver.save()  # to last.pt
 
+        if step >= (settings.stop_at or math.inf):
+            raise process.StopRequested
+        is_finished = progress.is_finished(settings)  # max_iters is reached, or patience exhausted
+        if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
+            with tracking.pause():
+                text = sample_text(trainer.model, plan.dataset.tokenizer, settings.seed)
+                tracking.say(f"sample at step {step}:\n{text}\n")
+        if is_finished:
+            return
 
-def setup(settings, world=SINGLE_PROCESS):
-    """Returns the Run that the settings describe. Writes no files."""
-    run_dir = RunDir(settings.out_dir)
-    settings, config, dataset, *starts = world.together(plan, settings, run_dir, world)
-    resumed, initial, teachers = starts
-    where = resumed and resumed.progress
-    world.check_same({"command": settings, "dataset": dataset.fingerprint, "checkpoint": where})
-    keep_freed_memory()
-    machine = choose_machine(world.device or settings.device, settings.dtype, settings.compile)
-    settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
-    trainer = Trainer(config, settings, machine, world)
-    print_start(settings, dataset, trainer)
-    if resumed:
-        trainer.load_state_dict(resumed)
-    elif initial:
-        world.together(crop, initial, config.block_size)
-        world.together(load_weights, trainer.model, initial)
-    else:
-        trainer.init_weights()
-    if start := resumed or initial:
-        start.weights, start.optimizers = {}, {}  # the trainer has them
-    dataset = to_device(dataset, machine.device)
-    trainer.make_forward(dataset.train, teachers)
-    progress = resumed.progress if resumed else Progress()
-    return Run(settings, settings, run_dir, dataset, trainer, progress, resumed)
+        loss, grad_norm = trainer.forward_backward(batches.at(step), step)
+        trainer.clip_and_step(grad_norm, lr)
+        tracking.log_step(step, loss, grad_norm, lr)  # raises UserError if the loss is not finite
+        progress.step += 1
 
 
-def plan(settings, run_dir, world):
-    """Reads and checks the dataset and the checkpoints.
-
-    Returns (settings, GPTConfig, Dataset, *load_start(…), load_teachers(…)).
-    """
-    check_parallel(settings, world.size)
-    dataset = load_dataset(settings.dataset)
-    resumed, initial = load_start(settings.init_from, run_dir)
-    settings, config = plan_model(settings, dataset, resumed, initial)
-    dataset.check_length(config.block_size)
-    check_memory(config, settings, world.size)
-    if settings.sample_interval:
-        dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
-    teachers = load_teachers(settings, config, dataset.tokenizer)
-    return settings, config, dataset, resumed, initial, teachers
-
-
-# Training loop
-
-
-def train(run):
-    """Trains until max_iters, or until patience is exhausted, and saves the state along the way."""
-    settings, trainer, progress = run.settings, run.trainer, run.progress
-    world, batches = trainer.world, Batches(run.dataset.train, settings, trainer.world)
-    with (
-        process.StopSignal(world.is_launched) as stop,
-        world.entered(recorded(run, stop)) as tracking,
-        Saver(run, tracking) as saver,
-    ):
-        while True:
-            lr = learning_rate_at(progress.step, settings)
-            if progress.needs_evaluation(settings):
-                with tracking.paused():
-                    if losses := trainer.evaluate(run.dataset, progress.step, stop):
-                        tracking.evaluated(progress.step, losses, lr)
-                        saver.evaluated(losses["loss"])
-            if stop or progress.step >= (settings.stop_at or math.inf):
-                break
-            done = progress.is_finished(settings)
-            if settings.sample_interval and (done or progress.is_due(settings.sample_interval)):
-                with tracking.paused(), unshard(trainer.model):
-                    text = sample_text(trainer.model, run.dataset.tokenizer, settings.seed)
-                    tracking.say(f"sample at step {progress.step}:\n{text}\n")
-            if done:
-                break
-            loss, grad_norm = trainer.gradient(batches.at(progress.step), progress.step, stop)
-            if progress.is_due(settings.log_interval):
-                trainer.divergence.check()
-            is_saved = progress.evaluated == progress.step
-            if progress.is_due(settings.checkpoint_interval) and not is_saved:
-                with tracking.paused():  # after the gradient, which save() checks
-                    saver.save()
-            trainer.update(grad_norm, lr)
-            tracking.stepped(progress.step, loss, grad_norm, lr)
-            progress.step += 1
-        if not progress.is_finished(settings):
-            return saver.stopped(stop)
-    return print_end(run)
+def learning_rate_at(step, settings):
+    """Returns the learning rate of a step: linear warmup, then cosine decay to min_lr."""
+    if not settings.decay_lr:
+        return settings.learning_rate
+    end = settings.max_iters if settings.lr_decay_iters is None else settings.lr_decay_iters
+    low = settings.learning_rate / 10 if settings.min_lr is None else settings.min_lr
+    if step < settings.warmup_iters:
+        return settings.learning_rate * (step + 1) / (settings.warmup_iters + 1)
+    if step >= end:
+        return low
+    progress = (step - settings.warmup_iters) / (end - settings.warmup_iters)
+    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Trainer:
-    """The model, its optimizers and loss scaler on a machine, possibly one of several processes."""
+    """The state of a run: model, optimizers, loss scaler and progress; and what changes it."""
 
-    def __init__(self, config, settings, machine, world=SINGLE_PROCESS):
-        """Weights are uninitialized until init_weights() or load_state_dict()."""
-        self.settings, self.machine, self.world = settings, machine, world
-        self.is_sharded = settings.parallel == "fsdp" and world.is_launched
-        self.model = GPT.uninitialized(config, "meta" if self.is_sharded else machine.device)
-        use_fast_kernels(self.model)
-        if settings.activation_checkpointing:
-            recompute_activations(self.model)
-        if self.is_sharded:
-            shard_model(self.model, world, machine.dtype)
-        self.forward = self.model  # see make_forward()
-        self.optimizers = make_optimizers(self.model, settings, world)
-        enabled = machine.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(device_type(machine.device), enabled=enabled)
+    def __init__(self, plan):
+        """The state is new, or that of the checkpoint from which the Plan resumes."""
+        self.plan, self.settings = plan, plan.settings  # main() adapts the settings to --minutes
+        self.world, self.machine = plan.world, plan.machine
+        self.model = make_model(plan)
+        self.optimizers = make_optimizers(self.model, self.settings, self.world)
+        enabled = self.machine.dtype == "float16"
+        self.scaler = torch.amp.GradScaler(device_type(self.machine.device), enabled=enabled)
+        self.progress = Progress()
+        if plan.resumed:
+            self.restore(plan.resumed)
+        self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         self.divergence = DivergenceMonitor()
+        self.stop = process.StopSignal()
 
-    def init_weights(self):
-        """Draws the weights, the same on every device."""
-        torch.manual_seed(self.settings.seed)
-        self.model.init_weights(assign)
-
-    def load_state_dict(self, checkpoint):
-        """Loads weights, moments and loss scale; the next update sets the hyperparameters."""
-        self.world.together(load_weights, self.model, checkpoint)
-        self.world.together(restore_optimizers, self.optimizers, checkpoint)
+    def restore(self, checkpoint):
+        """Continues with a Checkpoint's moments, loss scale and progress."""
+        self.world.call_together(restore_optimizers, self.optimizers, checkpoint)
+        checkpoint.optimizers = {}  # the optimizers have them
         if checkpoint.scaler:
             self.scaler.load_state_dict(checkpoint.scaler)
+        self.progress = checkpoint.progress
 
     def state_dict(self):
         """Returns references to the state. Tensors are sharded if the model is."""
         return {
             "config": self.model.config,
             "weights": self.model.state_dict(keep_vars=True),  # tied weights are one object
-            "optimizers": {name: each.state_dict() for name, each in self.optimizers.items()},
+            "optimizers": {name: opt.state_dict() for name, opt in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
         }
 
-    def make_forward(self, split, teachers=()):
-        """Sets `forward`: the model, compiled if possible, averaging gradients over processes."""
-        if teachers:
-            self.forward = Distillation(self.model, teachers).to(self.machine.device)
-        if self.machine.compile:
-            S, starts = self.settings, np.zeros(self.settings.batch_size, np.int64)
-            batch = *split.windows(starts, S.block_size), S.train_temperature
-            plain, self.forward = self.forward, compile_model(self.forward, self.machine, batch)
-            self.world.check_same({"success of the compiler": self.forward is not plain})
-        if not self.is_sharded:
-            self.forward = replicate(self.forward, self.world)
+    def loss(self, x, y, temperature=1.0):
+        """Returns the mean loss of a micro-batch, a scalar tensor. x, y: (B, T) int64.
 
-    def gradient(self, micro_batches, step, stop=process.NEVER):
-        """Accumulates the gradient of a step's mean loss. Returns (loss, norm), scalar tensors.
+        Raises StopRequested after a stop signal. A run reacts to signals only here, so it stops
+        between two micro-batches, with the weights of the last complete step.
+        """
+        self.stop.check(self.world)
+        with self.machine.autocast():
+            return self.forward(x, y, temperature)
 
-        They are of the whole batch. `stop` learns of signals that other processes have received.
+    def forward_backward(self, micro_batches, step):
+        """Accumulates the gradient of a step's mean loss over its micro-batches.
+
+        Returns (loss, grad_norm), scalar tensors, of all processes together.
         """
         torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
         count = self.settings.gradient_accumulation_steps // self.world.size
         total = torch.zeros((), device=self.machine.device)
         for number, (x, y) in enumerate(micro_batches, start=1):
-            average_gradients(self.forward, number == count)
-            with self.machine.autocast():
-                loss = self.forward(x, y, self.settings.train_temperature) / count
+            average_gradients(self.forward, number == count)  # over processes, in the last one
+            loss = self.loss(x, y, self.settings.train_temperature) / count
             self.scaler.scale(loss).backward()
             total += loss.detach()
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
-        total, stopping = self.world.sum(total, stop.was_received)
-        stop.agree_later(read_later(stopping))
-        mean_loss = total / self.world.size
-        self.divergence.record(step, mean_loss, norm, self.scaler)
-        return mean_loss, norm
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
+        mean_loss = self.world.sum(total) / self.world.size
+        self.divergence.record(step, mean_loss, grad_norm, self.scaler)
+        return mean_loss, grad_norm
 
-    def update(self, norm, lr):
+    def clip_and_step(self, grad_norm, lr):
         """Clips the gradient, whose norm is given, and updates the weights."""
-        if limit := self.settings.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), limit, norm)
-        has_graphs = uses_cuda_graphs(self.machine.compile)
-        set_to_none = self.is_sharded or not (self.world.is_launched or has_graphs)
+        if self.settings.grad_clip:
+            parameters = self.model.parameters()
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, grad_norm)
         # If found_inf is 1, a step changes nothing. scaler.step() would wait for the GPU.
-        found_inf = (~norm.isfinite()).float() if self.scaler.is_enabled() else None
+        found_inf = (~grad_norm.isfinite()).float() if self.scaler.is_enabled() else None
+        # DDP and CUDA graphs keep their gradient tensors.
+        keep = self.world.is_launched or uses_cuda_graphs(self.machine.compile)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             optimizer.found_inf = found_inf
             optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad(set_to_none=self.plan.is_sharded or not keep)
         self.scaler.update()
 
-    def evaluate(self, dataset, step, stop=process.NEVER):
-        """Returns the losses of both splits, or None if a stop is requested during the evaluation.
+    def evaluate(self):
+        """Returns the losses of both splits.
 
         Keys: "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
         "bits_per_byte". Raises UserError if a loss is not finite.
         """
-        shares = [self.split_loss(each, stop) for each in (dataset.train, dataset.val)]
-        train, val, stopping = map(float, self.world.sum(*shares, stop.was_received))
-        stop.agree(stopping)
-        if stop:
-            return None
-        if not math.isfinite(train + val):
+        dataset = self.plan.dataset
+        train_loss = float(self.split_loss(dataset.train))
+        loss = float(self.split_loss(dataset.val))
+        if not math.isfinite(train_loss + loss):
             self.divergence.check()  # an earlier step may be the cause
-            raise self.divergence.error(step, f"train loss {train:.3g}, val loss {val:.3g}")
-        losses = {"train_loss": train, "loss": val, "perplexity": math.exp(min(val, 700))}
-        if size := bytes_per_target(dataset, self.settings):
-            losses["bits_per_byte"] = val / math.log(2) / size
+            values = f"train loss {train_loss:.3g}, val loss {loss:.3g}"
+            raise self.divergence.error(self.progress.step, values)
+        losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
+        if target_bytes := bytes_per_target(dataset, self.settings):
+            losses["bits_per_byte"] = loss / math.log(2) / target_bytes
         return losses
 
     @torch.no_grad()
-    def split_loss(self, split, stop=process.NEVER):
-        """Returns this process's share of the mean loss of the evaluated windows, a scalar tensor.
+    def split_loss(self, split):
+        """Returns the mean loss of the evaluated windows of a split, a scalar tensor.
 
-        Batches are padded with targets that do not count, so that all processes have as many.
+        The processes of a run share the windows. All have as many batches: targets that only fill a
+        batch do not count.
         """
         B, T = self.settings.batch_size, self.settings.block_size
         starts = evaluation_starts(split, self.settings)
@@ -412,17 +325,13 @@ class Trainer:
         total = torch.zeros((), device=self.machine.device)
         self.model.eval()
         for first in range(0, len(starts), self.world.size * B):
-            if stop:
-                break
-            mine = starts[first + self.world.rank * B :][:B]
-            x, y = split.windows(np.resize(mine, B), T)
-            y = y.masked_fill(rows >= len(mine), -1)
-            with self.machine.autocast():
-                loss = self.forward(x, y)
-            if len(mine):
-                total += loss * len(mine)
+            own = starts[first + self.world.rank * B :][:B]
+            x, y = split.windows(np.resize(own, B), T)
+            loss = self.loss(x, y.masked_fill(rows >= len(own), -1))
+            if len(own):
+                total += loss * len(own)
         self.model.train()
-        return total / len(starts)
+        return self.world.sum(total) / len(starts)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The library of prepare.py, train.py and sample.py, with one subpackage for each concern.
 
-A subpackage imports only from those to its left: cli, model <- hardware <- distributed <- data,
-checkpoint <- pretrained, training <- inference <- scripts <- tools.
+A subpackage imports only from those before it, in this order: cli, model.py, hardware, distributed,
+data, checkpoint, pretrained, training, inference, the scripts, tools.
 """

@@ -13,14 +13,12 @@ import tiny
 import torch
 
 import train
-from folio.checkpoint.format import Progress
-from folio.checkpoint.run_dir import RunDir
+from folio.checkpoint.format import Progress, empty_model
 from folio.data.batches import Batches, Split, to_device
 from folio.hardware.device import Machine, choose_machine
 from folio.inference.generate import generate
 from folio.inference.sampling import Controls
 from folio.training.setup import model_config
-from model import GPT
 
 META = Machine("meta", "float32", False, "")
 OPTIONS = {  # beside those of the presets
@@ -52,15 +50,15 @@ def plain_adamw(monkeypatch):
 
 
 def step(trainer, batches, number):
-    _, norm = trainer.gradient(batches.at(number), number)
-    trainer.update(norm, 1e-3)
+    _, norm = trainer.forward_backward(batches.at(number), number)
+    trainer.clip_and_step(norm, 1e-3)
 
 
 @pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
 def test_evaluation_and_sampling_read_no_value(verse, switches):
     settings = tiny.settings(**switches)
     config = model_config(settings, verse.tokenizer)
-    trainer = train.Trainer(config, settings, META)
+    trainer = train.Trainer(tiny.plan_of(config, settings, machine=META))
     assert trainer.split_loss(Split(np.zeros(3000, np.uint16), "meta")).is_meta
     model = trainer.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
@@ -79,13 +77,13 @@ def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimiz
     )
     config = model_config(settings, verse.tokenizer)
     machine = dataclasses.replace(META, dtype=dtype)
-    trainer = train.Trainer(config, settings, machine)
-    trainer.make_forward(verse.train, [GPT.uninitialized(config, "meta")])
-    progress = Progress(step=6, evaluated=6)
-    dataset = to_device(verse, "meta")
+    plan = tiny.plan_of(config, settings, to_device(verse, "meta"), machine)
+    plan.teachers = [empty_model(config, "meta")]
+    trainer = train.Trainer(plan)
+    trainer.progress = Progress(step=6, evaluated=6)
     with pytest.raises(RuntimeError, match="meta"):
-        train.train(train.Run(settings, settings, RunDir("out"), dataset, trainer, progress))
-    assert progress.step == 10
+        train.train(trainer)
+    assert trainer.progress.step == 10
 
 
 @pytest.mark.gpu
@@ -101,8 +99,8 @@ def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches)
         **switches,
     )
     config = model_config(settings, verse.tokenizer)
-    trainer = train.Trainer(config, settings, choose_machine("cuda", dtype, False))
-    trainer.init_weights()
+    machine = choose_machine("cuda", dtype, False)
+    trainer = train.Trainer(tiny.plan_of(config, settings, machine=machine))
     batches = Batches(to_device(verse, "cuda").train, settings)
     assert batches.split.resident is not None
     for number in range(3):

@@ -179,6 +179,11 @@ def _from_plain(plain, path):
 # Use
 
 
+def empty_model(config, device="cpu"):
+    """Returns a GPT with uninitialized weights."""
+    return GPT.uninitialized(config, device)
+
+
 def build_model(checkpoint):
     """Returns the checkpoint's GPT on the CPU, which shares its weights. See load_weights."""
     model = GPT.uninitialized(checkpoint.config)

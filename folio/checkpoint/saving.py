@@ -20,12 +20,12 @@ class Saver:
     rank 0 has a copy and writes.
     """
 
-    def __init__(self, run, tracking):
-        """`run` is a train.Run, `tracking` its Tracking."""
-        self.run, self.tracking = run, tracking
+    def __init__(self, trainer, tracking):
+        """`trainer` is a train.Trainer, `tracking` its Tracking."""
+        self.trainer, self.plan, self.tracking = trainer, trainer.plan, tracking
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.in_flight = None  # future of a write
-        self.before = None  # Progress before the evaluation that the write contains
+        self.progress_before = None  # before the evaluation that the write contains
 
     def __enter__(self):
         return self
@@ -41,71 +41,72 @@ class Saver:
         self._finish_previous()
         self._start(best=False)
 
-    def evaluated(self, val_loss):
-        """Saves after an evaluation: to ckpt.pt if it is the best.
+    def save_evaluation(self, val_loss):
+        """Records the validation loss and saves: to ckpt.pt if it is the best, else to last.pt.
 
         At step 0 and at the end of the run, waits and raises UserError if writing fails.
         """
         self._finish_previous()
-        progress, settings = self.run.progress, self.run.settings
+        progress, settings = self.trainer.progress, self.trainer.settings
         is_best = progress.record(val_loss)
         self._start(best=is_best or settings.always_save_checkpoint)
         must_succeed = progress.step == 0 or progress.is_finished(settings)
         if must_succeed and (message := self._wait()):
             raise UserError(message)
 
-    def stopped(self, stop):
+    def save_and_stop(self, number):
         """Saves the state of a run that is not finished, and waits.
 
-        Raises Interrupted after a stop signal, UserError if writing fails.
+        Raises Interrupted if `number` is that of a signal, UserError if writing fails.
         """
         self.save()
         if message := self._wait():
-            lost = "progress since the last save is lost"
-            raise UserError(f"stopped without saving ({message}): {lost}")
-        how = "--init_from=resume" if stop else "--init_from=resume, without --stop_at"
-        message = f"stopped at step {self.run.progress.step}, saved in {self.run.run_dir.last}"
+            consequence = "progress since the last save is lost"
+            raise UserError(f"stopped without saving ({message}): {consequence}")
+        how = "--init_from=resume" if number else "--init_from=resume, without --stop_at"
+        message = f"stopped at step {self.trainer.progress.step}, saved in {self.plan.run_dir.last}"
         message += f"; to continue, run the same command with {how}"
-        if stop:
-            raise Interrupted(stop.number, message)
+        if number:
+            raise Interrupted(number, message)
         self.tracking.say(message)
 
     def _start(self, best):
         """Copies the state and starts to write it. Raises UserError if the run diverged."""
-        run, is_main = self.run, self.run.trainer.world.is_main
-        run.trainer.divergence.check()
-        run.progress.elapsed_s = self.tracking.elapsed_s()
-        state = host_copy(run.trainer.state_dict(), is_main)
-        if is_main:
+        trainer, plan = self.trainer, self.plan
+        trainer.divergence.check()
+        trainer.progress.elapsed_s = self.tracking.elapsed_s()
+        state = host_copy(trainer.state_dict(), plan.world.is_main)
+        if plan.world.is_main:
             checkpoint = Checkpoint(
-                progress=dataclasses.replace(run.progress),
-                settings=dataclasses.asdict(run.requested),
-                tokenizer=run.dataset.tokenizer.to_dict(),
-                data=run.dataset.fingerprint,
-                log_bytes=run.run_dir.log_size(),
+                progress=dataclasses.replace(trainer.progress),
+                settings=dataclasses.asdict(plan.settings),
+                tokenizer=plan.dataset.tokenizer.to_dict(),
+                data=plan.dataset.fingerprint,
+                log_bytes=plan.run_dir.log_size(),
                 **state,
             )
-            self.in_flight = self.writer.submit(run.run_dir.save, checkpoint, best)
+            self.in_flight = self.writer.submit(plan.run_dir.save, checkpoint, best)
 
     def _finish_previous(self):
         """Waits for the write in flight, if any. Warns if it failed."""
         if message := self._wait():
             self.tracking.warn(f"{message}; training continues and retries at the next save")
-        self.before = dataclasses.replace(self.run.progress)
+        self.progress_before = dataclasses.replace(self.trainer.progress)
 
     def _wait(self):
         """Waits for the write in flight, if any. Returns the message if it failed.
 
         All processes of a run must call it, because a failure changes their progress.
         """
-        message = self.run.trainer.world.from_main(self._result())
+        message = self.plan.world.from_main(self._result())
         if message:
-            progress, before = self.run.progress, self.before
+            progress, before = self.trainer.progress, self.progress_before
             progress.evaluated = before.evaluated
             progress.best_step, progress.best_val_loss = before.best_step, before.best_val_loss
         return message
 
     def _result(self):
+        """Waits for the write in flight, if any. Returns the message of its error, or None."""
         future, self.in_flight = self.in_flight, None
         try:
             return future and future.result()
@@ -126,9 +127,9 @@ def host_copy(tree, is_main=True):
 
     def copy(value):
         if isinstance(value, dict):
-            return {key: copy(each) for key, each in value.items()}
+            return {key: copy(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [copy(each) for each in value]
+            return [copy(item) for item in value]
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in copies:

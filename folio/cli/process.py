@@ -29,6 +29,13 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
+class StopRequested(Exception):  # noqa: N818, no error
+    """A run stops before its end. `number` is that of the signal; None: as the settings say."""
+
+    def __init__(self, number=None):
+        self.number = number
+
+
 def start(function, *args):
     """Calls a function that handles `--help` or invalid flags before a script imports torch."""
     if (status := _run(function, *args)) is not None:
@@ -65,16 +72,18 @@ def _run(function, *args):
             function(*args)
         finally:
             print(end="", flush=True)
-    except SystemExit as found:
-        status = found.code or 0
-    except KeyboardInterrupt as found:
-        error, status = found, 128 + getattr(found, "number", signal.SIGINT)
-    except (UserError, MemoryError) as found:
-        error, status = found, 2
-    except OSError as found:
-        is_broken = isinstance(found, BrokenPipeError)  # the reader of the output has exited
-        error, status = (None, 128 + SIGPIPE) if is_broken else (found, 2)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
+    except SystemExit as exit:
+        status = exit.code or 0
+    except KeyboardInterrupt as interrupt:
+        error, status = interrupt, 128 + getattr(interrupt, "number", signal.SIGINT)
+    except (UserError, MemoryError) as failure:
+        error, status = failure, 2
+    except BrokenPipeError:  # the reader of the output has exited
+        status = 128 + SIGPIPE
+        _discard_output()
+    except OSError as failure:
+        error, status = failure, 2
+        _discard_output()
     finally:
         _set_handlers(_exit)
     if error and not is_main() and type(error) in (UserError, Interrupted):
@@ -82,6 +91,11 @@ def _run(function, *args):
     elif error:
         print_error(str(error) or "out of memory: use less data, or a machine with more memory")
     return status
+
+
+def _discard_output():
+    """Redirects stdout, because Python would report the same error again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def script_name():
@@ -134,55 +148,37 @@ def _exit(number, _):
 class StopSignal:
     """Context manager that records the first stop signal instead of raising an exception.
 
-    The training loop checks it (`if stop:`) when its state is complete. A second SIGINT raises
-    Interrupted immediately. The processes of a distributed run must stop at the same step, so there
-    a signal only counts once `agree` is called; torchrun passes on every signal and kills the
-    processes 30 s later.
+    A program checks it between two pieces of its work. A second SIGINT raises Interrupted
+    immediately, except in a process of torchrun: these stop together, and torchrun kills them 30 s
+    after the signal. Outside of its context, it records nothing.
     """
 
-    def __init__(self, is_shared=False):
-        """`is_shared`: whether the processes of a run stop together."""
-        self.is_shared, self.received, self.number = is_shared, None, None
-        self._read, self._interrupts = None, 0
+    def __init__(self):
+        self.number = None  # of the first signal
+        self._interrupts = 0
 
     def __enter__(self):
-        self._before = _set_handlers(self._receive)
+        self._previous_handlers = _set_handlers(self._receive)
         return self
 
     def __exit__(self, *_):
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def __bool__(self):
         return self.number is not None
 
-    @property
-    def was_received(self):
-        """Whether this process has received a signal, which the others may not know yet."""
-        return self.received is not None
-
     def request(self, number):
-        """Stops as if this signal had arrived, such as SIGPIPE when the reader has exited."""
-        self.received = self.received or number
-        if not self.is_shared:
-            self.number = self.received
+        """Acts as if this signal had arrived, such as SIGPIPE when the reader has exited."""
+        self.number = self.number or number
 
-    def agree(self, total):
-        """Stops if `total`, the number of processes that have received a signal, is not 0."""
-        if self.is_shared and total:
-            self.number = self.received or signal.SIGTERM
-
-    def agree_later(self, read):
-        """Calls agree(read()) at the next call: until then, a GPU can compute the total."""
-        if self._read:
-            self.agree(self._read())
-        self._read = read
+    def check(self, world):
+        """Raises StopRequested if a process of a World has received a signal. Collective."""
+        if world.any(bool(self)):
+            raise StopRequested(self.number or signal.SIGTERM)
 
     def _receive(self, number, _):
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1 and not self.is_shared:
-            raise Interrupted(number, "interrupted immediately")
         self.request(number)
-
-
-NEVER = StopSignal()  # no stop is requested
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts > 1 and not is_launched():
+            raise Interrupted(number, "interrupted immediately")

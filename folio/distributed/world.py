@@ -6,7 +6,7 @@ same order.
 """
 
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,8 +17,9 @@ from folio.cli.errors import RankError, UserError, cause_of
 from folio.cli.process import is_launched
 from folio.hardware.device import device_type
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-LOST = (  # in messages that another process cannot be reached; the last two are NCCL's
+# Plain data and flags are exchanged on the CPU, so that they do not wait for a GPU's queue.
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+LOST_CONNECTION = (  # parts of messages; the last two are NCCL's
     "connection closed", "connection reset", "broken pipe", "timed out", "timeout",
     "remote process exited", "communicator was aborted",
 )  # fmt: skip
@@ -39,25 +40,27 @@ class World:
         """Whether this process prints and writes files."""
         return self.rank == 0
 
-    def sum(self, *numbers):
-        """Returns the sums of numbers or scalar tensors over all processes, float32 tensors.
+    def sum(self, value):
+        """Returns the sum of a scalar tensor over all processes, which replaces its value."""
+        if self.is_launched:
+            torch.distributed.all_reduce(value)
+        return value
 
-        Without torchrun, returns its arguments.
-        """
+    def any(self, flag):
+        """Returns whether the flag is true in a process. Does not wait for a GPU."""
         if not self.is_launched:
-            return numbers
-        zero = torch.zeros((), device=self.device)  # adding a number does not wait for the device
-        values = torch.stack([zero + number for number in numbers])
-        torch.distributed.all_reduce(values)
-        return values.unbind()
+            return flag
+        total = torch.tensor(float(flag))
+        torch.distributed.all_reduce(total)
+        return bool(total)
 
-    def all_gather(self, share):
+    def all_gather(self, tensor):
         """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
         if not self.is_launched:
-            return share
-        shape = (self.size * len(share), *share.shape[1:])
-        result = torch.empty(shape, dtype=share.dtype, device=share.device)
-        torch.distributed.all_gather(list(result.chunk(self.size)), share)
+            return tensor
+        shape = (self.size * len(tensor), *tensor.shape[1:])
+        result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        torch.distributed.all_gather(list(result.chunk(self.size)), tensor)
         return result
 
     def gather(self, value):
@@ -71,35 +74,28 @@ class World:
         """Returns the plain data that rank 0 passes."""
         return self.gather(value)[0]
 
-    def together(self, function, *args):
+    def call_together(self, function, *args):
         """Returns function(*args). If it raises a UserError on any process, all raise one.
 
         The function must not communicate.
         """
-        result = message = None
+        result = own_error = None
         try:
             result = function(*args)
         except UserError as error:
             if self.size == 1:
                 raise
-            message = str(error)
-        messages = self.gather(message)
-        rank = next((rank for rank, text in enumerate(messages) if text), None)
-        if rank is None:
-            return result
-        raise UserError(f"rank {rank}: {messages[rank]}" if rank else messages[0])
-
-    @contextmanager
-    def entered(self, context):
-        """Enters a context if all processes can; see together()."""
-        with ExitStack() as stack:
-            yield self.together(stack.enter_context, context)
+            own_error = str(error)
+        for rank, error in enumerate(self.gather(own_error)):
+            if error:
+                raise UserError(f"rank {rank}: {error}" if rank else error)
+        return result
 
     def check_same(self, values):
         """Raises UserError unless all processes pass the same {name: plain data}."""
         everywhere = self.gather(values)
         for name, value in everywhere[0].items():
-            if any(each[name] != value for each in everywhere):
+            if any(values[name] != value for values in everywhere):
                 raise UserError(
                     f"the {name} differs between processes: start all with the same command, and "
                     "give all the same files in data/ and out_dir"
@@ -114,7 +110,7 @@ SINGLE_PROCESS = World()
 
 @contextmanager
 def process_group(device):
-    """A context with the World of this process, on the given device or its share of the GPUs.
+    """A context with the World of this process, on the given device or on its own GPU.
 
     Raises UserError if the processes cannot connect, RankError if one of them ends unexpectedly.
     """
@@ -135,7 +131,7 @@ def process_group(device):
     try:
         yield world
     except RuntimeError as error:
-        if not any(word in str(error).lower() for word in LOST):
+        if not any(word in str(error).lower() for word in LOST_CONNECTION):
             raise
         raise RankError(
             f"rank {world.rank}: another process of the run has ended or cannot be reached "

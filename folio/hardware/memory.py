@@ -1,10 +1,9 @@
-"""Device memory: how much there is, whether a model fits, and what reduces its use."""
+"""Device memory: how much there is, what reduces its use, and errors when it is exhausted."""
 
 import ctypes
 import os
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from folio.cli.errors import RankError, UserError
+from folio.cli.errors import RankError
 from folio.hardware.device import device_type
 from model import GPT
 
@@ -76,54 +75,7 @@ def keep_freed_memory():
             libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # also the largest value
 
 
-# Models that do not fit
-
-
-def state_bytes(model, settings, world_size=1):
-    """Returns the size of weights, gradients and moments in each of `world_size` processes.
-
-    AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
-    not counted, nor is what FSDP gathers.
-
-    Args:
-        model: a GPT, on any device.
-        settings: a TrainConfig.
-    """
-    values = weights = sum(p.numel() for p in model.parameters())
-    if not settings.eval_only:
-        values = 4 * weights
-        if settings.optimizer == "muon":
-            values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-    return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
-
-
-def check_memory(config, settings, world_size=1):
-    """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
-    models = (GPT.uninitialized(replace(config, n_layer=n), "meta") for n in (0, 1))  # in no time
-    outside, one = (state_bytes(model, settings, world_size) for model in models)
-    available = memory_bytes(settings.device)
-    needed = outside + config.n_layer * (one - outside)
-    if available and needed > available:
-        raise UserError(
-            f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
-            f"has {available / 2**30:,.1f} GiB: decrease --n_layer or --n_embd"
-        )
-
-
-def memory_advice(settings):
-    """Returns which settings reduce memory, if possible with the same tokens per step."""
-    size = settings.batch_size
-    factor = next((n for n in range(2, size + 1) if size % n == 0), None)
-    others = "decrease --block_size, --n_layer or --n_embd"
-    if not settings.activation_checkpointing:
-        others = f"use --activation_checkpointing=True; or {others}"
-    if not factor:
-        return others
-    return (
-        f"use --batch_size={size // factor} --gradient_accumulation_steps="
-        f"{settings.gradient_accumulation_steps * factor} for the same tokens per step, with "
-        f"--eval_iters={settings.eval_iters * factor} for the same evaluation; or {others}"
-    )
+# Out of memory
 
 
 @contextmanager

@@ -12,46 +12,50 @@ from folio.data.batches import Batches
 
 STEP_COUNTS = ("max_iters", "warmup_iters", "lr_decay_iters")
 WARMUP_STEPS, MEASURED_STEPS = 2, 20
-MEASURED_FRACTION = 0.05  # of the budget, at most
+MEASURED_FRACTION = 0.05  # largest part of the budget that measuring takes
 FORWARD_FRACTION = 1 / 3  # of a training step; a backward pass takes twice as long
 
 
-def fit_to_minutes(run):
-    """Reduces the step counts of a train.Run if it would take too long.
+def fit_to_minutes(trainer):
+    """Returns the settings of a train.Trainer, with fewer steps if they would take too long.
 
     A resumed run keeps its step counts, so that its results do not depend on the speed of the
     machine, unless the budget or the requested number of steps has changed.
     """
-    requested, progress = run.requested, run.progress
-    before = run.resumed.settings if run.resumed else {}
+    plan, progress = trainer.plan, trainer.progress
+    requested = plan.settings
+    saved = plan.resumed.settings if plan.resumed else {}
     if not requested.minutes:
         progress.fitted_iters = None
-    elif any(before.get(name) != getattr(requested, name) for name in ("minutes", "max_iters")):
-        step_s = seconds_per_step(requested, run.trainer, run.dataset)
-        cost = steps_per_evaluation(requested, run.dataset)
+    elif any(saved.get(name) != getattr(requested, name) for name in ("minutes", "max_iters")):
+        step_s = seconds_per_step(trainer)
+        cost = steps_per_evaluation(requested, plan.dataset)
         progress.fitted_iters = steps_within(requested, step_s, cost)
-    run.settings = with_max_iters(progress.fitted_iters, requested)
+    return with_max_iters(progress.fitted_iters, requested)
 
 
 def steps_per_evaluation(settings, dataset):
     """Returns how many training steps take as long as an evaluation."""
-    most = settings.eval_iters * settings.batch_size * settings.block_size
-    tokens = sum(min(len(split), most) for split in (dataset.train, dataset.val))
+    limit = settings.eval_iters * settings.batch_size * settings.block_size
+    tokens = sum(min(len(split), limit) for split in (dataset.train, dataset.val))
     return FORWARD_FRACTION * tokens / settings.tokens_per_step
 
 
 def steps_within(settings, step_s, cost):
-    """Returns how many of max_iters steps fit into the budget. Prints the time they take.
+    """Returns how many of max_iters steps fit into --minutes. Prints the time they take.
 
-    `step_s`: seconds per step; `cost`: see steps_per_evaluation.
+    Args:
+        step_s: seconds per step.
+        cost: see steps_per_evaluation.
     """
-    budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, besides two evaluations
+    budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, without two evaluations
     if budget < 1:
         raise UserError(
             f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
             f"evaluations of {cost * step_s:.2g} s: increase it, or decrease --eval_iters"
         )
-    # with_max_iters: n steps have sqrt(n * max_iters) / eval_interval evaluations besides
+    # with_max_iters makes sqrt(n * max_iters) / eval_interval more evaluations in n steps. So the
+    # largest n is the solution of n + 2 * half * sqrt(n) = budget.
     half = cost * sqrt(settings.max_iters) / settings.eval_interval / 2
     steps = max(1, int(min((sqrt(half**2 + budget) - half) ** 2, settings.max_iters)))
     fitted = with_max_iters(steps, settings)
@@ -68,32 +72,34 @@ def with_max_iters(max_iters, settings):
     """
     if max_iters is None:
         return settings
-    part = Fraction(max_iters, settings.max_iters)
-    counts = {name: getattr(settings, name) for name in STEP_COUNTS}
-    counts = {name: n and ceil(n * part) for name, n in counts.items()}
-    interval = ceil(settings.eval_interval * sqrt(part))
-    return dataclasses.replace(settings, **counts, eval_interval=interval)
+    fraction = Fraction(max_iters, settings.max_iters)
+    changes = {"eval_interval": ceil(settings.eval_interval * sqrt(fraction))}
+    for name in STEP_COUNTS:
+        if count := getattr(settings, name):  # not None or 0
+            changes[name] = ceil(count * fraction)
+    return dataclasses.replace(settings, **changes)
 
 
-def seconds_per_step(settings, trainer, dataset):
+def seconds_per_step(trainer):
     """Returns the median time of a training step, the same on all processes of a run.
 
     The trainer's state does not change.
     """
-    world, batches = trainer.world, Batches(dataset.train, settings, trainer.world)
-    states = copy.deepcopy([each.state_dict() for each in trainer.optimizers.values()])
-    scaler, seconds = trainer.scaler.state_dict(), []
-    limit_s = MEASURED_FRACTION * 60 * settings.minutes
+    plan, seconds = trainer.plan, []
+    batches = Batches(plan.dataset.train, plan.settings, plan.world)
+    states = copy.deepcopy([optimizer.state_dict() for optimizer in trainer.optimizers.values()])
+    scaler = trainer.scaler.state_dict()
+    limit_s = MEASURED_FRACTION * 60 * plan.settings.minutes
     for step in range(WARMUP_STEPS + MEASURED_STEPS):
-        if step > WARMUP_STEPS and world.from_main(sum(seconds)) > limit_s:
+        if step > WARMUP_STEPS and plan.world.from_main(sum(seconds)) > limit_s:
             break
         start = time.perf_counter()
-        _, norm = trainer.gradient(batches.at(step), step)
-        trainer.update(norm, lr=0.0)  # does not change the weights
-        trainer.machine.synchronize()
+        _, grad_norm = trainer.forward_backward(batches.at(step), step)
+        trainer.clip_and_step(grad_norm, lr=0.0)  # does not change the weights
+        plan.machine.synchronize()
         seconds.append(time.perf_counter() - start)
     for optimizer, state in zip(trainer.optimizers.values(), states, strict=True):
         optimizer.load_state_dict(state)
     trainer.scaler.load_state_dict(scaler)
     trainer.divergence.check()
-    return world.from_main(median(seconds[WARMUP_STEPS:]))
+    return plan.world.from_main(median(seconds[WARMUP_STEPS:]))

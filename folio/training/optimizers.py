@@ -1,4 +1,4 @@
-"""Optimizers, the learning-rate schedule, and the detection of steps that diverged."""
+"""Optimizers, and the detection of steps that diverged."""
 
 import math
 
@@ -90,20 +90,6 @@ def _check_moments(parameters, state, keys):
             tensor = torch.as_tensor(moment)
             if tensor.shape != shape or not tensor.is_contiguous():
                 raise ValueError(f"{key} of parameter {index} has a different shape or layout")
-
-
-def learning_rate_at(step, settings):
-    """Returns the learning rate of a step: linear warmup, then cosine decay to min_lr."""
-    if not settings.decay_lr:
-        return settings.learning_rate
-    end = settings.max_iters if settings.lr_decay_iters is None else settings.lr_decay_iters
-    low = settings.learning_rate / 10 if settings.min_lr is None else settings.min_lr
-    if step < settings.warmup_iters:
-        return settings.learning_rate * (step + 1) / (settings.warmup_iters + 1)
-    if step >= end:
-        return low
-    progress = (step - settings.warmup_iters) / (end - settings.warmup_iters)
-    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class DivergenceMonitor:

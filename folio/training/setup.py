@@ -1,15 +1,148 @@
-"""What a run trains: the model's configuration, and whether it can start from a checkpoint."""
+"""What a run needs before its first step: its plan, read and checked, and the model to train.
+
+`make_plan` reads the dataset and the checkpoints and raises every error that a user can cause,
+before anything is written. `make_model` and `make_forward` build what the plan describes.
+"""
 
 import dataclasses
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
+
+from folio.checkpoint.format import Checkpoint, empty_model, load_weights
+from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.settings import changed_settings
+from folio.data.batches import to_device
+from folio.data.dataset import Dataset, load_dataset
 from folio.data.tokenizer import from_dict
-from folio.hardware.device import resolve_dtype, uses_cuda_graphs
+from folio.distributed.sharding import assign, replicate, shard_model
+from folio.distributed.world import SINGLE_PROCESS, World, process_group
+from folio.hardware.compile import compile_model
+from folio.hardware.device import Machine, choose_machine, resolve_dtype, uses_cuda_graphs
+from folio.hardware.kernels import use_fast_kernels
+from folio.hardware.memory import (
+    explain_out_of_memory,
+    keep_freed_memory,
+    memory_bytes,
+    recompute_activations,
+)
+from folio.pretrained.load import crop, load_start
+from folio.training.distillation import Distillation, load_teachers
 from model import GPTConfig
 
 # A checkpoint determines these settings; dropout is free, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
+
+
+@dataclass
+class Plan:
+    """What a run does, resolved for the machine. `settings` is a TrainConfig."""
+
+    settings: Any
+    config: GPTConfig
+    dataset: Dataset  # with a Split on the machine's device per split
+    machine: Machine
+    run_dir: RunDir
+    world: World = SINGLE_PROCESS
+    resumed: Checkpoint | None = None  # the run continues this one
+    initial: Checkpoint | None = None  # or starts with the weights of this one
+    teachers: list = dataclasses.field(default_factory=list)  # GPTs, for distillation
+
+    @property
+    def is_sharded(self):
+        return self.settings.parallel == "fsdp" and self.world.is_launched
+
+
+@contextmanager
+def start_processes(settings):
+    """A context with the World of a run, which explains errors of the network and of memory."""
+    with (
+        process_group(settings.device) as world,
+        explain_out_of_memory(world.device, memory_advice(settings)),
+    ):
+        yield world
+
+
+def make_plan(settings, world=SINGLE_PROCESS):
+    """Returns the Plan of a run. Reads files, but writes none.
+
+    Raises UserError, in all processes, if the settings, the dataset, the checkpoints and the
+    machine do not fit together.
+    """
+    plan = world.call_together(_read_and_check, settings, world)
+    step = plan.resumed and plan.resumed.progress
+    world.check_same(
+        {"command": plan.settings, "dataset": plan.dataset.fingerprint, "checkpoint": step}
+    )
+    device = world.device or settings.device
+    plan.machine = choose_machine(device, settings.dtype, settings.compile)
+    chosen = {"dtype": plan.machine.dtype, "compile": plan.machine.compile}
+    plan.settings = dataclasses.replace(plan.settings, **chosen)
+    plan.dataset = to_device(plan.dataset, device)
+    return plan
+
+
+def _read_and_check(settings, world):
+    """Returns a Plan without its machine."""
+    check_parallel(settings, world.size)
+    run_dir = RunDir(settings.out_dir)
+    dataset = load_dataset(settings.dataset)
+    resumed, initial = load_start(settings.init_from, run_dir)
+    settings, config = plan_model(settings, dataset, resumed, initial)
+    dataset.check_length(config.block_size)
+    check_memory(config, settings, world.size)
+    if settings.sample_interval:
+        dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
+    if initial:
+        crop(initial, config.block_size)
+    teachers = load_teachers(settings, config, dataset.tokenizer)
+    return Plan(settings, config, dataset, None, run_dir, world, resumed, initial, teachers)
+
+
+# Building
+
+
+def make_model(plan):
+    """Returns the GPT of a Plan on its device, with drawn weights or those of its checkpoint."""
+    keep_freed_memory()
+    model = empty_model(plan.config, "meta" if plan.is_sharded else plan.machine.device)
+    use_fast_kernels(model)
+    if plan.settings.activation_checkpointing:
+        recompute_activations(model)
+    if plan.is_sharded:
+        shard_model(model, plan.world, plan.machine.dtype)
+    if start := plan.resumed or plan.initial:
+        plan.world.call_together(load_weights, model, start)
+        start.weights = {}  # the model has them
+    else:
+        torch.manual_seed(plan.settings.seed)
+        model.init_weights(assign)
+    return model
+
+
+def make_forward(model, plan):
+    """Returns a function that computes the loss like the model: forward(x, y, temperature).
+
+    It is compiled if possible, adds the loss of distillation if there are teachers, and its
+    backward pass averages gradients over the processes of the run.
+    """
+    forward = model
+    if plan.teachers:
+        forward = Distillation(model, plan.teachers).to(plan.machine.device)
+    if plan.machine.compile:
+        settings, starts = plan.settings, np.zeros(plan.settings.batch_size, np.int64)
+        x, y = plan.dataset.train.windows(starts, settings.block_size)
+        compiled = compile_model(forward, plan.machine, (x, y, settings.train_temperature))
+        plan.world.check_same({"success of the compiler": compiled is not forward})
+        forward = compiled
+    return forward if plan.is_sharded else replicate(forward, plan.world)
+
+
+# Model
 
 
 def plan_model(settings, dataset, resumed=None, initial=None):
@@ -25,22 +158,65 @@ def plan_model(settings, dataset, resumed=None, initial=None):
         values = {name: getattr(checkpoint.config, name) for name in names}
         settings = dataclasses.replace(settings, **values)
     config = model_config(settings, dataset.tokenizer, checkpoint)
-    wrong, advice = [], None
+    differences, advice = [], None
     if resumed:
-        wrong = _differences(resumed, config, dataset, {"dropout"})
-        wrong += _differences_of_runs(resumed, settings, dataset)
+        differences = _differences(resumed, config, dataset, {"dropout"})
+        differences += _differences_of_runs(resumed, settings, dataset)
         advice = "resume with the run's own settings, or start a new run in another --out_dir"
     elif initial:
         free, old_size = {"dropout"}, initial.config.block_size
         if config.position == "rotary" or config.block_size < old_size:  # learned: only fewer
             free.add("block_size")
-        wrong = _differences(initial, config, dataset, free)
+        differences = _differences(initial, config, dataset, free)
         advice = "omit the model's settings, and prepare the text with "
         advice += f"--tokenizer={initial.path}"
-    if wrong:
-        what = "; ".join(wrong)
-        raise UserError(f"{checkpoint.path} does not match the settings: {what}; {advice}")
+    if differences:
+        text = "; ".join(differences)
+        raise UserError(f"{checkpoint.path} does not match the settings: {text}; {advice}")
     return settings, config
+
+
+def model_config(settings, tokenizer, checkpoint=None):
+    """Returns the GPTConfig for the settings and the tokenizer's vocabulary."""
+    names = MODEL_SETTINGS | {"dropout"}
+    vocab_size = tokenizer.padded_vocab_size
+    if checkpoint and tokenizer.fits(checkpoint.config.vocab_size):
+        vocab_size = checkpoint.config.vocab_size
+    try:
+        return GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _differences_of_runs(checkpoint, settings, dataset):
+    """Returns the differences in optimizer and data as texts."""
+    saved, differences = checkpoint.settings, []
+    old, new = saved.get("optimizer", "adamw"), settings.optimizer  # nanoGPT has no other
+    if old != new:
+        differences.append(f"optimizer is {old} in the checkpoint and {new} in the settings")
+    old, new = saved.get("dataset", settings.dataset), settings.dataset
+    has_changed = checkpoint.data != dataset.fingerprint if checkpoint.data else old != new
+    if has_changed:
+        differences.append(f"dataset {new} has other content than {old} of the checkpoint")
+    return differences
+
+
+def _differences(checkpoint, config, dataset, free):
+    """Returns the differences in model and tokenizer as texts. `free`: settings that can differ."""
+    old, new = dataclasses.asdict(checkpoint.config), dataclasses.asdict(config)
+    differences = [
+        f"{name} is {old[name]} in the checkpoint and {new[name]} in the settings"
+        for name in new
+        if new[name] != old[name] and name not in free
+    ]
+    if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
+        old, new = from_dict(checkpoint.tokenizer).name, dataset.tokenizer.name
+        new = f"another {new}" if new == old else new
+        differences.append(f"the tokenizer is {old} in the checkpoint and {new} in the dataset")
+    return differences
+
+
+# Machine
 
 
 def check_parallel(settings, size):
@@ -58,41 +234,49 @@ def check_parallel(settings, size):
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 
 
-def model_config(settings, tokenizer, checkpoint=None):
-    """Returns the GPTConfig for the settings and the tokenizer's vocabulary."""
-    names = MODEL_SETTINGS | {"dropout"}
-    vocab_size = tokenizer.padded_vocab_size
-    if checkpoint and tokenizer.fits(checkpoint.config.vocab_size):
-        vocab_size = checkpoint.config.vocab_size
-    try:
-        return GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
-    except ValueError as error:
-        raise UserError(str(error)) from error
+def state_bytes(config, settings, world_size=1):
+    """Returns the size of weights, gradients and moments in each of `world_size` processes.
+
+    AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
+    not counted, nor is what FSDP gathers.
+    """
+    # Models without blocks and with one are built in no time, whatever n_layer is.
+    sizes = []
+    for n_layer in (0, 1):
+        model = empty_model(dataclasses.replace(config, n_layer=n_layer), "meta")
+        values = weights = sum(p.numel() for p in model.parameters())
+        if not settings.eval_only:
+            values = 4 * weights
+            if settings.optimizer == "muon":
+                values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+        sizes.append(4 * values)
+    outside, with_one_block = sizes
+    total = outside + config.n_layer * (with_one_block - outside)
+    return total // (world_size if settings.parallel == "fsdp" else 1)
 
 
-def _differences_of_runs(checkpoint, settings, dataset):
-    """Returns the differences in optimizer and data as texts."""
-    saved, wrong = checkpoint.settings, []
-    before, now = saved.get("optimizer", "adamw"), settings.optimizer  # nanoGPT has no other
-    if before != now:
-        wrong.append(f"optimizer is {before} in the checkpoint and {now} in the settings")
-    before, now = saved.get("dataset", settings.dataset), settings.dataset
-    has_changed = checkpoint.data != dataset.fingerprint if checkpoint.data else before != now
-    if has_changed:
-        wrong.append(f"dataset {now} has other content than {before} of the checkpoint")
-    return wrong
+def check_memory(config, settings, world_size=1):
+    """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
+    available = memory_bytes(settings.device)
+    needed = state_bytes(config, settings, world_size)
+    if available and needed > available:
+        raise UserError(
+            f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
+            f"has {available / 2**30:,.1f} GiB: decrease --n_layer or --n_embd"
+        )
 
 
-def _differences(checkpoint, config, dataset, free):
-    """Returns the differences in model and tokenizer as texts. `free`: settings that can differ."""
-    before, now = dataclasses.asdict(checkpoint.config), dataclasses.asdict(config)
-    wrong = [
-        f"{name} is {before[name]} in the checkpoint and {now[name]} in the settings"
-        for name in now
-        if now[name] != before[name] and name not in free
-    ]
-    if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
-        old, new = from_dict(checkpoint.tokenizer).name, dataset.tokenizer.name
-        new = f"another {new}" if new == old else new
-        wrong.append(f"the tokenizer is {old} in the checkpoint and {new} in the dataset")
-    return wrong
+def memory_advice(settings):
+    """Returns which settings reduce memory, if possible with the same tokens per step."""
+    size = settings.batch_size
+    factor = next((n for n in range(2, size + 1) if size % n == 0), None)
+    others = "decrease --block_size, --n_layer or --n_embd"
+    if not settings.activation_checkpointing:
+        others = f"use --activation_checkpointing=True; or {others}"
+    if not factor:
+        return others
+    return (
+        f"use --batch_size={size // factor} --gradient_accumulation_steps="
+        f"{settings.gradient_accumulation_steps * factor} for the same tokens per step, with "
+        f"--eval_iters={settings.eval_iters * factor} for the same evaluation; or {others}"
+    )

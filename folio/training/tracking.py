@@ -6,66 +6,82 @@ import shlex
 import shutil
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from tqdm import tqdm
 
-from folio.cli.process import SIGPIPE, STARTED, is_main, print_error
+from folio.checkpoint.format import empty_model
+from folio.cli.process import SIGPIPE, STARTED, print_error
 from folio.cli.settings import changed_settings, names_with_scope
-from folio.hardware.memory import memory_bytes, peak_memory_gib, state_bytes
+from folio.hardware.memory import memory_bytes, peak_memory_gib
+from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
-RISE = 0.02  # of the validation loss from its best, nats: above, the run overfits
-MEMORIZED = 0.1  # growth of the gap between validation and training loss, nats
+OVERFITTING_NATS = 0.02  # rise of the validation loss from its lowest value
+MEMORIZATION_NATS = 0.1  # growth of the gap between validation and training loss
 
 
 class Tracking:
-    """Reports steps and evaluations. Speeds are means since the previous report.
+    """Reports steps and evaluations of a run, whose folder it locks. For a `with` statement.
 
     Events in log.jsonl have `step`, `split` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
     split is "start" (settings and model size), "train" (a step), "val" (an evaluation) or "resume"
-    (changed settings).
+    (changed settings). Speeds are means since the previous report.
     """
 
-    def __init__(self, run, stop):
-        """`run` is a train.Run. `stop` is a StopSignal, set when the reader of the output exits."""
-        self.run, self.stop = run, stop
-        self.elapsed_before = run.progress.elapsed_s
-        self.first_step, self.log_failed = run.progress.step, False
+    def __init__(self, trainer):
+        """`trainer` is a train.Trainer. Its stop is requested when the reader of stdout exits."""
+        self.trainer, self.plan = trainer, trainer.plan
+        self.settings, self.run_dir = trainer.settings, trainer.plan.run_dir
+        self.machine, self.is_main = self.plan.machine, self.plan.world.is_main
+        self.elapsed_before = trainer.progress.elapsed_s
+        self.first_step, self.log_failed = trainer.progress.step, False
         self.seconds, self.steps = 0.0, 0  # of training since the last report
-        self.settings, self.run_dir = run.settings, run.run_dir
-        self.machine = run.trainer.machine
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
-        self.bar = tqdm(
-            total=self.settings.max_iters,
-            initial=self.first_step,
-            bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
-            leave=False,
-            disable=not self.on_terminal,
-        )
-        self.trackers = Trackers(run.settings, run_settings(run.requested), run.resumed, self.warn)
         self.started_at = self.counted_at = time.perf_counter()
 
     def __enter__(self):
+        self.plan.world.call_together(self._open)
         return self
 
+    def _open(self):
+        """Locks the folder, moves an earlier run away, and logs the settings."""
+        plan = self.plan
+        with ExitStack() as stack:
+            moved_to = None
+            if self.is_main:
+                stack.enter_context(self.run_dir.lock())
+                moved_to = self.run_dir.begin(plan.settings, plan.resumed)
+            self.bar = tqdm(
+                total=self.settings.max_iters,
+                initial=self.first_step,
+                bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
+                leave=False,
+                disable=not self.on_terminal,
+            )
+            stack.callback(self.bar.close)
+            settings = describe_settings(plan.settings)
+            self.trackers = Trackers(self.settings, settings, plan.resumed, self.warn)
+            stack.callback(self.trackers.close)
+            self._log_start(settings, moved_to)
+            self.stack = stack.pop_all()
+
     def __exit__(self, *_):
-        self.bar.close()
-        self.trackers.close()
+        self.stack.close()
 
     # Events
 
-    def begin(self, moved_to=None):
-        """Logs the settings, or what changed on resuming. `moved_to`: see RunDir.begin."""
-        settings, resumed = run_settings(self.run.requested), self.run.resumed
+    def _log_start(self, settings, moved_to):
+        """Logs the settings, or those that have changed. `moved_to`: see RunDir.begin."""
+        resumed = self.plan.resumed
         if moved_to:
             advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
             folder = self.settings.out_dir
             self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
         if not self.run_dir.log.exists():  # a new run, or nanoGPT's
-            parameters = self.run.trainer.model.num_params()
+            parameters = self.trainer.model.num_params()
             self._log("start", 0, parameters=parameters, settings=settings)
         if resumed:
             old, step = resumed.settings, resumed.progress.step
@@ -73,35 +89,39 @@ class Tracking:
             if changes:
                 self._log("resume", step, changed=changes)
             pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
-            about = f"; changed: {pairs}" if pairs else ""
-            self.say(f"resumed {resumed.path} at step {step}{about}")
+            suffix = f"; changed: {pairs}" if pairs else ""
+            self.say(f"resumed {resumed.path} at step {step}{suffix}")
 
-    def evaluated(self, step, losses, lr):
+    def log_evaluation(self, step, losses, lr):
         tokens = step * self.settings.tokens_per_step
         self._log("val", step, tokens=tokens, lr=lr, **losses)
         self.say(evaluation_line(step, losses))
 
-    def stepped(self, step, loss, grad_norm, lr):
-        """Counts a step. Every log_interval steps, waits for the device and reports."""
+    def log_step(self, step, loss, grad_norm, lr):
+        """Counts a step. Every log_interval steps, waits for the device and reports.
+
+        Raises UserError then if the training has diverged.
+        """
         self._print(self.bar.update)
         self.steps += 1
         if step == self.first_step:
             self.started_at = self.counted_at  # excludes the time before the first step
         if step % self.settings.log_interval:
             return
+        self.trainer.divergence.check()
         self._count_time()
         seconds = self.seconds / self.steps  # per step
         self.seconds, self.steps = 0.0, 0
         tokens = self.settings.tokens_per_step
-        flops = self.run.trainer.model.flops_per_token() * tokens
-        mfu = flops / seconds / self.machine.peak[0] / self.run.trainer.world.size
-        loss, norm = float(loss), float(grad_norm)
+        flops = self.trainer.model.flops_per_token() * tokens
+        mfu = flops / seconds / self.machine.peak[0] / self.plan.world.size
+        loss, grad_norm = float(loss), float(grad_norm)
         # JSON has no infinity, which is the norm of a step that the loss scaler skips.
-        norm = norm if math.isfinite(norm) else None
+        grad_norm = grad_norm if math.isfinite(grad_norm) else None
         mfu = mfu if mfu <= 1 else None  # the peak was measured on a busy machine
         speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}
         tokens *= step + 1
-        self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=norm, **speeds)
+        self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=grad_norm, **speeds)
         per_step = (self.counted_at - self.started_at) / (step + 1 - self.first_step)
         left = tqdm.format_interval(per_step * (self.settings.max_iters - step - 1))
         speed = f"{speeds['tokens_per_s']:,.0f} tokens/s, {left} left"
@@ -111,7 +131,7 @@ class Tracking:
             self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
 
     def _log(self, split, step, **values):
-        if not is_main():
+        if not self.is_main:
             return
         if (peak := peak_memory_gib(self.machine.device)) is not None:
             values["peak_memory_gib"] = peak
@@ -130,7 +150,7 @@ class Tracking:
         return round(self.elapsed_before + time.monotonic() - STARTED, 3)
 
     @contextmanager
-    def paused(self):
+    def pause(self):
         """A context whose time does not count as training time."""
         self._count_time()
         yield
@@ -150,7 +170,7 @@ class Tracking:
 
     def warn(self, message):
         self.bar.clear()
-        if is_main():
+        if self.is_main:
             print_error(message)
 
     def _print(self, function, *args, **kwargs):
@@ -158,20 +178,12 @@ class Tracking:
         try:
             function(*args, **kwargs)
         except BrokenPipeError:  # Ctrl-C ends a reader such as tee, too
-            self.stop.request(SIGPIPE)
+            self.trainer.stop.request(SIGPIPE)
         except OSError:  # a full disk
             pass
 
 
-@contextmanager
-def recorded(run, stop):
-    """Yields the Tracking of a run, whose folder rank 0 has locked and prepared."""
-    with run.run_dir.lock() if is_main() else nullcontext(), Tracking(run, stop) as tracking:
-        tracking.begin(run.run_dir.begin(run.settings, run.resumed) if is_main() else None)
-        yield tracking
-
-
-def run_settings(settings):
+def describe_settings(settings):
     """Returns the settings that describe a run, without those about files."""
     files = names_with_scope(type(settings), "files")
     return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
@@ -185,55 +197,52 @@ def evaluation_line(step, losses):
     return line
 
 
-def print_start(settings, dataset, trainer):
+def print_start(plan):
     """Prints the changed settings, the dataset, the model's size, the machine and the memory."""
-    machine, world, resolved = trainer.machine, trainer.world, ("device", "dtype", "compile")
-    pairs = [
-        f"{name}={value}"
-        for name, value in changed_settings(settings).items()
-        if name not in resolved
-    ]
+    settings, dataset, machine, world = plan.settings, plan.dataset, plan.machine, plan.world
+    resolved, changed = ("device", "dtype", "compile"), changed_settings(settings)
+    pairs = [f"{name}={value}" for name, value in changed.items() if name not in resolved]
     peak, source = machine.peak
-    size = state_bytes(trainer.model, settings, world.size) / 2**20
+    size = state_bytes(plan.config, settings, world.size) / 2**20
     available = memory_bytes(machine.device)
-    known = f" of {available / 2**30:,.0f} GiB" if available else ""
+    limit = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
     print(
         f"settings: {' '.join(pairs) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
-        f"model: {trainer.model.num_params():,} parameters; {settings.max_iters:,} steps of "
-        f"{settings.tokens_per_step:,} tokens",
+        f"model: {empty_model(plan.config, 'meta').num_params():,} parameters; "
+        f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        f"memory: {size:,.1f} MiB{known} for weights, gradients and moments",
+        f"memory: {size:,.1f} MiB{limit} for weights, gradients and moments",
         sep="\n",
         flush=True,
     )
 
 
-def print_finished(run):
+def print_finished(trainer):
     """Prints how to continue a run that has finished earlier."""
-    step = run.progress.step
-    if step < run.settings.max_iters:
+    step = trainer.progress.step
+    if step < trainer.settings.max_iters:
         name = "patience"
     else:
-        name = "max_iters" if step >= run.requested.max_iters else "minutes"
+        name = "max_iters" if step >= trainer.plan.settings.max_iters else "minutes"
     print(f"finished at step {step}; to continue, increase --{name}")
 
 
-def print_end(run):
+def print_end(trainer):
     """Prints where the best model is and how to use it."""
-    progress, settings = run.progress, run.settings
+    progress, settings, plan = trainer.progress, trainer.settings, trainer.plan
     if progress.step < settings.max_iters:
         print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
     kept = "newest" if settings.always_save_checkpoint else "best"
     best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
-    print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
-    if (peak := peak_memory_gib(run.trainer.machine.device)) is not None:
+    print(f"done; {best}; the {kept} model is in {plan.run_dir.best}")
+    if (peak := peak_memory_gib(plan.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
-    epochs = progress.step * settings.tokens_per_step / len(run.dataset.train)
-    if found := advice_on(run.run_dir.evaluations(), epochs):
-        print(found)
+    epochs = progress.step * settings.tokens_per_step / len(plan.dataset.train)
+    if advice := advice_on(plan.run_dir.evaluations(), epochs):
+        print(advice)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
 
@@ -253,7 +262,7 @@ def advice_on(evaluations, epochs):
     gaps = [val_loss - train_loss for _, train_loss, val_loss in evaluations]
     lowest, best_step = min((val_loss, step) for step, _, val_loss in evaluations)
     rise = evaluations[-1][2] - lowest
-    if rise > RISE:
+    if rise > OVERFITTING_NATS:
         return (
             f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
             "use more text, a higher --dropout or fewer steps"
@@ -261,7 +270,7 @@ def advice_on(evaluations, epochs):
     gap = (
         f"the gap between validation and training loss went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
     )
-    if gaps[-1] > gaps[1] + MEMORIZED:
+    if gaps[-1] > gaps[1] + MEMORIZATION_NATS:
         return f"{gap} (memorization): more text would help most"
     help_by = "longer training" if epochs < 1 else "a larger model or longer training"
     return f"{gap} in {epochs:.2g} passes over the text: {help_by} would help most"

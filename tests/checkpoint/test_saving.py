@@ -7,12 +7,12 @@ import pytest
 import tiny
 import torch
 
-import train
 from folio.checkpoint import run_dir
 from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.saving import Saver, host_copy
 from folio.cli.errors import UserError
 from folio.cli.process import Interrupted
+from folio.data.batches import Batches
 
 FULL = "No space left"
 
@@ -42,22 +42,22 @@ def disk(monkeypatch):
 
 
 @pytest.fixture
-def run(verse, folder):
-    """A Run after its first step."""
-    run = train.setup(tiny.settings(max_iters=30))
+def trainer(verse, folder):
+    """A Trainer after its first step."""
+    trainer = tiny.new_trainer(max_iters=30)
     (folder / "out").mkdir()
-    take_step(run)
-    return run
+    take_step(trainer)
+    return trainer
 
 
-def take_step(run):
-    batches = train.Batches(run.dataset.train, run.settings)
-    _, norm = run.trainer.gradient(batches.at(run.progress.step), run.progress.step)
-    run.trainer.update(norm, 0.01)
-    run.progress.step += 1
+def take_step(trainer):
+    step, batches = trainer.progress.step, Batches(trainer.plan.dataset.train, trainer.settings)
+    _, grad_norm = trainer.forward_backward(batches.at(step), step)
+    trainer.clip_and_step(grad_norm, 0.01)
+    trainer.progress.step += 1
 
 
-def saver_of(run):
+def make_saver(trainer):
     """Returns a Saver whose `tracking.warnings` has the messages that Tracking would print."""
     warnings = []
     tracking = SimpleNamespace(
@@ -65,7 +65,7 @@ def saver_of(run):
         elapsed_s=lambda: 1.0,
         warn=warnings.append,
     )
-    return Saver(run, tracking)
+    return Saver(trainer, tracking)
 
 
 # The copy
@@ -75,11 +75,11 @@ def test_copy_has_equal_values_of_its_own():
     tensor = torch.arange(6.0).view(2, 3)
     tree = {"a": [tensor, tensor.T, {"b": tensor[0]}], "c": (1, "x"), "d": [0.5], "e": None}
     copied = host_copy(tree)
-    assert tiny.same(copied, tree)
-    before = [each.clone() for each in copied["a"][:2]]
+    assert tiny.equal(copied, tree)
+    before = [tensor.clone() for tensor in copied["a"][:2]]
     tensor += 1
     tree["d"].append(1)
-    assert tiny.same(copied["a"][:2], before)
+    assert tiny.equal(copied["a"][:2], before)
     assert copied["d"] == [0.5]
 
 
@@ -102,38 +102,38 @@ def test_copy_from_a_gpu_is_complete_and_pinned():
 # Writing in the background
 
 
-def test_state_that_is_written_is_that_of_the_save_while_training_goes_on(run, disk):
-    with saver_of(run) as saver:
+def test_state_that_is_written_is_that_of_the_save_while_training_goes_on(trainer, disk):
+    with make_saver(trainer) as saver:
         saver.save()
-        expected = host_copy(run.trainer.state_dict())
+        expected = host_copy(trainer.state_dict())
         assert disk.busy.wait(10)
-        run.run_dir.append({"step": 1})
+        trainer.plan.run_dir.append({"step": 1})
         for _ in range(3):
-            take_step(run)
+            take_step(trainer)
         assert disk.written == []
         disk.free.set()
     saved = load_checkpoint("out/last.pt")
     assert (saved.progress.step, saved.log_bytes) == (1, None)
-    assert tiny.same(saved.weights, dict(expected["weights"]))
-    assert tiny.same(saved.optimizers, expected["optimizers"])
-    assert not tiny.same(saved.weights, dict(run.trainer.model.state_dict()))
+    assert tiny.equal(saved.weights, dict(expected["weights"]))
+    assert tiny.equal(saved.optimizers, expected["optimizers"])
+    assert not tiny.equal(saved.weights, dict(trainer.model.state_dict()))
 
 
-def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_count(run, disk):
+def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_count(trainer, disk):
     disk.free.set()
-    progress = run.progress
-    with saver_of(run) as saver:
-        saver.evaluated(2.0)
-        take_step(run)
+    progress = trainer.progress
+    with make_saver(trainer) as saver:
+        saver.save_evaluation(2.0)
+        take_step(trainer)
         saver.in_flight.result()
         disk.error = FULL
-        saver.evaluated(1.0)
+        saver.save_evaluation(1.0)
         assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
-        take_step(run)
+        take_step(trainer)
         assert str(saver.in_flight.exception()) == FULL
         disk.error = None
         assert saver.tracking.warnings == []
-        saver.evaluated(1.5)
+        saver.save_evaluation(1.5)
     [warning] = saver.tracking.warnings
     assert warning.startswith("No space left; training continues")
     assert disk.written == [("ckpt.pt", 1), ("ckpt.pt", 3)]
@@ -142,7 +142,7 @@ def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_c
 
 
 @pytest.mark.parametrize(("error", "count"), [(ZeroDivisionError(), 1), (Interrupted(2), 0)])
-def test_only_a_second_ctrl_c_loses_the_write_in_flight(run, disk, error, count):
+def test_only_a_second_ctrl_c_loses_the_write_in_flight(trainer, disk, error, count):
     def save_and_fail(saver):
         with saver:
             saver.save()
@@ -152,6 +152,6 @@ def test_only_a_second_ctrl_c_loses_the_write_in_flight(run, disk, error, count)
     if count:
         timer.start()
     with pytest.raises(type(error)):
-        save_and_fail(saver_of(run))
+        save_and_fail(make_saver(trainer))
     assert len(disk.written) == count
     disk.free.set()

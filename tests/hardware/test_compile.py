@@ -7,6 +7,7 @@ import train
 from folio.data.batches import Batches
 from folio.hardware.compile import compile_model, optimize_for_inference
 from folio.hardware.device import Machine
+from folio.training.setup import make_plan
 from model import ACTIVATIONS
 
 CPU = Machine("cpu", "float32", True, "")
@@ -54,31 +55,31 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
         dtype="bfloat16", dropout=0.2, gradient_accumulation_steps=2, compile=True, **switches
     )
     assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
-    run = train.setup(settings)
+    trainer = train.Trainer(make_plan(settings))
     assert counter.frame_count == 2  # one graph each
-    batches = Batches(run.dataset.train, settings)
+    batches = Batches(trainer.plan.dataset.train, settings)
     for step in range(2):
-        _, norm = run.trainer.gradient(batches.at(step), step)
-        run.trainer.update(norm, 1e-3)
-        run.trainer.evaluate(run.dataset, step)
+        _, norm = trainer.forward_backward(batches.at(step), step)
+        trainer.clip_and_step(norm, 1e-3)
+        trainer.evaluate()
     assert counter.frame_count == 2
 
 
 def test_a_mode_with_cuda_graphs_keeps_the_gradients(verse, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_: lambda *arguments: model(*arguments))
     settings = tiny.settings(compile="reduce-overhead", gradient_accumulation_steps=2)
-    trainer = (run := train.setup(settings)).trainer
-    expected = train.setup(tiny.settings(gradient_accumulation_steps=2)).trainer
-    batches, kept = Batches(run.dataset.train, settings), None
+    trainer = train.Trainer(make_plan(settings))
+    expected = tiny.new_trainer(gradient_accumulation_steps=2)
+    batches, kept = Batches(trainer.plan.dataset.train, settings), None
     for step in range(3):
-        results = [each.gradient(batches.at(step), step) for each in (trainer, expected)]
+        results = [each.forward_backward(batches.at(step), step) for each in (trainer, expected)]
         assert results[0] == results[1]
         found = [p.grad.data_ptr() for p in trainer.model.parameters()]
         kept = kept or found
         assert found == kept
         for each, (_, norm) in zip((trainer, expected), results, strict=True):
-            each.update(norm, 1e-3)
-    assert tiny.same(trainer.model.state_dict(), expected.model.state_dict())
+            each.clip_and_step(norm, 1e-3)
+    assert tiny.equal(trainer.model.state_dict(), expected.model.state_dict())
 
 
 @pytest.mark.gpu
@@ -86,12 +87,12 @@ def test_a_mode_with_cuda_graphs_keeps_the_gradients(verse, monkeypatch):
 @pytest.mark.parametrize("compile", [False, True, "reduce-overhead"])
 def test_gpu_dropout_depends_on_the_step_only(verse, compile):
     settings = tiny.settings(device="cuda", dtype="bfloat16", compile=compile, dropout=0.5)
-    run = train.setup(settings)
-    [batch] = Batches(run.dataset.train, settings).at(0)
+    trainer = train.Trainer(make_plan(settings))
+    [batch] = Batches(trainer.plan.dataset.train, settings).at(0)
 
     def loss(step):
-        found = run.trainer.gradient([batch], step)[0].item()
-        run.trainer.model.zero_grad(set_to_none=False)
+        found = trainer.forward_backward([batch], step)[0].item()
+        trainer.model.zero_grad(set_to_none=False)
         return found
 
     warmup = [loss(step) for step in range(5)]

@@ -7,15 +7,12 @@ import pytest
 import tiny
 import torch
 
-import train
 from folio.cli.errors import UserError
 from folio.hardware.memory import (
     cgroup_limits,
     explain_out_of_memory,
-    memory_advice,
     memory_bytes,
     recompute_activations,
-    state_bytes,
 )
 from model import GPT, GPTConfig
 
@@ -38,16 +35,6 @@ def test_out_of_memory_errors_become_user_errors_with_advice(error):
         raise error
     with pytest.raises(RuntimeError, match="a bug"), explain_out_of_memory("cpu", ""):
         raise RuntimeError("a bug")
-
-
-def test_advice_keeps_tokens_per_step_and_evaluation():
-    settings = tiny.settings(batch_size=15, gradient_accumulation_steps=2, eval_iters=7)
-    advice = memory_advice(settings)
-    assert "--batch_size=5 --gradient_accumulation_steps=6" in advice
-    assert "--eval_iters=21" in advice
-    assert "--activation_checkpointing=True" in advice
-    single = memory_advice(tiny.settings(batch_size=1, activation_checkpointing=True))
-    assert not set(single.split()) & {"--batch_size", "--activation_checkpointing=True"}
 
 
 # Limits
@@ -76,22 +63,6 @@ def test_a_limited_address_space_is_the_memory_of_the_device(monkeypatch):
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**30, resource.RLIM_INFINITY))
     assert memory_bytes("cpu") == 2**30
-
-
-@pytest.mark.parametrize("switches", [{}, {"n_layer": 0}, tiny.SWITCHES], ids=str)
-def test_weights_gradients_and_moments_are_counted(switches):
-    model = GPT(GPTConfig(vocab_size=65, **(tiny.SHAPE | {"n_layer": 3} | switches)))
-    count = sum(p.numel() for p in model.parameters())
-    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-    assert state_bytes(model, tiny.settings()) == 16 * count
-    assert state_bytes(model, tiny.settings(optimizer="muon")) == 16 * count - 4 * matrices
-    assert state_bytes(model, tiny.settings(eval_only=True)) == 4 * count
-    assert state_bytes(model, tiny.settings(parallel="fsdp"), world_size=4) == 4 * count
-
-
-def test_a_model_that_cannot_fit_is_refused(verse):
-    with pytest.raises(UserError, match="decrease .*--n_embd"):
-        train.main(tiny.flags(n_embd=10**6))
 
 
 # Activation checkpointing

@@ -9,7 +9,6 @@ from tiny import random_ids, random_model
 
 import train
 from folio.cli.errors import UserError
-from folio.cli.settings import load_settings
 from folio.training.distillation import Distillation
 
 
@@ -17,10 +16,6 @@ from folio.training.distillation import Distillation
 def teacher(verse):
     """A run in out-teacher/, with dropout."""
     train.main(tiny.flags(out_dir="out-teacher", max_iters=3, dropout=0.5))
-
-
-def setup(**settings):
-    return train.setup(load_settings(train.TrainConfig, tiny.flags(**settings)))
 
 
 def sharper(factor):
@@ -50,11 +45,12 @@ def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers():
 def test_a_run_evaluates_and_saves_only_the_model(teacher):
     train.main(tiny.flags(teachers="out-teacher", max_iters=3))
     train.main(tiny.flags(out_dir="out-alone", max_iters=3))
-    saved, alone = (tiny.saved("last.pt", each) for each in ("out", "out-alone"))
+    saved, alone = (tiny.load("last.pt", each) for each in ("out", "out-alone"))
     assert saved["model"].keys() == alone["model"].keys()
-    assert not tiny.same(saved["model"], alone["model"])
-    run = setup(init_from="resume", eval_only=True, teachers="missing")  # are not read
-    loss = run.trainer.split_loss(run.dataset.val).item()
+    assert not tiny.equal(saved["model"], alone["model"])
+    settings = {"init_from": "resume", "eval_only": True}
+    trainer = tiny.new_trainer(teachers="missing", **settings)  # teachers are not read
+    loss = trainer.split_loss(trainer.plan.dataset.val).item()
     assert loss == pytest.approx(saved["best_val_loss"])
 
 
@@ -64,7 +60,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
     train.main(tiny.flags(stop_at=2, **settings))
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []
-    (found, _) = setup(out_dir="out-new", **settings).trainer.forward.teachers
+    (found, _) = tiny.new_trainer(out_dir="out-new", **settings).forward.teachers
     idx = torch.randint(found.config.vocab_size, (2, 8))
     assert torch.equal(found.train().logits(idx), found.eval().logits(idx))  # without dropout
 
@@ -85,7 +81,7 @@ def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
     tiny.prepare_verse("other", "Another text, with other characters!\n" * 50)
     tiny.prepare_verse("same-size", tiny.VERSE.replace("S", "Z") * 20)
     with pytest.raises(UserError, match=value):
-        setup(**({"teachers": "out-teacher"} | settings))
+        tiny.new_trainer(**({"teachers": "out-teacher"} | settings))
 
 
 @pytest.mark.slow
@@ -93,6 +89,6 @@ def test_processes_with_teachers_train_the_same_model_as_one(teacher):
     settings = {"teachers": "out-teacher", "gradient_accumulation_steps": 2}
     for size, out_dir in [(1, "out-one"), (2, "out-two")]:
         trained(size, out_dir=out_dir, **settings)
-    one, two = (tiny.saved("last.pt", each)["model"] for each in ("out-one", "out-two"))
+    one, two = (tiny.load("last.pt", each)["model"] for each in ("out-one", "out-two"))
     for name in one:
         assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name

@@ -13,8 +13,9 @@ from folio.cli.errors import UserError
 from folio.data.batches import Batches, to_device
 from folio.hardware.device import Machine
 from folio.training.muon import Muon
-from folio.training.optimizers import EMBEDDING_LR_SCALE, learning_rate_at, make_optimizers
+from folio.training.optimizers import EMBEDDING_LR_SCALE, make_optimizers
 from model import GPT, GPTConfig
+from train import learning_rate_at
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
 SHAPES = ((16, 16), (48, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), (64, 16), (1, 5))
@@ -56,13 +57,12 @@ def test_learning_rate_has_linear_warmup_and_cosine_decay(changes, expected):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
     settings = tiny.settings(optimizer=optimizer)
-    trainer = train.Trainer(tiny_model().config, settings, Machine("cpu", "float32", False, ""))
-    trainer.init_weights()
+    trainer = train.Trainer(tiny.plan_of(tiny_model().config, settings))
     before = [p.detach().clone() for p in trainer.model.parameters()]
     for lr, moves in ((0.0, False), (0.25, True)):
         batch = torch.arange(32).view(4, 8)
-        norm = trainer.gradient([(batch, batch)], 0)[1]
-        trainer.update(norm, lr)
+        norm = trainer.forward_backward([(batch, batch)], 0)[1]
+        trainer.clip_and_step(norm, lr)
         groups = [group for each in trainer.optimizers.values() for group in each.param_groups]
         scales = [1, 1, EMBEDDING_LR_SCALE, 1] if optimizer == "muon" else [1, 1]
         assert [group["lr"] for group in groups] == [lr * scale for scale in scales]
@@ -125,7 +125,7 @@ def test_muon_equals_torchs(dtype, tolerance):
 
 def saved_step():
     """Returns the step of last.pt, whose weights must be finite."""
-    last = tiny.saved("last.pt")
+    last = tiny.load("last.pt")
     assert all(weight.isfinite().all() for weight in last["model"].values())
     return last["iter_num"]
 
@@ -171,7 +171,7 @@ def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, where, 
     flags = tiny.flags(max_iters=9, eval_interval=6, checkpoint_interval=2)
     with pytest.raises(UserError, match=r"at step 4: loss .*, gradient norm (nan|inf)"):
         train.main([*flags, f"--log_interval={log_interval}"])
-    assert saved_step() == 2
+    assert saved_step() == 4
     assert all(math.isfinite(event["loss"]) for event in tiny.log_events()[1:])
 
 
@@ -181,19 +181,19 @@ def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
     norms = [event["grad_norm"] for event in tiny.log_events() if event["split"] == "train"]
     assert norms[0] is None
     assert 0 < norms[-1] < 100
-    assert tiny.saved("last.pt")["scaler"]["scale"] < 2.0**26
+    assert tiny.load("last.pt")["scaler"]["scale"] < 2.0**26
     assert "Infinity" not in Path("out/log.jsonl").read_text()
 
 
 def test_float16_overflow_of_one_optimizer_skips_all(verse):
     settings = tiny.settings(dtype="float16", optimizer="muon")
     config = tiny_model(vocab_size=verse.tokenizer.padded_vocab_size).config
-    trainer = train.Trainer(config, settings, Machine("cpu", "float16", False, ""))
-    trainer.init_weights()
+    machine = Machine("cpu", "float16", False, "")
+    trainer = train.Trainer(tiny.plan_of(config, settings, machine=machine))
     batches = Batches(to_device(verse, "cpu").train, settings)
     for norm in (1.0, math.nan):
         before = copy.deepcopy([trainer.model.state_dict(), trainer.state_dict()["optimizers"]])
-        trainer.gradient(batches.at(0), 0)
-        trainer.update(torch.tensor(norm), 0.1)
+        trainer.forward_backward(batches.at(0), 0)
+        trainer.clip_and_step(torch.tensor(norm), 0.1)
         after = [trainer.model.state_dict(), trainer.state_dict()["optimizers"]]
-        assert tiny.same(after, before) == math.isnan(norm)
+        assert tiny.equal(after, before) == math.isnan(norm)

@@ -14,13 +14,7 @@ import tiny
 import torch
 
 import train
-from folio.checkpoint.format import Progress
-from folio.checkpoint.run_dir import RunDir
-from folio.cli.process import NEVER
-from folio.distributed.world import SINGLE_PROCESS
-from folio.hardware.device import choose_machine
 from folio.training import tracking
-from model import GPT, GPTConfig
 
 TRAIN = str(Path(train.__file__))
 
@@ -67,49 +61,35 @@ def test_a_resumed_run_continues_the_time_and_is_judged_from_its_whole_log(verse
 
 
 @pytest.fixture
-def run(folder):
-    """As much of a train.Run as Tracking reads."""
-    (folder / "out").mkdir()
-    settings = tiny.settings(log_interval=2, eval_interval=10, max_iters=20)
-    return SimpleNamespace(
-        requested=settings,
-        settings=settings,
-        run_dir=RunDir("out"),
-        trainer=SimpleNamespace(
-            world=SINGLE_PROCESS,
-            machine=choose_machine("cpu", "float32", False),
-            model=GPT.uninitialized(GPTConfig(**tiny.SMALL), "meta"),
-        ),
-        progress=Progress(),
-        resumed=None,
-    )
+def trainer(verse):
+    return tiny.new_trainer(log_interval=2, eval_interval=10, max_iters=20)
 
 
-def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
-    peak = run.trainer.machine.peak[0]  # measured with the real clock
+def test_speed_excludes_pauses_and_time_left_includes_them(trainer, monkeypatch, capsys):
+    peak = trainer.machine.peak[0]  # measured with the real clock
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
-    with tracking.Tracking(run, NEVER) as tracker:
-        with tracker.paused():
+    with tracking.Tracking(trainer) as tracker:
+        with tracker.pause():
             clock.now += 1000  # the first evaluation
         for step in range(3):
             clock.now += 4
-            tracker.stepped(step, 2.5, float("inf"), lr=0.1)
-            with tracker.paused():
+            tracker.log_step(step, 2.5, float("inf"), lr=0.1)
+            with tracker.pause():
                 clock.now += 10
-    first, second = tiny.log_events()
+    first, second = tiny.log_events()[1:]
     assert (first["step"], second["step"]) == (0, 2)
     assert first["tokens_per_s"] == second["tokens_per_s"] == 8  # 32 per step of 4 s
-    flops = run.trainer.model.flops_per_token()
+    flops = trainer.model.flops_per_token()
     assert second["mfu"] == pytest.approx(flops * 8 / peak)
     assert (second["tokens"], second["grad_norm"]) == (96, None)
     # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far
     assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
 
 
-def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
+def test_output_on_a_full_disk_loses_only_a_line(trainer, monkeypatch):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with tracking.Tracking(run, NEVER) as tracker:
+    with tracking.Tracking(trainer) as tracker:
         monkeypatch.setattr(tracking.tqdm, "write", Mock(side_effect=error))
         tracker.say("line")
 

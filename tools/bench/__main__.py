@@ -27,8 +27,7 @@ from typing import ClassVar, Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import ROOT, load_settings, parse_arguments
+from folio.cli.settings import ROOT, load_settings, parse_arguments, setting
 
 COLUMNS = {  # figure: (heading in the table, format)
     "step_ms": ("ms/step", ".2f"),
@@ -76,7 +75,7 @@ class BenchConfig:
         try:
             shlex.split(self.vs or "")
         except ValueError as error:  # an open quote
-            raise UserError(f"--vs={self.vs} is not a command: {error}") from error
+            raise ValueError(f"--vs={self.vs} is not a command: {error}") from error
 
 
 if __name__ == "__main__":
@@ -93,11 +92,11 @@ from folio.inference.completion import complete
 from folio.inference.sampling import Controls
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
-from folio.training.setup import model_config
+from folio.training.setup import make_plan, model_config
 from model import GPT
 from sample import SampleConfig, make_completions, read_prompts
 from tools.plot.table import aligned
-from train import TrainConfig, setup
+from train import TrainConfig, Trainer
 
 
 def main(argv=None):
@@ -253,13 +252,14 @@ def read_figures(lines, command, target=None):
 
 def profile_training(arguments):
     """Prints the time of a step of train.py by operation."""
-    run = setup(load_settings(TrainConfig, arguments, {"device": resolve_device}))
-    trainer, batches = run.trainer, Batches(run.dataset.train, run.settings)
+    settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
+    trainer = Trainer(make_plan(settings))
+    batches = Batches(trainer.plan.dataset.train, settings)
 
     def train_steps():
         for step in range(STEPS):
-            _, norm = trainer.gradient(batches.at(step), step)
-            trainer.update(norm, run.settings.learning_rate)
+            _, norm = trainer.forward_backward(batches.at(step), step)
+            trainer.clip_and_step(norm, settings.learning_rate)
 
     print_profile(trainer.machine, train_steps, STEPS)
 

@@ -1,0 +1,36 @@
+"""What a run needs before its first step: checks of the machine and its memory."""
+
+import pytest
+import tiny
+
+import train
+from folio.cli.errors import UserError
+from folio.training.setup import memory_advice, state_bytes
+from model import GPT, GPTConfig
+
+
+@pytest.mark.parametrize("switches", [{}, {"n_layer": 0}, tiny.SWITCHES], ids=str)
+def test_weights_gradients_and_moments_are_counted(switches):
+    config = GPTConfig(vocab_size=65, **(tiny.SHAPE | {"n_layer": 3} | switches))
+    model = GPT(config)
+    count = sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
+    assert state_bytes(config, tiny.settings()) == 16 * count
+    assert state_bytes(config, tiny.settings(optimizer="muon")) == 16 * count - 4 * matrices
+    assert state_bytes(config, tiny.settings(eval_only=True)) == 4 * count
+    assert state_bytes(config, tiny.settings(parallel="fsdp"), world_size=4) == 4 * count
+
+
+def test_a_model_that_cannot_fit_is_refused(verse):
+    with pytest.raises(UserError, match="decrease .*--n_embd"):
+        train.main(tiny.flags(n_embd=10**6))
+
+
+def test_advice_keeps_tokens_per_step_and_evaluation():
+    settings = tiny.settings(batch_size=15, gradient_accumulation_steps=2, eval_iters=7)
+    advice = memory_advice(settings)
+    assert "--batch_size=5 --gradient_accumulation_steps=6" in advice
+    assert "--eval_iters=21" in advice
+    assert "--activation_checkpointing=True" in advice
+    single = memory_advice(tiny.settings(batch_size=1, activation_checkpointing=True))
+    assert not set(single.split()) & {"--batch_size", "--activation_checkpointing=True"}
