@@ -10,23 +10,31 @@ import dataclasses
 import math
 import pickle
 import zipfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import write_atomically
 from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, RotaryEmbedding
 
 FORMAT = 1
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
+INITIALIZERS = (
+    (nn.Linear, "reset_parameters"),
+    (nn.Embedding, "reset_parameters"),
+    (RotaryEmbedding, "reset_parameters"),
+    (GPT, "init_weights"),
+)
 MASK = ".attn.bias"  # the causal mask, which nanoGPT stored before PyTorch 2
 
 
@@ -180,13 +188,34 @@ def _from_plain(plain, path):
 
 
 def empty_model(config, device="cpu"):
-    """Returns a GPT with uninitialized weights."""
-    return GPT.uninitialized(config, device)
+    """Returns a GPT with uninitialized weights on a device."""
+    with torch.device(device), skip_initialization():
+        model = GPT(config)
+    if model.rotary is not None:
+        model.rotary.reset_parameters()
+    return model
+
+
+@contextmanager
+def skip_initialization():
+    """A context in which new GPTs and their layers do not initialize their weights.
+
+    To initialize 124 million weights takes a second. On the meta device it would import
+    torch._dynamo, which takes two.
+    """
+    initializers = [getattr(owner, name) for owner, name in INITIALIZERS]
+    for owner, name in INITIALIZERS:
+        setattr(owner, name, lambda module: None)
+    try:
+        yield
+    finally:
+        for (owner, name), initialize in zip(INITIALIZERS, initializers, strict=True):
+            setattr(owner, name, initialize)
 
 
 def build_model(checkpoint):
     """Returns the checkpoint's GPT on the CPU, which shares its weights. See load_weights."""
-    model = GPT.uninitialized(checkpoint.config)
+    model = empty_model(checkpoint.config)
     use_fast_kernels(model)
     load_weights(model, checkpoint)
     return model

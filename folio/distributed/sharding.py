@@ -42,7 +42,8 @@ def shard_model(model, world, dtype):
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=world.device)
-    model.tie_and_fill_tables()
+    if model.rotary is not None:
+        model.rotary.reset_parameters()
     idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     mixed = torch.autocast(idx.device.type, DTYPES[dtype], enabled=dtype != "float32")
     with torch.no_grad(), mixed:

@@ -11,6 +11,7 @@ from folio.checkpoint.format import (
     Checkpoint,
     Progress,
     build_model,
+    empty_model,
     load_checkpoint,
     save_checkpoint,
 )
@@ -87,6 +88,18 @@ def test_loaded_model_equals_saved_one(changes):
     loaded = build_model(load_checkpoint("ckpt.pt", optimizers=False))
     assert loaded.config == model.config
     assert same_logits(loaded, model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("changes", [{}, tiny.SWITCHES], ids=str)
+def test_empty_models_share_and_fill_what_is_not_a_weight(device, changes):
+    initialized, model = make_model(**changes), empty_model(GPTConfig(**SHAPE, **changes), device)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {device}
+    is_tied = model.lm_head.weight is model.transformer.wte.weight
+    assert is_tied == model.config.tie_weights
+    if device == "cpu":
+        assert tiny.same(dict(model.named_buffers()), dict(initialized.named_buffers()))
+    assert tiny.same(make_model(**changes).state_dict(), initialized.state_dict())  # afterwards
 
 
 # nanoGPT's format
