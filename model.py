@@ -1,8 +1,8 @@
-"""GPT-2, a decoder-only transformer (Radford et al. 2019, "Language Models are Unsupervised
-Multitask Learners"), and after it later techniques, each a switch of GPTConfig.
+"""GPT-2, followed by later techniques, which are switches of GPTConfig.
 
-Pure torch: no files, no settings, no printing. Parameter names, defaults and initialization are
-nanoGPT's, so that checkpoints can be exchanged.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Pure torch: no files, no
+settings, no printing. Parameter names, defaults and initialization are nanoGPT's, so that
+checkpoints can be exchanged.
 Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H (head size), V = vocab_size.
 """
 
@@ -93,12 +93,12 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        width = activation_width = 4 * config.n_embd
-        if config.activation == "swiglu":
-            width, activation_width = swiglu_widths(config.n_embd)
-        self.c_fc = nn.Linear(config.n_embd, width, bias=config.bias)
+        fc_width = proj_width = 4 * config.n_embd
+        if config.activation == "swiglu":  # halves the width
+            fc_width, proj_width = swiglu_widths(config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, fc_width, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
-        self.c_proj = nn.Linear(activation_width, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(proj_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -112,7 +112,7 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = make_norm(config)
+        self.ln_1 = make_norm(config)  # LayerNorm in GPT-2
         self.attn = CausalSelfAttention(config)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
@@ -146,15 +146,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, assign=torch.Tensor.copy_):
-        """Initializes like GPT-2: norms are 1, biases 0, and matrices normal with mean 0.
+        """Initializes like GPT-2.
 
-        Their standard deviation is 0.02. Each block adds two projections to the residual stream;
-        that of their matrices is divided by sqrt(2 n_layer) so that the variance does not grow with
-        depth (Radford et al. 2019, section 2.3).
+        Weights of norms are 1, biases 0, and matrices normal with standard deviation 0.02. Each
+        block adds two projections to the residual stream; their standard deviation is divided by
+        sqrt(2 n_layer) so that the variance does not grow with depth (Radford et al. 2019, 2.3).
 
         Args:
-            assign: assign(parameter, values) sets a parameter to a tensor on the CPU, which draws
-                the same numbers for every device.
+            assign: assign(parameter, values) sets a parameter, on any device, to a CPU tensor.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -162,8 +161,9 @@ class GPT(nn.Module):
             elif parameter.dim() == 1:
                 values = torch.ones(parameter.shape)
             else:
-                is_projection = name.endswith("c_proj.weight")
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02
+                std = 0.02
+                if name.endswith("c_proj.weight"):
+                    std /= math.sqrt(2 * self.config.n_layer)
                 values = torch.empty(parameter.shape).normal_(std=std)
             assign(parameter, values)
 
@@ -195,10 +195,10 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens do not fit block_size={self.config.block_size}")
         if positions is None:
             positions = torch.arange(T, device=idx.device)
-        if self.config.receptive_field:
+        if self.config.receptive_field:  # smear or ngrams
             x = self.transformer.context(self.embed, idx, positions)
         else:
-            x = self.embed(idx[:, -positions.shape[-1] :], positions)
+            x = self.embed(idx[:, -positions.shape[-1] :], positions)  # of the last T' tokens
         x = self.transformer.drop(x)  # (B, T', C)
         rotation = self.rotary(positions) if self.rotary else None
         for layer, block in enumerate(self.transformer.h):
@@ -209,7 +209,9 @@ class GPT(nn.Module):
     def embed(self, idx, positions):
         """Returns the embeddings of tokens, with learned positions: (B, T) -> (B, T, C)."""
         x = self.transformer.wte(idx)
-        return x + self.transformer.wpe(positions) if self.config.position == "learned" else x
+        if self.config.position == "learned":
+            x = x + self.transformer.wpe(positions)
+        return x
 
     def num_params(self):
         """Returns the number of parameters; tied weights count once."""
@@ -259,7 +261,7 @@ def swiglu(x):
 
 
 def swiglu_widths(n_embd):
-    """Returns the widths of an MLP before and after swiglu, for as many parameters as with gelu."""
+    """Returns the widths before and after swiglu, for as many parameters as without a gate."""
     width = 32 * math.ceil(n_embd / 12)  # 8 C / 3, rounded up to a multiple of 32
     return 2 * width, width
 
@@ -371,22 +373,23 @@ class LocalContext(nn.Module):
             self.smear = nn.ParameterDict({"weight": torch.empty(config.smear, config.n_embd)})
 
     def forward(self, embed, idx, positions):
-        """Returns the embeddings of the last T' tokens: (B, T), (T',) or (B, T') -> (B, T', C).
-
-        See GPT.embed and GPT.trunk. Tokens with a position below 0 do not count.
-        """
-        earlier, absent = idx.shape[1] - positions.shape[-1], None
+        """Returns the embeddings of the last T' tokens, (B, T', C). See GPT.trunk and GPT.embed."""
+        earlier = idx.shape[1] - positions.shape[-1]  # tokens that have no position yet
+        absent = None
         if earlier:
             steps = torch.arange(-earlier, 0, device=idx.device)
-            positions = torch.cat((positions[..., :1] + steps, positions), dim=-1)
+            positions = torch.cat((positions[..., :1] + steps, positions), dim=-1)  # (…, T)
             absent = positions < 0  # before the start of the text
-            positions, idx = positions.clamp(min=0), idx.masked_fill(absent, 0)
+            positions = positions.clamp(min=0)
+            idx = idx.masked_fill(absent, 0)
         x = embed(idx, positions)  # (B, T, C)
         for n, table in self.ngrams.items():
             x = x + table(self.ngram_ids(idx, int(n), table.num_embeddings))
         if absent is not None:
             x = x.masked_fill(absent.unsqueeze(-1), 0)
-        return (self.add_preceding(x) if self.smear else x)[:, earlier:]
+        if self.smear:
+            x = self.add_preceding(x)
+        return x[:, earlier:]
 
     def ngram_ids(self, idx, n, rows):
         """Returns the row of the n-gram that ends at each token: (B, T) -> the same shape."""

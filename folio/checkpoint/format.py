@@ -139,8 +139,9 @@ def load_checkpoint(path, optimizers=True):
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
-            if (wrong := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
+            damaged_name = archive.testzip()
+            if damaged_name is not None:
+                raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
         plain = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
         checkpoint = _from_plain(plain, Path(path))
     except (FileNotFoundError, UserError):
@@ -229,8 +230,8 @@ def load_weights(model, checkpoint):
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
     for name in parameters | weights:
-        expected, found = (getattr(each.get(name), "shape", None) for each in (parameters, weights))
-        if expected != found:
+        parameter, weight = parameters.get(name), weights.get(name)
+        if getattr(parameter, "shape", None) != getattr(weight, "shape", None):
             raise UserError(f"{checkpoint.path}: the weights do not fit the model: {name!r}")
     for name, parameter in parameters.items():
         assign(parameter, weights[name])
