@@ -294,7 +294,7 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self):
         """Computes the cosines and signed sines of all angles. They are not in checkpoints."""
         T, D = self.cos.shape
-        frequencies = 10_000.0 ** (-torch.arange(0, D, 2) / D)
+        frequencies = 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
         angles = torch.outer(torch.arange(T), frequencies)  # (T, D/2)
         cos, sin = angles.cos(), angles.sin()
         self.cos.copy_(torch.cat((cos, cos), dim=-1))

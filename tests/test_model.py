@@ -173,12 +173,12 @@ def test_qk_norm_makes_the_scale_of_queries_and_keys_irrelevant(norm):
     for block in model.transformer.h:
         block.attn.c_attn.weight.data *= 50  # makes the epsilon of the norms negligible
     idx = random_ids(model)
-    before = logits_of(model, idx)
+    original = logits_of(model, idx)
     for block in model.transformer.h:
         block.attn.c_attn.weight.data[: 2 * 16] *= 7  # queries and keys
-    assert torch.allclose(logits_of(model, idx), before, atol=1e-4)
+    assert torch.allclose(logits_of(model, idx), original, atol=1e-4)
     block.attn.c_attn.weight.data[2 * 16 :] *= 7  # values
-    assert not torch.allclose(logits_of(model, idx), before, atol=1e-4)
+    assert not torch.allclose(logits_of(model, idx), original, atol=1e-4)
 
 
 # Other parts
@@ -306,10 +306,10 @@ def test_logits_depend_on_no_later_token(changes):
     idx = random_ids(model, rows=1).repeat(T, 1)
     changed = idx.clone()
     changed.diagonal().add_(1).remainder_(model.config.vocab_size)  # token t in row t
-    before, after = logits_of(model, idx), logits_of(model, changed)
+    original, other = logits_of(model, idx), logits_of(model, changed)
     for t in range(T):
-        assert torch.equal(before[t, :t], after[t, :t])
-        assert not torch.equal(before[t, t:], after[t, t:])
+        assert torch.equal(original[t, :t], other[t, :t])
+        assert not torch.equal(original[t, t:], other[t, t:])
 
 
 def test_without_layers_logits_depend_on_the_last_token_only():
