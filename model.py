@@ -316,6 +316,7 @@ def normalize_and_rotate(q, k, norm, rotation):
     if rotation:
         cos, sin = rotation
         swapped = qk.roll(qk.shape[-1] // 2, dims=-1)  # the other element of each pair
+        # (a, b) becomes (a cos - b sin, b cos + a sin); `sin` has the signs.
         qk = torch.addcmul(qk * cos.to(qk.dtype), swapped, sin.to(qk.dtype))
     return qk.unbind()
 
