@@ -29,12 +29,12 @@ OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 COMPILED_PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
-INITIALIZERS = (
-    (nn.Linear, "reset_parameters"),
-    (nn.Embedding, "reset_parameters"),
-    (RotaryEmbedding, "reset_parameters"),
-    (GPT, "init_weights"),
-)
+INITIALIZERS = {
+    (nn.Linear, "reset_parameters"): nn.Linear.reset_parameters,
+    (nn.Embedding, "reset_parameters"): nn.Embedding.reset_parameters,
+    (RotaryEmbedding, "reset_parameters"): RotaryEmbedding.reset_parameters,
+    (GPT, "init_weights"): GPT.init_weights,
+}
 CAUSAL_MASK_SUFFIX = ".attn.bias"  # nanoGPT stored the mask before PyTorch 2
 
 
@@ -109,9 +109,7 @@ def save_checkpoint(path, checkpoint):
         "config": checkpoint.settings,
         **{name: getattr(checkpoint, name) for name in OPTIONAL_KEYS},
     }
-    progress = dataclasses.asdict(checkpoint.progress)
-    del progress["step"]  # nanoGPT's iter_num
-    content |= progress
+    content |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
     with write_atomically(path) as [file]:
         try:
             torch.save(content, file.name)  # an error of a file object would abort the process
@@ -208,16 +206,15 @@ def empty_model(config, device="cpu"):
 def skip_initialization():
     """A context in which new GPTs and their layers do not initialize their weights.
 
-    To initialize 124 million weights takes a second. On the meta device it would import
+    Initializing GPT-2's 124 million weights takes a second; on the meta device, it would import
     torch._dynamo, which takes two.
     """
-    initializers = [getattr(owner, name) for owner, name in INITIALIZERS]
     for owner, name in INITIALIZERS:
         setattr(owner, name, lambda module: None)
     try:
         yield
     finally:
-        for (owner, name), initialize in zip(INITIALIZERS, initializers, strict=True):
+        for (owner, name), initialize in INITIALIZERS.items():
             setattr(owner, name, initialize)
 
 

@@ -13,11 +13,7 @@ from folio.hardware.memory import is_out_of_memory
 
 PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or more rows
 # Activations that oneDNN fuses with a matrix product, as (its name, variant).
-FUSED_ACTIVATIONS = {
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "relu": ("relu", "none"),
-}
+FUSIBLE = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
 def compile_model(model, machine, batch):
@@ -26,8 +22,7 @@ def compile_model(model, machine, batch):
     With CUDA graphs, every parameter gets a gradient tensor, which must be kept. Otherwise autograd
     would use the output of a graph as the gradient, which the next run of the graph overwrites.
 
-    Args:
-        batch: the arguments of forward() in a training step; an evaluation passes the first two.
+    batch: the arguments of forward() in a training step; an evaluation passes the first two.
     """
     mode = machine.compile if uses_cuda_graphs(machine.compile) else None
     forward, start = model, time.monotonic()
@@ -133,10 +128,10 @@ def optimize_for_inference(model):
     model.eval()
     weight = model.transformer.wte.weight
     can_pack = weight.device.type == "cpu" and supports_packing(weight.dtype)
-    if can_pack and model.config.activation in FUSED_ACTIVATIONS:
-        fused = FUSED_ACTIVATIONS[model.config.activation]
+    if can_pack and model.config.activation in FUSIBLE:
+        activation, variant = FUSIBLE[model.config.activation]
         for block in model.transformer.h:
-            block.mlp.c_fc = PackedLinear(block.mlp.c_fc, *fused)
+            block.mlp.c_fc = PackedLinear(block.mlp.c_fc, activation, variant)
             block.mlp.activation = identity
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

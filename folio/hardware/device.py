@@ -88,14 +88,12 @@ def choose_machine(device, dtype, compile):
         compile, compile_reason = kind == "cuda", f"default on {kind}"
     elif uses_cuda_graphs(compile):
         compile_reason = compile
+    name = "Apple GPU"
     if kind == "cuda":
         name = torch.cuda.get_device_name(device)
-    elif kind == "mps":
-        name = "Apple GPU"
-    else:
-        name = f"threads: {torch.get_num_threads()}"
-        if resolve_device("auto") == "cpu":
-            name = f"no GPU found; {name}"
+    elif kind == "cpu":
+        gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
+        name = f"{gpu}threads: {torch.get_num_threads()}"
     summary = (
         f"{device} ({name}), {dtype} ({dtype_reason}), "
         f"{'compiled' if compile else 'not compiled'} ({compile_reason})"
@@ -110,13 +108,10 @@ def uses_cuda_graphs(compile):
 
 @contextmanager
 def limit_threads(products):
-    """A context for a loop on a CPU, which uses one thread if its steps are small.
+    """A context for a loop on a CPU, with `products` multiplications per step.
 
-    More threads are not faster then, and while another process uses the cores, they wait for each
-    other most of the time.
-
-    Args:
-        products: multiplications in each step.
+    It uses one thread if they are few: more are not faster then, and while another process uses the
+    cores, they wait for each other most of the time.
     """
     threads = torch.get_num_threads()
     if products <= MAX_SINGLE_THREAD_PRODUCTS:
@@ -128,10 +123,7 @@ def limit_threads(products):
 
 
 def read_later(value):
-    """Returns a function that returns a scalar tensor as a float.
-
-    On a GPU, that function waits for the work queued before this call only.
-    """
+    """Returns a function that returns a scalar as a float, without waiting for later GPU work."""
     if not getattr(value, "is_cuda", False):
         return lambda: float(value)
     copy = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
@@ -141,10 +133,7 @@ def read_later(value):
 
 
 def resolve_device(name):
-    """Returns the name of a device; "auto" becomes cuda, mps or cpu.
-
-    Raises UserError if the name is unknown or the device is not available.
-    """
+    """Returns an available device; "auto" becomes cuda, mps or cpu. Raises UserError otherwise."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_mps = torch.backends.mps.is_available()
     if name == "auto":

@@ -13,11 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import CausalSelfAttention
 
-BACKENDS_WITHOUT_CUDNN = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+NON_CUDNN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DROPOUT_LEVELS = 2**16
 
 
@@ -41,7 +37,7 @@ def disable_cudnn_attention(device):
     and 193893). It also prepares a kernel for each shape, which is slow if every call has another
     length.
     """
-    return sdpa_kernel(BACKENDS_WITHOUT_CUDNN) if device.type == "cuda" else nullcontext()
+    return sdpa_kernel(NON_CUDNN_BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 def fast_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):

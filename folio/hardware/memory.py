@@ -104,9 +104,8 @@ def recompute_activations(model):
     """Makes a GPT save memory in training, in place.
 
     Each block keeps only its input for the backward pass, which runs the block again. Losses and
-    gradients change by rounding only: the second run restores the states of the random generators,
-    so that it drops the same elements. Call this before shard_model(), which also replaces the
-    class.
+    gradients change by rounding only: the second run restores the random generators' states, so
+    that it drops the same elements. Must precede shard_model(), which also replaces the class.
     """
     model.__class__ = RecomputedGPT
     for block in model.transformer.h:  # a wrapper would change the names of the parameters
@@ -126,11 +125,9 @@ class RecomputedGPT(GPT):
         hidden = (self.trunk(idx) / temperature).flatten(0, 1)
         hidden, flat_targets = hidden.chunk(LOGIT_CHUNKS), targets.flatten().chunk(LOGIT_CHUNKS)
         options = {"use_reentrant": False, "preserve_rng_state": False}  # it has no dropout
-        losses = (
-            checkpoint(self.sum_losses, *chunk, **options)
-            for chunk in zip(hidden, flat_targets, strict=True)
-        )
-        return sum(losses) / (targets != -1).sum()
+        chunks = zip(hidden, flat_targets, strict=True)
+        total = sum(checkpoint(self.sum_losses, *chunk, **options) for chunk in chunks)
+        return total / (targets != -1).sum()
 
     def sum_losses(self, hidden, targets):
         """hidden: (N, C); targets: (N,). Returns the sum of the losses, a scalar."""
