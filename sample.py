@@ -22,8 +22,7 @@ from typing import Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
@@ -72,11 +71,11 @@ class SampleConfig:
 
     def __post_init__(self):
         if not self.out_dir:
-            raise UserError("out_dir must not be empty")
+            raise ValueError("out_dir must not be empty")
         for names in EXCLUSIVE:
             given = [name for name in names if getattr(self, name) not in (None, False)]
             if len(given) > 1:
-                raise UserError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
+                raise ValueError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
 
 
 if __name__ == "__main__":

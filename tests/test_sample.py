@@ -161,7 +161,7 @@ def test_model_of_another_tokenizer_needs_no_dataset(capsys, monkeypatch):
     train.main(tiny.flags(max_iters=3, overwrite=True))
     shutil.rmtree("data")
     (sampled,) = objects(capsys, "--start=Shall I 🦶", "--temperature=0")
-    tokenizer = from_dict(tiny.saved()["tokenizer"])
+    tokenizer = from_dict(tiny.load()["tokenizer"])
     assert sampled["prompt"] == "Shall I 🦶"
     assert tokenizer.decode(sampled["ids"]) == sampled["text"]
     set_stdin(monkeypatch, "naïve 🦶".encode())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import BEST
-from folio.cli.errors import UserError, nearest
+from folio.cli.errors import UserError, suggest
 from folio.cli.files import is_file
 from folio.data.dataset import load_tokenizer
 from folio.data.downloads import hub_client
@@ -51,7 +51,7 @@ def load_initial(init_from):
     if is_file(init_from):
         return load_checkpoint(init_from, optimizers=False)
     if init_from.endswith(".pt") or not is_model_id(init_from):
-        hint = nearest(init_from, ("scratch", *RESUMING, *MODELS))
+        hint = suggest(init_from, ("scratch", *RESUMING, *MODELS))
         raise UserError(f"init_from={init_from} is not a file, a folder or a hub id{hint}")
     checkpoint = read_pretrained(pretrained_folder(init_from))
     checkpoint.path = Path(init_from)  # shorter in messages than a folder of the cache

@@ -76,7 +76,7 @@ def test_every_field_is_saved_and_loaded(optimizers):
         saved = replace(saved, optimizers={})
     loaded = load_checkpoint("ckpt.pt", optimizers)
     for field in fields(Checkpoint):
-        assert tiny.same(getattr(loaded, field.name), getattr(saved, field.name)), field.name
+        assert tiny.equal(getattr(loaded, field.name), getattr(saved, field.name)), field.name
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_empty_models_share_and_fill_what_is_not_a_weight(device, changes):
     is_tied = model.lm_head.weight is model.transformer.wte.weight
     assert is_tied == model.config.tie_weights
     if device == "cpu":
-        assert tiny.same(dict(model.named_buffers()), dict(initialized.named_buffers()))
-    assert tiny.same(make_model(**changes).state_dict(), initialized.state_dict())  # afterwards
+        assert tiny.equal(dict(model.named_buffers()), dict(initialized.named_buffers()))
+    assert tiny.equal(make_model(**changes).state_dict(), initialized.state_dict())  # afterwards
 
 
 # nanoGPT's format
@@ -107,7 +107,7 @@ def test_empty_models_share_and_fill_what_is_not_a_weight(device, changes):
 
 def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
     save_checkpoint("ckpt.pt", checkpoint_of(make_model(bias=False)))
-    content = tiny.saved("ckpt.pt", ".")
+    content = tiny.load("ckpt.pt", ".")
     assert content.keys() >= {"model", "optimizer", "iter_num", "best_val_loss", "config"}
     assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 

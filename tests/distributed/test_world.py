@@ -76,7 +76,7 @@ def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, 
         if one["split"] == "val":
             assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
             assert two["train_loss"] == pytest.approx(one["train_loss"], abs=1e-5)
-    one, two = tiny.saved("last.pt", "one"), tiny.saved("last.pt", "two")
+    one, two = tiny.load("last.pt", "one"), tiny.load("last.pt", "two")
     assert one["model"].keys() == two["model"].keys()
     for name, weight in one["model"].items():
         torch.testing.assert_close(two["model"][name], weight, atol=1e-5, rtol=0)
@@ -84,8 +84,8 @@ def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, 
         assert one[key]["param_groups"] == two[key]["param_groups"]
         for index, moments in one[key]["state"].items():
             for name, moment in moments.items():
-                found = two[key]["state"][index][name]
-                torch.testing.assert_close(found, moment, atol=1e-5, rtol=0)
+                other = two[key]["state"][index][name]
+                torch.testing.assert_close(other, moment, atol=1e-5, rtol=0)
 
 
 # Checkpoints
@@ -97,12 +97,12 @@ def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(ve
     settings |= {"batch_size": 1, "n_embd": 18, "max_iters": 12, "eval_interval": 4}
     settings |= {"eval_iters": 1}  # fewer evaluated windows than processes
     whole = trained(1, out_dir="whole", **settings)
-    parts = [(4, "fsdp", 4), (1, "ddp", 6), (2, "ddp", 9), (2, "fsdp", 12)]
-    for size, parallel, stop_at in parts:
-        found = trained(size, parallel=parallel, stop_at=stop_at, init_from="auto", **settings)
-    assert differences(found, whole).max() < 1e-5
-    one, several = (tiny.saved("last.pt", each)["best_val_loss"] for each in ("whole", "out"))
-    assert several == pytest.approx(one, abs=1e-5)
+    sections = [(4, "fsdp", 4), (1, "ddp", 6), (2, "ddp", 9), (2, "fsdp", 12)]
+    for size, parallel, stop_at in sections:
+        losses = trained(size, parallel=parallel, stop_at=stop_at, init_from="auto", **settings)
+    assert differences(losses, whole).max() < 1e-5
+    best = tiny.load("last.pt")["best_val_loss"]
+    assert best == pytest.approx(tiny.load("last.pt", "whole")["best_val_loss"], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -141,8 +141,8 @@ def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
     settings |= {"sample_interval": 20}
     one = trained(1, out_dir="one", **settings)
     for parallel in ("ddp", "fsdp"):
-        found = trained(2, out_dir=parallel, parallel=parallel, **settings)
-        assert differences(found, one).max() < 2e-3
+        losses = trained(2, out_dir=parallel, parallel=parallel, **settings)
+        assert differences(losses, one).max() < 2e-3
 
 
 @pytest.mark.gpu
@@ -160,8 +160,8 @@ def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
     one = trained(1, out_dir="one", **settings)
     flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
     Ranks(1, train.main, flags).results(limit_s=300)  # the compiler is slow at first
-    found = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
-    assert differences(found, one).max() < tolerance
+    losses = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
+    assert differences(losses, one).max() < tolerance
 
 
 # Stops and errors
@@ -174,7 +174,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(verse):
     os.kill(ranks.processes[1].pid, signal.SIGINT)
     statuses, (main, other) = ranks.wait()
     assert statuses == [128 + signal.SIGTERM, 128 + signal.SIGINT]
-    assert f"stopped at step {tiny.saved('last.pt')['iter_num']}" in main
+    assert f"stopped at step {tiny.load('last.pt')['iter_num']}" in main
     assert other == ""
 
 
@@ -190,10 +190,10 @@ def test_if_a_process_is_killed_the_others_end_with_a_message(verse, rank, paral
     assert statuses[1 - rank] == 2
     last = errors[1 - rank].strip().splitlines()[-1]
     assert last.startswith(f"train.py: rank {1 - rank}: another process of the run has ended")
-    step = tiny.saved("last.pt")["iter_num"]
+    step = tiny.load("last.pt")["iter_num"]
     losses = trained(1, init_from="resume", gradient_accumulation_steps=2, max_iters=step + 3)
     assert math.isfinite(losses[-1])
-    assert tiny.saved("last.pt")["iter_num"] == step + 3
+    assert tiny.load("last.pt")["iter_num"] == step + 3
 
 
 def wait_for(path):
@@ -268,8 +268,8 @@ SHAPES = [(6, 6), (5, 9), (9, 5), (6, 6), (3, 7), (9, 5), (6, 6)]
 def test_divided_orthogonalization_equals_the_whole(folder):
     expected = [orthogonalized(matrix) for matrix in random_matrices()]
     for results in Ranks(4, in_world, copies_and_shards).results():
-        for found, matrix in zip(results, 2 * expected, strict=True):
-            np.testing.assert_allclose(found, matrix, atol=1e-5)
+        for result, matrix in zip(results, 2 * expected, strict=True):
+            np.testing.assert_allclose(result, matrix, atol=1e-5)
 
 
 def random_matrices():
@@ -291,8 +291,9 @@ def copies_and_shards(world):
 
     matrices = random_matrices()
     mesh = init_device_mesh("cpu", (world.size,))
-    sharded = [distribute_tensor(each, mesh, [Shard(0)]) for each in matrices]
-    shares = orthogonalize_shards([each.to_local() for each in sharded], sharded, world)
+    sharded = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in matrices]
+    shards = orthogonalize_shards([matrix.to_local() for matrix in sharded], sharded, world)
     results = orthogonalize_copies(matrices, world)
-    pairs = zip(sharded, shares, strict=True)
-    return [each.numpy() for each in results + [full_tensor(from_shard(*pair)) for pair in pairs]]
+    for matrix, shard in zip(sharded, shards, strict=True):
+        results.append(full_tensor(from_shard(matrix, shard)))
+    return [result.numpy() for result in results]

@@ -28,8 +28,7 @@ from typing import ClassVar, Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import ROOT, load_settings, parse_arguments
+from folio.cli.settings import ROOT, load_settings, parse_arguments, setting
 
 COLUMNS = {  # figure: (heading in the table, format)
     "step_ms": ("ms/step", ".2f"),
@@ -77,7 +76,7 @@ class BenchConfig:
         try:
             shlex.split(self.vs or "")
         except ValueError as error:  # an open quote
-            raise UserError(f"--vs={self.vs} is not a command: {error}") from error
+            raise ValueError(f"--vs={self.vs} is not a command: {error}") from error
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from typing import ClassVar, Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
 from folio.cli.files import write_atomically
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
@@ -46,7 +45,7 @@ class PlotConfig:
 
     def __post_init__(self):
         if not self.runs or self.attention and len(self.runs) > 1:
-            raise UserError("specify the run folders to compare, or one with --attention")
+            raise ValueError("specify the run folders to compare, or one with --attention")
 
 
 if __name__ == "__main__":
