@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from folio.checkpoint.format import empty_model
 from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
 from folio.training.setup import model_config
-from model import GPT
 from train import TrainConfig, learning_rate_at
 
 pytestmark = pytest.mark.usefixtures("text_size")
@@ -33,7 +33,7 @@ def load_preset(name, device="cuda", *flags):
 
 def count_parameters(settings, tokenizer):
     """Returns the number of parameters of the model that the settings describe."""
-    return GPT.uninitialized(model_config(settings, tokenizer), "meta").num_params()
+    return empty_model(model_config(settings, tokenizer), "meta").num_params()
 
 
 @pytest.mark.parametrize("preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)

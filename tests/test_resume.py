@@ -246,7 +246,7 @@ def test_disk_that_is_full_for_a_while_costs_no_progress(verse, monkeypatch, lim
     settings = {"max_iters": 9, "checkpoint_interval": 1}
     train.main(tiny.flags(out_dir="out-whole", **settings))
     after_calls(monkeypatch, "forward_backward", 2, lambda: limit_files(LIMIT))
-    after_calls(monkeypatch, "clip_and_step", 4, lambda: limit_files(-1))
+    after_calls(monkeypatch, "clip_and_step", 5, lambda: limit_files(-1))
     train.main(tiny.flags(**settings))
     assert tiny.differences("out", "out-whole") == []
     warnings = capsys.readouterr().err.splitlines()

@@ -44,7 +44,8 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
     def tie_weights(self, *args, **kwargs):
         """Computes the rotary tables, too, which are not in the file. Called after loading."""
         super().tie_weights(*args, **kwargs)
-        self.gpt.tie_and_fill_tables()
+        if self.gpt.rotary is not None:
+            self.gpt.rotary.reset_parameters()
 
     def forward(self, input_ids, labels=None, attention_mask=None, past_key_values=None, **kwargs):
         """Returns the logits, (B, T', vocab_size), and the loss if there are labels.

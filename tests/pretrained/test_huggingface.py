@@ -274,7 +274,7 @@ def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):
     new = transformers.AutoModelForCausalLM.from_config(theirs.config, trust_remote_code=True)
     assert new.gpt.lm_head.weight is new.gpt.transformer.wte.weight
     assert 0.015 < new.gpt.transformer.wte.weight.std() < 0.025
-    assert torch.equal(new.gpt.cos, ours.cos)
+    assert torch.equal(new.gpt.rotary.cos, ours.rotary.cos)
 
 
 def test_beams_and_padding_of_a_model_with_its_own_code():

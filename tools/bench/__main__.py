@@ -83,6 +83,7 @@ if __name__ == "__main__":
 
 import torch
 
+from folio.checkpoint.format import empty_model
 from folio.checkpoint.run_dir import RunDir
 from folio.data.batches import Batches
 from folio.data.dataset import load_tokenizer
@@ -93,7 +94,6 @@ from folio.inference.sampling import Controls
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
 from folio.training.setup import make_plan, model_config
-from model import GPT
 from sample import SampleConfig, make_completions, read_prompts
 from tools.plot.table import aligned
 from train import TrainConfig, Trainer
@@ -308,7 +308,7 @@ def print_counts(arguments):
     """
     settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
     tokenizer = load_tokenizer(settings.dataset)  # GPT-2's, if the dataset is not prepared
-    model = GPT.uninitialized(model_config(settings, tokenizer), "meta")
+    model = empty_model(model_config(settings, tokenizer), "meta")
     parameters, flops = Counter(), Counter()
     for name, parameter in model.named_parameters():
         parameters[part_of(name.rpartition(".")[0])] += parameter.numel()
