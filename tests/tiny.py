@@ -15,7 +15,7 @@ from folio.data.corpus import Corpus
 from folio.data.encoding import encode_corpus
 from folio.data.sources import Chunk, Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
-from folio.data.writer import dataset_writer
+from folio.data.writer import open_writer
 from folio.training.optimizers import make_optimizers
 from model import GPT, GPTConfig
 
@@ -113,9 +113,9 @@ def corpus(*documents):
 
 def write_dataset(folder, documents, tokenizer):
     """Writes a Corpus as prepare.py does. Returns the content of meta.json."""
-    extent, _ = documents.survey("byte", None)
-    with dataset_writer(folder, tokenizer) as writer:
-        encode_corpus(documents, tokenizer, writer, extent)
+    documents = documents.split(documents.scan().num_characters)
+    with open_writer(folder, tokenizer) as writer:
+        encode_corpus(documents, tokenizer, writer)
         return writer.finish("own.txt", "5a")
 
 

@@ -16,7 +16,7 @@ def split(request, monkeypatch):
     if request.param != "on the cpu":
         monkeypatch.setattr(batches, "device_type", lambda device: "mps")  # cuda would pin memory
     if request.param == "in its file":
-        monkeypatch.setattr(batches, "RESIDENT_BYTES", 0)
+        monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
     made = Split(IDS, "cpu")
     assert (made.resident is not None) == (request.param == "resident")
     return made
@@ -87,7 +87,7 @@ def test_a_batch_does_not_depend_on_accumulation_or_earlier_batches(
 def test_gpu_batches_from_memory_and_from_the_file_are_equal(monkeypatch):
     settings = tiny.settings(gradient_accumulation_steps=2)
     resident = Split(IDS, "cuda")
-    monkeypatch.setattr(batches, "RESIDENT_BYTES", 0)
+    monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
     streamed = Split(IDS, "cuda")
     assert [split.resident is None for split in (resident, streamed)] == [False, True]
     for source in (Batches(resident, settings), Batches(streamed, settings)):

@@ -12,7 +12,7 @@ from folio.cli.errors import UserError
 from folio.cli.files import LOCK
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import ByteTokenizer
-from folio.data.writer import dataset_writer
+from folio.data.writer import open_writer
 
 pytestmark = pytest.mark.usefixtures("folder")
 FOLDER = Path("data/own")
@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 def write(ids_of=IDS):
-    with dataset_writer(FOLDER, ByteTokenizer()) as writer:
+    with open_writer(FOLDER, ByteTokenizer()) as writer:
         for split, ids in ids_of.items():
             writer.append(split, ids, len(ids))
         return writer.finish("own.txt", "5a")
@@ -63,9 +63,9 @@ def state():
         data = load_dataset("own")
     except UserError:
         return "refused"
-    found = [data.train.tolist(), data.val.tolist()]
-    assert found in ([[*ids][::step] for ids in IDS.values()] for step in (1, -1))
-    return "new" if found[0] == IDS["train"].tolist() else "old"
+    splits = [data.train.tolist(), data.val.tolist()]
+    assert splits in ([[*ids][::step] for ids in IDS.values()] for step in (1, -1))
+    return "new" if splits[0] == IDS["train"].tolist() else "old"
 
 
 def test_a_kill_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
