@@ -96,7 +96,7 @@ from folio.data.dataset import dataset_folder, load_dataset
 from folio.data.downloads import HUB_DATASETS, list_hub_sources, load_pydocs, load_shakespeare
 from folio.data.encoding import encode_corpus
 from folio.data.sources import find_sources
-from folio.data.tokenizer import DEFAULT_BPE_VOCAB_SIZE, TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
 from folio.data.writer import open_writer
 
 
@@ -106,7 +106,9 @@ def main(argv=None):
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
     if settings.verify:
-        verify_dataset(name)
+        data = load_dataset(name, verify=True)
+        train, val = len(data.train), len(data.val)
+        print(f"{folder} is intact: {train:,} training and {val:,} validation tokens")
         return
 
     sources = select_sources(name, settings)
@@ -115,9 +117,9 @@ def main(argv=None):
     if corpus.is_text or tokenizer is None:
         # The split boundary or the tokenizer depends on the text.
         corpus = corpus.limit(estimate_characters(corpus, tokenizer, settings))
-        scan = corpus.scan()  # reads all of it once
-        corpus = corpus.split(scan.num_characters)
-        tokenizer = tokenizer or make_tokenizer(corpus, scan, settings)
+        num_characters, alphabet = corpus.scan()  # reads all of it once
+        corpus = corpus.split(num_characters)
+        tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
 
     max_tokens = None if corpus.is_text else settings.max_tokens  # a text is limited already
     with open_writer(folder, tokenizer) as writer:
@@ -130,23 +132,11 @@ def main(argv=None):
     )
 
 
-def verify_dataset(name):
-    """Checks all tokens of a dataset. Raises UserError if a file is damaged."""
-    data = load_dataset(name, verify=True)
-    num_train, num_val = len(data.train), len(data.val)
-    print(
-        f"{dataset_folder(name)} is intact: "
-        f"{num_train:,} training and {num_val:,} validation tokens"
-    )
-
-
 def select_sources(name, settings):
     """Returns the Sources of --input or of a dataset that folio provides."""
-    text_key, max_tokens = settings.text_key, settings.max_tokens
+    split, text_key, max_tokens = settings.split, settings.text_key, settings.max_tokens
     if settings.input is not None and settings.input.startswith("hf:"):
-        return list_hub_sources(
-            settings.input, settings.subset, settings.split, text_key, max_tokens
-        )
+        return list_hub_sources(settings.input, settings.subset, split, text_key, max_tokens)
     if settings.input is not None:
         folder = dataset_folder(name)
         is_inside = folder.resolve().is_relative_to(Path(settings.input).resolve())
@@ -154,11 +144,9 @@ def select_sources(name, settings):
             raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
         return find_sources(settings.input, text_key)
     if name in HUB_DATASETS:
-        return list_hub_sources(*HUB_DATASETS[name], settings.split, text_key, max_tokens)
-    if name == "pydocs":
-        return [load_pydocs()]
+        return list_hub_sources(*HUB_DATASETS[name], split, text_key, max_tokens)
     if name in PROVIDED_DATASETS:
-        return [load_shakespeare()]
+        return [load_pydocs() if name == "pydocs" else load_shakespeare()]
     known = ", ".join(PROVIDED_DATASETS)
     hint = nearest(name, PROVIDED_DATASETS, f"; datasets that do not need it: {known}")
     raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
@@ -178,27 +166,21 @@ def load_existing_tokenizer(kind):
 def estimate_characters(corpus, tokenizer, settings):
     """Returns the number of characters with about max_tokens tokens; None if there is no limit.
 
-    Args:
-        tokenizer: None: one like that of make_tokenizer.
+    A tokenizer that is None is trained on a sample.
     """
     if settings.kind == "char" or settings.max_tokens is None:
         return settings.max_tokens
     sample = corpus.sample()
     if tokenizer is None:
-        tokenizer = train_bpe([sample], settings)
+        tokenizer = BPETokenizer.train([sample], settings.vocab_size)
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 
-def make_tokenizer(corpus, scan, settings):
+def make_tokenizer(corpus, alphabet, settings):
     """Returns a tokenizer of all characters, or a BPE that is trained on the training split."""
     if settings.kind == "char":
-        return CharTokenizer(scan.alphabet)
-    return train_bpe(corpus.read_training_texts(), settings)
-
-
-def train_bpe(texts, settings):
-    """Returns a BPETokenizer with the vocabulary size of the settings."""
-    return BPETokenizer.train(texts, settings.vocab_size or DEFAULT_BPE_VOCAB_SIZE)
+        return CharTokenizer(str(alphabet))
+    return BPETokenizer.train(corpus.read_training_texts(), settings.vocab_size)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def corpus(*documents):
 
 def write_dataset(folder, documents, tokenizer):
     """Writes a Corpus as prepare.py does. Returns the content of meta.json."""
-    documents = documents.split(documents.scan().num_characters)
+    documents = documents.split(documents.scan()[0])
     with open_writer(folder, tokenizer) as writer:
         encode_corpus(documents, tokenizer, writer)
         return writer.finish("own.txt", "5a")

@@ -47,9 +47,7 @@ def evaluation_starts(split, settings):
 
 
 def bytes_per_target(dataset, settings):
-    """Returns the mean number of bytes of the validation targets in an evaluation, a float.
-
-    It is None if the tokenizer's files are missing.
+    """Returns the mean bytes of the validation targets in an evaluation; None if unknown.
 
     Args:
         dataset: a Dataset with a Split per split.
@@ -82,11 +80,7 @@ class Split:
         return len(self.ids)
 
     def windows(self, starts, block_size):
-        """Returns inputs and targets, each (B, block_size) int64.
-
-        Args:
-            starts: (B,) int64 array of positions of the first inputs.
-        """
+        """Returns inputs and targets at positions `starts`, (B,); each is (B, block_size) int64."""
         if self.resident is None:
             length = block_size + 1
             windows = [self.ids[start : start + length] for start in starts.tolist()]

@@ -22,16 +22,6 @@ MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
 SAMPLE_CHARACTERS = 2**20  # from which the length of tokens is estimated
 
 
-class Scan(NamedTuple):
-    """What is known of a Corpus after all of it has been read once.
-
-    alphabet: its characters, and those between documents, ordered by code point.
-    """
-
-    num_characters: int
-    alphabet: str
-
-
 class Piece(NamedTuple):
     """A text for a split.
 
@@ -95,7 +85,7 @@ class Corpus:
         return replace(self, max_characters=max_characters)
 
     def scan(self):
-        """Reads everything once. Returns a Scan."""
+        """Reads everything once. Returns the number of characters, and the Alphabet."""
         alphabet, num_characters, num_documents = Alphabet(), 0, 0
         for _, text, ends_document in self._read_texts(self.max_characters):
             alphabet.add(text)
@@ -103,10 +93,10 @@ class Corpus:
             num_documents += ends_document
         if num_documents > 1:
             alphabet.add(BLANK_LINE)
-        return Scan(num_characters, alphabet.characters())
+        return num_characters, alphabet
 
     def split(self, num_characters):
-        """Returns the Corpus with the split boundary of a text of `num_characters`."""
+        """Returns the Corpus with the split boundary of texts of `num_characters` together."""
         return replace(self, train_characters=int(TRAIN_SHARE * num_characters))
 
     def read(self):

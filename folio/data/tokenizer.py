@@ -80,14 +80,13 @@ class Alphabet:
         self._is_used = np.zeros(NUM_CODE_POINTS, bool)
 
     def add(self, text):
-        """Adds the characters of a text."""
         if text.isascii():  # fast
             self._ascii += bytes(set(text.encode().translate(None, self._ascii)))
         else:
             self._is_used[_code_points(text)] = True
 
-    def characters(self):
-        """Returns the characters as a string, ordered by code point."""
+    def __str__(self):
+        """The characters, ordered by code point."""
         self._is_used[[*self._ascii]] = True
         return "".join(map(chr, np.flatnonzero(self._is_used)))
 
@@ -110,7 +109,7 @@ class CharTokenizer(Tokenizer):
         """Returns the tokenizer of the characters in a text, ordered by code point."""
         alphabet = Alphabet()
         alphabet.add(text)
-        return cls(alphabet.characters())
+        return cls(str(alphabet))
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
@@ -182,11 +181,10 @@ class GPT2Tokenizer(Tokenizer):
 
         END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
         """
-        allowed = {END_OF_TEXT} if allow_special else set()
+        special = {END_OF_TEXT} if allow_special else set()
+        options = {"allowed_special": special, "disallowed_special": ()}
         try:
-            ids = self._encoding.encode_to_numpy(
-                text, allowed_special=allowed, disallowed_special=()
-            )
+            ids = self._encoding.encode_to_numpy(text, **options)
         except ValueError as error:  # tiktoken fails on a million equal characters in a row
             raise UserError(f"tiktoken cannot encode the text ({error})") from error
         return ids.astype(self.dtype)
@@ -212,9 +210,13 @@ class BPETokenizer(Tokenizer):
         self.vocab_size, self.end = len(self._token_bytes), added_ids.get(END_OF_TEXT)
 
     @classmethod
-    def train(cls, texts, vocab_size=DEFAULT_BPE_VOCAB_SIZE):
-        """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
-        return cls(train_bpe(texts, vocab_size, END_OF_TEXT))
+    def train(cls, texts, vocab_size=None):
+        """Returns a tokenizer trained on texts.
+
+        Args:
+            vocab_size: number of tokens with the end-of-text token. Default: 2,048.
+        """
+        return cls(train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
 
     def to_dict(self):
         return {"kind": self.kind, "definition": self.definition}
