@@ -122,7 +122,7 @@ def write_dataset(folder, documents, tokenizer):
 def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer of a kind for a text, as prepare.py does."""
     if kind == "char":
-        return CharTokenizer.from_text(text)
+        return CharTokenizer("".join(sorted(set(text))))
     if kind == "bpe":
         return BPETokenizer.train([text[: int(0.9 * len(text))]], vocab_size)
     return TOKENIZERS[kind]()

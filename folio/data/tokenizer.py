@@ -73,7 +73,7 @@ class Tokenizer:
 
 
 class Alphabet:
-    """The set of the characters in texts."""
+    """The set of the characters in texts, for a CharTokenizer."""
 
     def __init__(self):
         self._ascii = b""
@@ -103,13 +103,6 @@ class CharTokenizer(Tokenizer):
         self._ids = np.full(NUM_CODE_POINTS, -1, np.int32)
         self._ids[_code_points(characters)] = np.arange(self.vocab_size)
         self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
-
-    @classmethod
-    def from_text(cls, text):
-        """Returns the tokenizer of the characters in a text, ordered by code point."""
-        alphabet = Alphabet()
-        alphabet.add(text)
-        return cls(str(alphabet))
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
@@ -211,11 +204,7 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts, vocab_size=None):
-        """Returns a tokenizer trained on texts.
-
-        Args:
-            vocab_size: number of tokens with the end-of-text token. Default: 2,048.
-        """
+        """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
         return cls(train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
 
     def to_dict(self):

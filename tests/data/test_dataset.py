@@ -21,7 +21,7 @@ TEXT = "abcdefghij" * 2
 
 def write_text(text=TEXT, tokenizer=None):
     """Writes data/own, by characters unless a tokenizer is given."""
-    tokenizer = tokenizer or CharTokenizer.from_text(text)
+    tokenizer = tokenizer or tiny.new_tokenizer("char", text)
     return tiny.write_dataset(DATA_FOLDER / "own", tiny.corpus(text), tokenizer)
 
 
