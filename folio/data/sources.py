@@ -15,11 +15,7 @@ from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import is_file
 from folio.data.bpe import find_last_cut
 
-TABLE_SUFFIXES = (
-    ".parquet",
-    ".jsonl", ".jsonl.gz", ".jsonl.zst",
-    ".csv", ".csv.gz", ".csv.zst",
-)  # fmt: skip
+TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".csv.gz", ".csv.zst")
 CHUNK_CHARACTERS = 2**19  # of a text that are read at once; larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**21  # after which a text is cut even if that changes its tokens
 BLOCK_BYTES = 2**25  # of JSON lines or CSV that are read at once; a longer row is an error
@@ -104,8 +100,8 @@ def _explain_errors(name):
 def _read_text(source):
     """Yields the Chunks of a UTF-8 file. Line endings are kept; a byte order mark is dropped.
 
-    It is cut where that does not change the tokens of any tokenizer, but after more than
-    MAX_UNCUT_CHARACTERS anywhere.
+    Chunks end where that does not change the tokens of any tokenizer. If there is no such position
+    in more than MAX_UNCUT_CHARACTERS, they end anywhere.
     """
     text, is_end = "", False
     with open(source.local_path(), encoding="utf-8-sig", newline="") as file:
