@@ -21,14 +21,14 @@ from folio.cli import process
 from folio.cli.errors import UserError, suggest
 from folio.cli.settings import load_settings, parse_arguments, setting
 
-KNOWN = {  # name: tokenizer
+PROVIDED_DATASETS = {  # name: default tokenizer
     "shakespeare_char": "char",
     "shakespeare": "gpt2",
     "pydocs": "char",
     "openwebtext": "gpt2",
     "fineweb_edu": "gpt2",
 }
-KINDS = ("char", "byte", "bpe", "gpt2")  # of tokenizers
+TOKENIZER_KINDS = ("char", "byte", "bpe", "gpt2")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class PrepareConfig:
             raise ValueError(f"--input needs a name for the dataset, such as --dataset={name}")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
-        if self.kind not in KINDS and not os.path.exists(self.kind):
-            known = ", ".join(KINDS)
+        if self.kind not in TOKENIZER_KINDS and not os.path.exists(self.kind):
+            known = ", ".join(TOKENIZER_KINDS)
             raise ValueError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
         if self.vocab_size and self.kind != "bpe":
             raise ValueError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
@@ -82,28 +82,25 @@ class PrepareConfig:
 
     @property
     def kind(self):
-        """The tokenizer, or if it is None, the default for the dataset."""
-        return self.tokenizer or (KNOWN.get(self.dataset, "char") if self.input is None else "char")
+        """The kind or the path of the tokenizer."""
+        default = "char" if self.input is not None else PROVIDED_DATASETS.get(self.dataset, "char")
+        return self.tokenizer or default
 
 
 if __name__ == "__main__":
     process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
 
-from folio.data.corpus import Corpus, Extent
+from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder, load_dataset
-from folio.data.downloads import ON_THE_HUB, hub_sources, python_docs, shakespeare
+from folio.data.downloads import HUB_DATASETS, list_hub_sources, load_pydocs, load_shakespeare
 from folio.data.encoding import encode_corpus
 from folio.data.sources import find_sources
-from folio.data.tokenizer import BPE_SIZE, TOKENIZERS, BPETokenizer
-from folio.data.writer import dataset_writer
+from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.data.writer import open_writer
 
 
 def main(argv=None):
-    """Reads a corpus and writes a dataset.
-
-    Where the tokenizer or the boundary of the splits depends on the text, all of it is read once
-    before. Then it is read, divided into splits, encoded in threads, and written in order.
-    """
+    """Reads a corpus and writes a dataset: the token ids of both splits, then meta.json."""
     settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
@@ -112,74 +109,77 @@ def main(argv=None):
         train, val = len(data.train), len(data.val)
         print(f"{folder} is intact: {train:,} training and {val:,} validation tokens")
         return
-    corpus = corpus_of(name, settings)
-    tokenizer, extent = tokenizer_and_extent(corpus, settings)
-    max_tokens = None if corpus.in_order else settings.max_tokens
-    with dataset_writer(folder, tokenizer) as writer:
-        characters = encode_corpus(corpus, tokenizer, writer, extent, max_tokens)
+
+    sources = select_sources(name, settings)
+    corpus = Corpus(sources, settings.input or name, settings.allow_special)
+    tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
+    if corpus.is_text or tokenizer is None:
+        # The split boundary or the tokenizer depends on the text.
+        corpus = corpus.limit(estimate_characters(corpus, tokenizer, settings))
+        num_characters, alphabet = corpus.scan()  # reads all of it once
+        corpus = corpus.split(num_characters)
+        tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
+
+    max_tokens = None if corpus.is_text else settings.max_tokens  # a text is limited already
+    with open_writer(folder, tokenizer) as writer:
+        num_characters = encode_corpus(corpus, tokenizer, writer, max_tokens)
         meta = writer.finish(corpus.description, corpus.sha256())
     print(
-        f"{folder}: {characters:,} characters of {corpus.description}, "
+        f"{folder}: {num_characters:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
 
 
-def corpus_of(name, settings):
-    """Returns the Corpus of --input or of a dataset that folio provides."""
-    sources = find_corpus(name, settings)
-    is_single = len(sources) == 1
-    label = sources[0].name if is_single else f"{settings.input or name} ({len(sources)} files)"
-    return Corpus(sources, label, settings.allow_special)
-
-
-def find_corpus(name, settings):
+def select_sources(name, settings):
     """Returns the Sources of --input or of a dataset that folio provides."""
-    key, limit = settings.text_key, settings.max_tokens
+    split, text_key, max_tokens = settings.split, settings.text_key, settings.max_tokens
     if settings.input is not None and settings.input.startswith("hf:"):
-        return hub_sources(settings.input, settings.subset, settings.split, key, limit)
+        return list_hub_sources(settings.input, settings.subset, split, text_key, max_tokens)
     if settings.input is not None:
         folder = dataset_folder(name)
         is_inside = folder.resolve().is_relative_to(Path(settings.input).resolve())
         if is_inside and os.path.isdir(settings.input):
             raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-        return find_sources(settings.input, key)
-    if name in ON_THE_HUB:
-        return hub_sources(*ON_THE_HUB[name], settings.split, key, limit)
-    if name in KNOWN:
-        return [python_docs() if name == "pydocs" else shakespeare()]
-    hint = suggest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
+        return find_sources(settings.input, text_key)
+    if name in HUB_DATASETS:
+        return list_hub_sources(*HUB_DATASETS[name], split, text_key, max_tokens)
+    if name in PROVIDED_DATASETS:
+        return [load_pydocs() if name == "pydocs" else load_shakespeare()]
+    known = ", ".join(PROVIDED_DATASETS)
+    hint = suggest(name, PROVIDED_DATASETS, f"; datasets that do not need it: {known}")
     raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
 
 
-def tokenizer_and_extent(corpus, settings):
-    """Returns the tokenizer of a Corpus, and the Extent to encode.
-
-    A BPE is trained on the training split only.
-    """
-    kind, extent = settings.kind, Extent()
-    size = settings.vocab_size or BPE_SIZE
-    tokenizer = None if kind in ("char", "bpe") else existing_tokenizer(kind)
-    if corpus.in_order or kind in ("char", "bpe"):
-        limit = settings.max_tokens
-        if limit and kind != "char":  # estimate the number of characters
-            sample = corpus.sample()
-            trained = tokenizer or BPETokenizer.train([sample], size)
-            limit = limit * len(sample) // max(len(trained.encode(sample)), 1)
-        extent, characters = corpus.survey(kind, limit)
-        tokenizer = tokenizer or characters
-    if kind == "bpe":
-        tokenizer = BPETokenizer.train(corpus.training_texts(extent), size)
-    return tokenizer, extent
-
-
-def existing_tokenizer(kind):
-    """Returns a tokenizer of one of KINDS, or from a path."""
-    if kind in KINDS:
+def load_existing_tokenizer(kind):
+    """Returns a tokenizer from a path, or of a kind; None if it depends on the corpus."""
+    if kind in ("char", "bpe"):
+        return None
+    if kind in TOKENIZER_KINDS:
         return TOKENIZERS[kind]()
     from folio.pretrained.load import checkpoint_tokenizer, load_initial  # import torch: slow
 
     return checkpoint_tokenizer(load_initial(kind))
+
+
+def estimate_characters(corpus, tokenizer, settings):
+    """Returns the number of characters with about max_tokens tokens; None if there is no limit.
+
+    A tokenizer that is None is trained on a sample.
+    """
+    if settings.kind == "char" or settings.max_tokens is None:
+        return settings.max_tokens
+    sample = corpus.sample()
+    if tokenizer is None:
+        tokenizer = BPETokenizer.train([sample], settings.vocab_size)
+    return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
+
+
+def make_tokenizer(corpus, alphabet, settings):
+    """Returns a tokenizer of all characters, or a BPE that is trained on the training split."""
+    if settings.kind == "char":
+        return CharTokenizer(str(alphabet))
+    return BPETokenizer.train(corpus.read_training_texts(), settings.vocab_size)
 
 
 if __name__ == "__main__":

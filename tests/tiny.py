@@ -16,7 +16,7 @@ from folio.data.corpus import Corpus
 from folio.data.encoding import encode_corpus
 from folio.data.sources import Chunk, Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
-from folio.data.writer import dataset_writer
+from folio.data.writer import open_writer
 from folio.hardware.device import choose_machine
 from folio.training.optimizers import make_optimizers
 from folio.training.setup import Plan, make_plan
@@ -127,16 +127,16 @@ def corpus(*documents):
 
 def write_dataset(folder, documents, tokenizer):
     """Writes a dataset of a Corpus like prepare.py. Returns the content of meta.json."""
-    extent, _ = documents.survey("byte", None)
-    with dataset_writer(folder, tokenizer) as writer:
-        encode_corpus(documents, tokenizer, writer, extent)
+    documents = documents.split(documents.scan()[0])
+    with open_writer(folder, tokenizer) as writer:
+        encode_corpus(documents, tokenizer, writer)
         return writer.finish("own.txt", "5a")
 
 
 def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer for a text like prepare.py."""
     if kind == "char":
-        return CharTokenizer.from_text(text)
+        return CharTokenizer("".join(sorted(set(text))))
     if kind == "bpe":
         return BPETokenizer.train([text[: int(0.9 * len(text))]], vocab_size)
     return TOKENIZERS[kind]()

@@ -9,14 +9,14 @@ import torch
 from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import device_type
 
-GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part, times 2^64
-RESIDENT_BYTES = 2**30  # of a split in a GPU's memory at most: more would delay the start
+GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part times 2^64
+MAX_RESIDENT_BYTES = 2**30  # of a split in a GPU's memory: copying more would delay the start
 
 
 def window_starts(seed, first, count, num_starts):
     """Returns the start positions of `count` windows of a run: (count,) int64 in range(num_starts).
 
-    Start n of a run is (phase + n * golden ratio) mod 1, times num_starts: a Kronecker sequence,
+    Start n of a run is ((phase + n * golden ratio) mod 1) * num_starts: a Kronecker sequence,
     whose values are nearly evenly spaced at every length (Niederreiter 1992, "Random Number
     Generation and Quasi-Monte Carlo Methods"). The seed sets the phase. The result depends on the
     arguments alone, so nothing has to be saved to resume.
@@ -31,54 +31,56 @@ def window_starts(seed, first, count, num_starts):
 
 
 def dropout_seed(seed, step, rank=0):
-    """Returns a seed for torch; those of different steps or ranks are statistically independent."""
+    """Returns a seed for torch. Seeds of other steps or ranks are statistically independent."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
 def evaluation_starts(split, settings):
-    """Returns the start positions of the windows that are evaluated, (count,) int64.
+    """Returns the start positions of the windows of an evaluation, (count,) int64.
 
     They are evenly spaced: eval_iters batches, or the whole split if that is less. The windows do
     not overlap, so at most block_size - 1 tokens of a whole split are left out.
     """
-    last = len(split) - 1 - settings.block_size
-    count = min((len(split) - 1) // settings.block_size, settings.eval_iters * settings.batch_size)
-    return np.linspace(0, last, count).astype(np.int64)
+    num_targets = len(split) - 1
+    count = min(num_targets // settings.block_size, settings.eval_iters * settings.batch_size)
+    return np.linspace(0, num_targets - settings.block_size, count).astype(np.int64)
 
 
 def bytes_per_target(dataset, settings):
-    """Returns the mean bytes of the validation targets that are evaluated; None if unknown.
+    """Returns the mean bytes of the validation targets in an evaluation; None if unknown.
 
     Args:
         dataset: a Dataset with a Split per split.
     """
     if dataset.byte_lengths is None:
         return None
-    starts, length = evaluation_starts(dataset.val, settings), settings.block_size
-    windows = (dataset.val.ids[start + 1 : start + 1 + length] for start in starts)
-    total = sum(int(dataset.byte_lengths[targets].sum()) for targets in windows)
-    return total / (len(starts) * length)
+    block_size, num_bytes = settings.block_size, 0
+    starts = evaluation_starts(dataset.val, settings)
+    for start in starts:
+        targets = dataset.val.ids[start + 1 : start + 1 + block_size]
+        num_bytes += int(dataset.byte_lengths[targets].sum())
+    return num_bytes / (len(starts) * block_size)
 
 
 class Split:
     """The token ids of a split, cut into windows on a device.
 
-    On a GPU, up to RESIDENT_BYTES of ids stay in its memory and a batch is one gather. Otherwise
-    they stay in their file and windows are copied.
+    On a GPU, up to MAX_RESIDENT_BYTES of ids are copied to its memory once, and a batch is one
+    gather. Otherwise the ids stay in their file, and each window is copied.
     """
 
     def __init__(self, ids, device):
         """ids: (N,) uint16 or uint32, usually a memory map."""
         self.ids, self.device = ids, device
         self.resident = None
-        if device_type(device) != "cpu" and 4 * len(ids) <= RESIDENT_BYTES:
+        if device_type(device) != "cpu" and 4 * len(ids) <= MAX_RESIDENT_BYTES:
             self.resident = torch.from_numpy(ids.astype(np.int32)).to(device)
 
     def __len__(self):
         return len(self.ids)
 
     def windows(self, starts, block_size):
-        """Returns inputs and targets, (B, block_size) int64 each, for `starts`, (B,) int64."""
+        """Returns inputs and targets at positions `starts`, (B,); each is (B, block_size) int64."""
         if self.resident is None:
             length = block_size + 1
             windows = [self.ids[start : start + length] for start in starts.tolist()]
@@ -90,7 +92,7 @@ class Split:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _to_device(self, array):
-        """Copies without waiting for a GPU to receive the data."""
+        """Returns a tensor of an array, without waiting until a GPU has received it."""
         tensor = torch.from_numpy(array)
         if device_type(self.device) == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
@@ -98,7 +100,7 @@ class Split:
 
 
 def to_device(dataset, device):
-    """Returns the Dataset with a Split on `device` in place of the ids of each split."""
+    """Returns a copy of a Dataset whose splits are Splits on `device`."""
     return dataclasses.replace(
         dataset, train=Split(dataset.train, device), val=Split(dataset.val, device)
     )
@@ -107,32 +109,34 @@ def to_device(dataset, device):
 class Batches:
     """The micro-batches of each step, a function of the seed and the step.
 
-    Each process of a run has an equal part of them. If a GPU's windows come from a file, the next
-    micro-batch is read during the current one.
+    Each process of a run has the same number of them, `count` per step. If a GPU's windows come
+    from a file, another thread reads the next micro-batch during the current one.
     """
 
     def __init__(self, split, settings, world=SINGLE_PROCESS):
         self.split, self.settings, self.world = split, settings, world
-        self.count = settings.gradient_accumulation_steps // world.size  # per step
-        self._ahead = {}  # {index of a micro-batch: its future}
+        self.count = settings.gradient_accumulation_steps // world.size
         reads_ahead = split.resident is None and device_type(split.device) != "cpu"
-        self._reader = ThreadPoolExecutor(max_workers=1) if reads_ahead else None
+        self._thread = ThreadPoolExecutor(max_workers=1) if reads_ahead else None
+        self._next = {}  # {index of the next micro-batch: its future}
 
     def at(self, step):
         """Yields this process's micro-batches, pairs of (batch_size, block_size) int64 tensors."""
         for index in range(step * self.count, (step + 1) * self.count):
-            if self._reader:
-                future = self._ahead.pop(index, None) or self._reader.submit(self._read, index)
-                self._ahead = {index + 1: self._reader.submit(self._read, index + 1)}
-                yield future.result()
-            else:
-                yield self._read(index)
+            yield self._read_ahead(index) if self._thread else self._read(index)
+
+    def _read_ahead(self, index):
+        """Returns micro-batch `index` of this process, and starts to read the next one."""
+        future = self._next.pop(index, None) or self._thread.submit(self._read, index)
+        self._next = {index + 1: self._thread.submit(self._read, index + 1)}
+        return future.result()
 
     def _read(self, index):
-        """Returns micro-batch `index` of this process."""
-        step, place = divmod(index, self.count)
-        number = (step * self.world.size + self.world.rank) * self.count + place  # of all
+        """Returns micro-batch `index` of those of this process in all steps."""
         settings = self.settings
-        first, num_starts = number * settings.batch_size, len(self.split) - settings.block_size
-        starts = window_starts(settings.seed, first, settings.batch_size, num_starts)
+        step, micro_step = divmod(index, self.count)
+        first_of_process = (step * self.world.size + self.world.rank) * self.count
+        first_window = (first_of_process + micro_step) * settings.batch_size
+        num_starts = len(self.split) - settings.block_size
+        starts = window_starts(settings.seed, first_window, settings.batch_size, num_starts)
         return self.split.windows(starts, settings.block_size)

@@ -9,19 +9,19 @@ from functools import cache
 
 from folio.cli.errors import UserError, cause_of
 
-PIECE = 2**16  # characters of a text that are encoded at once
-# After these, a text can be cut without a change of its tokens: a line end between two characters
-# that are not whitespace, and a character before a single space.
-CUT = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
+MIN_PIECE_CHARACTERS = 2**16  # of a text that are encoded at once
+# After a match, a text can be cut without a change of its tokens: a line end between two characters
+# that are not whitespace, or a character before a single space.
+CUT_PATTERN = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
 
 
-def train(documents, vocab_size, end):
-    """Returns the definition of a BPE of texts, with GPT-2's pre-tokenization.
+def train_bpe(texts, vocab_size, end_of_text):
+    """Returns the definition of a BPE that is trained on texts, with GPT-2's pre-tokenization.
 
     It has fewer than `vocab_size` tokens if the texts are short.
 
     Args:
-        end: the end-of-text token, which is not in the texts.
+        end_of_text: the end-of-text token, which the texts do not contain.
     """
     library = load_library()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -29,64 +29,70 @@ def train(documents, vocab_size, end):
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[end],
+        special_tokens=[end_of_text],
         initial_alphabet=byte_characters(),
         show_progress=sys.stderr.isatty(),  # elsewhere, it prints empty lines
     )
-    tokenizer.train_from_iterator((each for text in documents for each in pieces(text)), trainer)
+    pieces = (piece for text in texts for piece in cut_text(text))
+    tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer.to_str()
 
 
-def vocabulary(encoder):
+def read_vocabulary(encoder):
     """Returns {id: bytes} of all tokens, and {text: id} of those that are not made by merges.
 
     Raises KeyError or ValueError if they are not those of a byte-level encoding.
     """
+    added_tokens = encoder.get_added_tokens_decoder()
+    added_ids = {token.content: token_id for token_id, token in added_tokens.items()}
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
-    added = {each.content: i for i, each in encoder.get_added_tokens_decoder().items()}
-    tokens = {
-        token: bytes(byte_of[c] for c in characters)
-        for characters, token in encoder.get_vocab(with_added_tokens=False).items()
-        if characters not in added
+    token_bytes = {
+        token_id: bytes(byte_of[character] for character in characters)
+        for characters, token_id in encoder.get_vocab(with_added_tokens=False).items()
+        if characters not in added_ids
     }
-    tokens |= {token: content.encode() for content, token in added.items()}
-    if sorted(tokens) != list(range(len(tokens))):
+    token_bytes |= {token_id: text.encode() for text, token_id in added_ids.items()}
+    if sorted(token_bytes) != list(range(len(token_bytes))):
         raise ValueError("the ids of the tokens are not consecutive")
-    return tokens, added
+    return token_bytes, added_ids
 
 
-def encoder(definition):
+def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
-    load = load_library().Tokenizer.from_str
+    from_str = load_library().Tokenizer.from_str
     try:
-        return load(definition)
+        return from_str(definition)
     except Exception as error:  # the library has no type for its errors
         raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
 
 
-def encode(encoder, text, allow_special):
+def encode_text(encoder, text, allow_special):
     """Returns the ids of a text, as a list. Its pieces are encoded in parallel."""
     if encoder.encode_special_tokens == allow_special:  # setting it fails while a thread encodes
         encoder.encode_special_tokens = not allow_special  # as ordinary text
-    encodings = encoder.encode_batch_fast([*pieces(text)], add_special_tokens=False)
+    encodings = encoder.encode_batch_fast(list(cut_text(text)), add_special_tokens=False)
     return [token for encoding in encodings for token in encoding.ids]
 
 
-def pieces(text):
-    """Yields a text in pieces of at least PIECE characters, as far as it can be cut."""
+def cut_text(text):
+    """Yields pieces of a text, whose tokens are those of the text.
+
+    Each has at least MIN_PIECE_CHARACTERS, except the last.
+    """
     start = 0
     while start < len(text):
-        cut = CUT.search(text, start + PIECE)
+        cut = CUT_PATTERN.search(text, start + MIN_PIECE_CHARACTERS)
         end = cut.end() if cut else len(text)
         yield text[start:end]
         start = end
 
 
-def last_cut(text):
-    """Returns the last place where a text can be cut, or 0 if there is none."""
+def find_last_cut(text):
+    """Returns the last position at which a text can be cut, or 0 if there is none."""
     for start in (max(len(text) - 256, 0), 0):  # most texts have one near the end
-        if ends := [cut.end() for cut in CUT.finditer(text, start)]:
-            return ends[-1]
+        cuts = [cut.end() for cut in CUT_PATTERN.finditer(text, start)]
+        if cuts:
+            return cuts[-1]
     return 0
 
 
@@ -102,7 +108,7 @@ def byte_characters():
 
 
 def load_library():
-    """Returns the module tokenizers. Raises UserError if it is not installed."""
+    """Returns the package tokenizers. Raises UserError if it is not installed."""
     try:
         import tokenizers  # imported here because it is optional
     except ImportError as error:

@@ -1,35 +1,25 @@
-"""A stream of documents, divided into training and validation split.
+"""A stream of documents, divided into a training and a validation split.
 
-The first 90% of the characters of texts are the training split, so a document may be cut. In a
-corpus with tables (JSON lines, CSV or Parquet), the hash of a document decides: identical documents
-are in the same split, and validation has about as many documents as 20 MB of the files hold, but
-between 0.05% and 10% of the corpus.
+In a corpus of texts, the first 90% of the characters are the training split, so a document may be
+cut. In a corpus with tables (JSON lines, CSV or Parquet), the hash of a document decides: identical
+documents are in the same split, and validation has about as many documents as 20 MB of the files
+hold, but between 0.05% and 10% of the corpus.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from folio.data.tokenizer import BLANK_LINE, END_OF_TEXT, CharTokenizer
+from folio.data.sources import Chunk
+from folio.data.tokenizer import BLANK_LINE, END_OF_TEXT, Alphabet
 
 TRAIN_SHARE = 0.9
 VAL_BYTES = 20_000_000
-VAL_SHARES = (0.0005, 0.1)  # least and largest
-SAMPLE = 2**20  # characters from which the length of tokens is estimated
-
-
-class Extent(NamedTuple):
-    """How much of a Corpus is read, and where it is divided.
-
-    characters: number to read in total; None: all.
-    train: number of characters that come first and are the training split; None: hashes decide.
-    """
-
-    characters: int | None = None
-    train: int | None = None
+MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
+SAMPLE_CHARACTERS = 2**20  # from which the length of tokens is estimated
 
 
 class Piece(NamedTuple):
@@ -47,25 +37,37 @@ class Piece(NamedTuple):
 class Corpus:
     """The documents of Sources.
 
-    description: what messages and meta.json call it.
+    name: of several sources, in messages and meta.json.
     allow_special: END_OF_TEXT ends a document.
+    max_characters: number of characters after which reading stops; None: all are read.
+    train_characters: number of characters in the training split, if the corpus is a text.
 
     Reading shows its progress, on a terminal only.
     """
 
     sources: list
-    description: str
+    name: str
     allow_special: bool = False
+    max_characters: int | None = None
+    train_characters: int | None = None
+
+    @property
+    def description(self):
+        """The corpus as messages and meta.json name it."""
+        if len(self.sources) == 1:
+            return self.sources[0].name
+        return f"{self.name} ({len(self.sources)} files)"
 
     @cached_property
-    def in_order(self):
-        """Whether the first part is the training split, rather than a choice by hashes."""
+    def is_text(self):
+        """Whether there are no tables, so that the first characters are the training split."""
         return not any(source.suffix for source in self.sources)
 
     @cached_property
-    def size(self):
-        """Bytes of all sources."""
-        return sum(source.size for source in self.sources)
+    def val_share(self):
+        """The share of documents in the validation split of a corpus with tables."""
+        num_bytes = sum(source.size for source in self.sources)
+        return min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
 
     def sha256(self):
         """Returns the hash of the source, or that of the hashes of several."""
@@ -75,90 +77,101 @@ class Corpus:
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def sample(self):
-        """Returns the first SAMPLE characters."""
-        return "".join(text for _, text, _ in self._texts(SAMPLE))
+        """Returns the first SAMPLE_CHARACTERS."""
+        return "".join(text for _, text, _ in self._read_texts(SAMPLE_CHARACTERS))
 
-    def survey(self, kind, limit):
-        """Reads everything once. Returns an Extent, and a CharTokenizer or None.
+    def limit(self, max_characters):
+        """Returns the Corpus with another `max_characters`."""
+        return replace(self, max_characters=max_characters)
 
-        Args:
-            kind: "char" for a CharTokenizer.
-            limit: number of characters to read in total, or None.
-        """
-        characters = documents = 0
+    def scan(self):
+        """Reads everything once. Returns the number of characters, and the Alphabet."""
+        alphabet, num_characters, num_documents = Alphabet(), 0, 0
+        for _, text, ends_document in self._read_texts(self.max_characters):
+            alphabet.add(text)
+            num_characters += len(text)
+            num_documents += ends_document
+        if num_documents > 1:
+            alphabet.add(BLANK_LINE)
+        return num_characters, alphabet
 
-        def texts():
-            nonlocal characters, documents
-            for _, text, ends in self._texts(limit):
-                characters += len(text)
-                documents += ends
-                yield text
-            if documents > 1:
-                yield BLANK_LINE
+    def split(self, num_characters):
+        """Returns the Corpus with the split boundary of texts of `num_characters` together."""
+        return replace(self, train_characters=int(TRAIN_SHARE * num_characters))
 
-        if kind == "char":
-            tokenizer = CharTokenizer.from_text(texts())
-        else:
-            tokenizer = None
-            for _ in texts():
-                pass
-        return Extent(limit, int(TRAIN_SHARE * characters) if self.in_order else None), tokenizer
-
-    def read(self, extent):
+    def read(self):
         """Yields the Pieces of both splits, in the order of the sources."""
-        left, begun, is_inside = extent.train, set(), False
-        for split, text, ends in self._texts(extent.characters):
-            parts = [(split, text)]
-            if self.in_order:
-                parts = [("train", text[:left]), ("val", text[left:])] if left else [("val", text)]
-                left = max(left - len(text), 0)
-            for name, part in parts:
-                is_empty_document = ends and not is_inside and not part
-                if part or is_empty_document:
-                    yield Piece(name, not is_inside and name in begun, part)
-                    begun.add(name)
-                    is_inside = True
-            is_inside = is_inside and not ends
+        started_splits, is_inside = set(), False
+        for split, text, ends_document in self._read_splits():
+            is_empty_document = ends_document and not is_inside and not text
+            if text or is_empty_document:
+                yield Piece(split, not is_inside and split in started_splits, text)
+                started_splits.add(split)
+                is_inside = True
+            is_inside = is_inside and not ends_document
 
-    def training_texts(self, extent):
+    def read_training_texts(self):
         """Yields the texts of the training split."""
-        for piece in self.read(extent):
+        for piece in self.read():
             if piece.split == "train":
                 yield piece.text
-            elif self.in_order:
+            elif self.is_text:
                 return
 
-    def _texts(self, limit):
-        """Yields split of the document (None if it is in order), text, and whether a document ends.
+    def _read_splits(self):
+        """Yields (split, text, whether its document ends) of all texts."""
+        texts = self._read_texts(self.max_characters)
+        if not self.is_text:
+            yield from texts
+            return
+        num_left = self.train_characters
+        for _, text, ends_document in texts:
+            if 0 < num_left < len(text):  # the boundary is inside the text
+                yield "train", text[:num_left], False
+                yield "val", text[num_left:], ends_document
+            else:
+                split = "train" if num_left else "val"
+                yield split, text, ends_document
+            num_left = max(num_left - len(text), 0)
 
-        Args:
-            limit: number of characters after which it stops, or None.
-        """
-        rest = limit
+    def _read_texts(self, max_characters):
+        """Yields (split by hash, text, whether its document ends); the split of a text is None."""
+        num_left = max_characters
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
-            for source in self.sources:
-                split = None
-                for chunk in source.read():
-                    split = split or self._split_of(source, chunk)
-                    parts = chunk.text.split(END_OF_TEXT) if self.allow_special else [chunk.text]
-                    for place, text in enumerate(parts, 1):
-                        text = text[:rest]
-                        yield split, text, place < len(parts) or chunk.ends
-                        if rest is not None:
-                            rest -= len(text)
-                        if rest == 0:
-                            return
-                    progress.update(len(chunk.text))
-                    if chunk.ends:
-                        split = None
+            for split, chunk in self._read_chunks():
+                text = chunk.text[:num_left]
+                yield split, text, chunk.ends_document
+                progress.update(len(text))
+                if num_left is not None:
+                    num_left -= len(text)
+                    if num_left == 0:
+                        return
 
-    def _split_of(self, source, chunk):
-        """Returns the split of a document from its first Chunk; None if the corpus is in order."""
-        if self.in_order:
-            return None
-        least, largest = VAL_SHARES
-        share = min(largest, max(least, VAL_BYTES / max(self.size, 1)))
+    def _read_chunks(self):
+        """Yields (split by hash, Chunk); the split of a text is None."""
+        for source in self.sources:
+            split = None
+            for chunk in source.read():
+                if split is None and not self.is_text:
+                    split = self._hash_split(source, chunk)
+                for document_chunk in self._split_documents(chunk):
+                    yield split, document_chunk
+                if chunk.ends_document:
+                    split = None
+
+    def _split_documents(self, chunk):
+        """Returns a Chunk for each document of a Chunk in which END_OF_TEXT may end documents."""
+        if not self.allow_special:
+            return [chunk]
+        *texts, last_text = chunk.text.split(END_OF_TEXT)
+        return [*(Chunk(text, True) for text in texts), Chunk(last_text, chunk.ends_document)]
+
+    def _hash_split(self, source, chunk):
+        """Returns the split of a document, of which `chunk` is the first.
+
+        A document of several Chunks is the whole source, which is read again.
+        """
         digest = hashlib.blake2b(digest_size=8)
-        for part in [chunk] if chunk.ends else source.read():
+        for part in [chunk] if chunk.ends_document else source.read():
             digest.update(part.text.encode())
-        return "val" if int.from_bytes(digest.digest()) < share * 2**64 else "train"
+        return "val" if int.from_bytes(digest.digest()) < self.val_share * 2**64 else "train"

@@ -25,10 +25,10 @@ from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
 SPLITS = ("train", "val")
-DATA = Path("data")
+DATA_FOLDER = Path("data")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-CHECKED_TOKENS = 2**25  # of a split at most, whenever it is loaded
-READ_TOKENS = 2**22  # that are read at once
+MAX_CHECKED_TOKENS = 2**25  # of a split, whenever it is loaded
+BLOCK_TOKENS = 2**22  # that are read at once
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Dataset:
     """A prepared dataset.
 
     train, val: (N,) uint16 or uint32 ids, memory-mapped; after batches.to_device, a Split each.
-    fingerprint: CRC-32 of each split's bytes. For nanoGPT's splits of more than CHECKED_TOKENS, it
-        is that of so many tokens and of the number of all as decimal digits.
+    fingerprint: {split: CRC-32 of its bytes}. For nanoGPT's splits of more than MAX_CHECKED_TOKENS,
+        the CRC-32 of the first MAX_CHECKED_TOKENS and of the number of tokens as decimal digits.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Dataset:
 
     @cached_property
     def byte_lengths(self):
-        """Tokenizer.byte_lengths(); None if the tokenizer's files are missing."""
+        """Tokenizer.byte_lengths(), or None if the tokenizer's files are missing."""
         try:
             return self.tokenizer.byte_lengths()
         except UserError:
@@ -77,20 +77,20 @@ def dataset_folder(name):
     """Returns data/NAME. Raises UserError if `name` is not a plain folder name."""
     if not name or name in (".", "..") or set(name) & set('/\\:*?"<>|\0'):
         raise UserError(f"the name of a dataset must be a plain folder name, not {name!r}")
-    return DATA / name
+    return DATA_FOLDER / name
 
 
 def meta_checksum(meta):
     """Returns the CRC-32 of everything in a meta.json except its own checksum."""
-    rest = {key: value for key, value in meta.items() if key != "crc32"}
-    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+    content = {key: value for key, value in meta.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def load_dataset(name, verify=False):
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
-    Raises UserError if a file is missing, damaged or does not match the others. Of a split with
-    more than CHECKED_TOKENS, only so many and the size are checked.
+    Raises UserError if a file is missing, damaged or does not match the others. Only the size and
+    the first MAX_CHECKED_TOKENS of a split are checked.
 
     Args:
         verify: check all tokens.
@@ -99,16 +99,16 @@ def load_dataset(name, verify=False):
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
     for split in SPLITS:
-        with _reading(folder / f"{split}.bin") as path:
+        with _explain_errors(folder / f"{split}.bin") as path:
             # a plain view, because every slice of an np.memmap calls Python code
             ids = np.asarray(np.memmap(path, DTYPES[meta.get("dtype", "uint16")], mode="r"))
-            count = len(ids) if verify else min(len(ids), CHECKED_TOKENS)
-            crc = _check_ids(ids[:count], tokenizer.vocab_size)
-            if count < len(ids):
+            num_checked = len(ids) if verify else min(len(ids), MAX_CHECKED_TOKENS)
+            crc = _check_ids(ids[:num_checked], tokenizer.vocab_size)
+            if num_checked < len(ids):
                 crc = zlib.crc32(b"%d" % len(ids), crc)
             if meta:
-                is_wrong = count == len(ids) and crc != meta[split]["crc32"]
-                if is_wrong or len(ids) != meta[split]["tokens"]:
+                is_damaged = num_checked == len(ids) and crc != meta[split]["crc32"]
+                if is_damaged or len(ids) != meta[split]["tokens"]:
                     raise ValueError("it does not match meta.json")
                 crc = meta[split]["crc32"]
         splits[split], fingerprint[split] = ids, crc
@@ -129,7 +129,7 @@ def load_tokenizer(name):
 def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
     if is_file(folder / "meta.json"):
-        with _reading(folder / "meta.json") as path:
+        with _explain_errors(folder / "meta.json") as path:
             meta = json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
                 raise ValueError(f"it is from a later version of folio (format {meta['format']})")
@@ -137,7 +137,7 @@ def _read_meta(folder):
                 raise ValueError("its checksum is wrong")
             return meta, from_dict(meta["tokenizer"])
     if is_file(folder / "meta.pkl"):
-        with _reading(folder / "meta.pkl") as path:
+        with _explain_errors(folder / "meta.pkl") as path:
             table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
             characters = [table["itos"][i] for i in range(table["vocab_size"])]
             if any(len(character) != 1 for character in characters):
@@ -147,8 +147,8 @@ def _read_meta(folder):
 
 
 @contextmanager
-def _reading(path):
-    """Yields `path`. Turns errors in the file, which may contain anything, into UserErrors."""
+def _explain_errors(path):
+    """Yields `path`. Turns any error in a file, which may contain anything, into a UserError."""
     if not is_file(path):  # a pipe is an error, too, because reading it would block
         name = path.parent.name
         raise UserError(
@@ -171,10 +171,11 @@ def _reading(path):
 def _check_ids(ids, vocab_size):
     """Returns the CRC-32 of ids. Raises ValueError for ids that are not in the vocabulary."""
     crc = 0
-    for start in range(0, len(ids), READ_TOKENS):
-        block = ids[start : start + READ_TOKENS]
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        block = ids[start : start + BLOCK_TOKENS]
         crc = zlib.crc32(block, crc)
-        if (largest := block.max()) >= vocab_size:
+        largest = block.max()
+        if largest >= vocab_size:
             raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
     return crc
 

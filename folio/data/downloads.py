@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from folio.cli.errors import UserError, cause_of
 from folio.cli.files import is_file, lock_folder, write_atomically
-from folio.data.dataset import DATA
-from folio.data.sources import TABLES, Source
+from folio.data.dataset import DATA_FOLDER
+from folio.data.sources import TABLE_SUFFIXES, Source
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -22,7 +22,7 @@ SHAKESPEARE_URL = (
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = (10, 30)  # to connect, and between received bytes
 
-ON_THE_HUB = {  # dataset: (address, subset)
+HUB_DATASETS = {  # name: (address, subset)
     "openwebtext": (
         "hf:Skylion007/openwebtext@79d93d786212f7344586290adb811d4ae6a1762c",
         "plain_text",
@@ -33,19 +33,19 @@ ON_THE_HUB = {  # dataset: (address, subset)
     ),
 }
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
-PACKAGES = "huggingface_hub pyarrow"
-FILE_BYTES = 6  # per token; no format needs more
-SHOWN = 20  # names in a message at most
+HUB_PACKAGES = "huggingface_hub pyarrow"
+MAX_FILE_BYTES_PER_TOKEN = 6  # of all formats
+MAX_LISTED_FOLDERS = 20  # in a message
 
 
 # Texts that folio provides
 
 
-def shakespeare():
-    """Returns a Source of tiny Shakespeare, which is downloaded if it is missing."""
-    path = DATA / "shakespeare_char" / "input.txt"  # for all tokenizers
+def load_shakespeare():
+    """Returns the Source of tiny Shakespeare, which is downloaded if its file is missing."""
+    path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
     is_missing = not is_file(path)
-    content = download(path) if is_missing else path.read_bytes()
+    content = download_shakespeare(path) if is_missing else path.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
         raise UserError(
             f"{SHAKESPEARE_URL if is_missing else path} is not tiny Shakespeare (wrong sha256); "
@@ -56,8 +56,8 @@ def shakespeare():
     return Source(path)
 
 
-def download(path):
-    """Returns the bytes of tiny Shakespeare; `path` is where a user can put the file otherwise."""
+def download_shakespeare(path):
+    """Returns the bytes of tiny Shakespeare. An error names `path`, where a user can put them."""
     import requests  # imported here because other datasets do not need it
 
     try:
@@ -71,11 +71,11 @@ def download(path):
     return response.content
 
 
-def python_docs():
-    """Returns a Source of the language reference that Python includes for help()."""
+def load_pydocs():
+    """Writes the language reference that Python includes for help(). Returns its Source."""
     from pydoc_data import topics
 
-    path = DATA / "pydocs" / "input.txt"
+    path = DATA_FOLDER / "pydocs" / "input.txt"
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     _write(path, text.encode())
     return Source(path, label=f"pydoc_data.topics of Python {platform.python_version()}")
@@ -93,7 +93,7 @@ def _write(path, content):
 class HubSource(Source):
     """A table of a dataset on the hub, which is downloaded when it is first read.
 
-    repository, revision: of the dataset.
+    repository, revision: id and commit of the dataset.
     num_bytes, digest: size and hash of the file.
     """
 
@@ -112,7 +112,7 @@ class HubSource(Source):
 
     def local_path(self):
         """Returns the path of the file in the cache. Raises UserError if the download fails."""
-        with hub_client(self.name, PACKAGES) as library:
+        with open_hub(self.name, HUB_PACKAGES) as library:
             return Path(
                 library.hf_hub_download(
                     self.repository, str(self.path), repo_type="dataset", revision=self.revision
@@ -120,7 +120,7 @@ class HubSource(Source):
             )
 
 
-def hub_sources(address, subset, split, text_key, max_tokens=None):
+def list_hub_sources(address, subset, split, text_key, max_tokens=None):
     """Returns the HubSources of a split of a dataset, sorted by path.
 
     Raises UserError if the hub cannot be reached or has no such dataset, subset or split.
@@ -129,17 +129,17 @@ def hub_sources(address, subset, split, text_key, max_tokens=None):
         address: such as hf:ORG/NAME or hf:ORG/NAME@REVISION.
         subset: folder of the dataset, usually named after a configuration. None: the only one.
         split: "train" or another word in the names of the files or of their folders.
-        max_tokens: return the first files only, which contain at least as many tokens. None: all.
+        max_tokens: return only the first files, which contain at least as many tokens. None: all.
     """
     repository, _, revision = address.removeprefix("hf:").partition("@")
-    with hub_client(address, PACKAGES) as library:
+    with open_hub(address, HUB_PACKAGES) as library:
         hub = library.HfApi()
         commit = hub.dataset_info(repository, revision=revision or None).sha
-        found = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
-        files = {PurePosixPath(each.path): each for each in found if hasattr(each, "size")}
+        tree = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
+        files = {PurePosixPath(entry.path): entry for entry in tree if hasattr(entry, "size")}
     sources, num_bytes = [], 0
-    for path in data_files(files, address, subset, split):
-        if max_tokens and num_bytes >= FILE_BYTES * max_tokens:
+    for path in select_tables(files, address, subset, split):
+        if max_tokens and num_bytes >= MAX_FILE_BYTES_PER_TOKEN * max_tokens:
             break
         file, label = files[path], f"{repository}/{path}"
         digest = file.lfs.sha256 if file.lfs else file.blob_id
@@ -148,45 +148,50 @@ def hub_sources(address, subset, split, text_key, max_tokens=None):
     return sources
 
 
-def data_files(paths, address, subset, split):
+def select_tables(paths, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
     The name of a split is a word in the name of a file or of its folder, such as
-    plain_text/train-00000-of-00002.parquet; without such words, all files are training data. Where
-    there are several formats, they are copies of each other. Raises UserError if none is found.
+    plain_text/train-00000-of-00002.parquet; without such words, all files are training data. Files
+    in several formats are copies of each other, so only one format is used. Raises UserError if no
+    table is selected.
     """
-    for suffix in TABLES:
+    for suffix in TABLE_SUFFIXES:
         tables = [path for path in paths if path.name.lower().endswith(suffix)]
         if tables:
             break
     else:
         raise UserError(
-            f"{address} has no files with {', '.join(TABLES)}; the hub has a converted copy of "
-            f"most datasets: --input={address.partition('@')[0]}@refs/convert/parquet"
+            f"{address} has no files with {', '.join(TABLE_SUFFIXES)}; the hub has a converted "
+            f"copy of most datasets: --input={address.partition('@')[0]}@refs/convert/parquet"
         )
-    inside = [path for path in tables if path.is_relative_to(subset or "")]
-    words = {path: set(re.split(r"[\W_]+", str(path.relative_to(subset or "")))) for path in inside}
-    known = {split for split in SPLIT_WORDS if any(split in found for found in words.values())}
-    chosen = [path for path in inside if split in words[path] or (split == "train" and not known)]
-    if not chosen or (subset is None and len({path.parent for path in chosen}) > 1):
+    root = subset or ""
+    subset_tables = [path for path in tables if path.is_relative_to(root)]
+    words = {path: set(re.split(r"[\W_]+", str(path.relative_to(root)))) for path in subset_tables}
+    known_splits = set().union(*words.values()) & set(SPLIT_WORDS)
+    if split == "train" and not known_splits:
+        selected = subset_tables
+    else:
+        selected = [path for path in subset_tables if split in words[path]]
+    if not selected or (subset is None and len({path.parent for path in selected}) > 1):
         folders = sorted({str(path.parent) for path in tables})
         raise UserError(
             f"{address} has several or no folders with subset {subset} and split {split}; choose "
-            f"--subset from {', '.join(folders[:SHOWN])} and --split from "
-            f"{', '.join(sorted(known)) or 'train'}"
+            f"--subset from {', '.join(folders[:MAX_LISTED_FOLDERS])} and --split from "
+            f"{', '.join(sorted(known_splits)) or 'train'}"
         )
-    return sorted(chosen)
+    return sorted(selected)
 
 
 @contextmanager
-def hub_client(name, packages):
-    """Yields the module huggingface_hub. Turns its exceptions into UserErrors.
+def open_hub(name, packages):
+    """Yields the package huggingface_hub. Turns its exceptions into UserErrors.
 
     Their messages name the fix, such as access to a private model or a variable to change.
 
     Args:
-        name: what is downloaded.
-        packages: those that are needed for it.
+        name: the dataset, file or model that is downloaded.
+        packages: the packages that it needs, as arguments of pip install.
     """
     try:
         import huggingface_hub  # imported here because it is optional

@@ -3,77 +3,77 @@
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from folio.data.tokenizer import BLANK_LINE
 
-BATCH = 2**19  # characters that a thread encodes at once, at least
+BATCH_CHARACTERS = 2**19  # that a thread encodes at once, at least
 
 
-def encode_corpus(corpus, tokenizer, writer, extent, max_tokens=None):
-    """Writes the tokens of a Corpus to a DatasetWriter. They do not depend on the number of cores.
+def encode_corpus(corpus, tokenizer, writer, max_tokens=None):
+    """Writes the tokens of a Corpus to a DatasetWriter, in the order of the sources.
 
-    Returns the number of characters.
+    The tokens do not depend on the number of cores. Returns the number of characters.
 
     Args:
-        extent: the Extent that is read.
-        max_tokens: stop when there are about as many; None: at the end of the extent.
+        max_tokens: stop when there are about as many; None: at the end of the corpus.
     """
-    characters = tokens = 0
-    work = batches(corpus.read(extent), min(BATCH, max_tokens or BATCH))
-    for batch, encoded in in_threads(lambda pieces: encode(tokenizer, pieces), work):
-        for split, (ids, num_bytes) in encoded.items():
+    num_characters = num_tokens = 0
+    batches = batch_pieces(corpus.read(), min(BATCH_CHARACTERS, max_tokens or BATCH_CHARACTERS))
+    for batch, encoded_splits in map_in_threads(partial(encode_pieces, tokenizer), batches):
+        for split, (ids, num_bytes) in encoded_splits.items():
             writer.append(split, ids, num_bytes)
-            tokens += len(ids)
-        characters += sum(len(piece.text) for piece in batch)
-        if max_tokens and tokens >= max_tokens:
+            num_tokens += len(ids)
+        num_characters += sum(len(piece.text) for piece in batch)
+        if max_tokens and num_tokens >= max_tokens:
             break
-    return characters
+    return num_characters
 
 
-def batches(pieces, size):
-    """Yields lists of Pieces with `size` characters or more."""
-    batch, count = [], 0
+def batch_pieces(pieces, min_characters):
+    """Yields lists of Pieces that have at least `min_characters` together."""
+    batch, num_characters = [], 0
     for piece in pieces:
         batch.append(piece)
-        count += len(piece.text)
-        if count >= size:
+        num_characters += len(piece.text)
+        if num_characters >= min_characters:
             yield batch
-            batch, count = [], 0
+            batch, num_characters = [], 0
     if batch:
         yield batch
 
 
-def encode(tokenizer, pieces):
-    """Returns {split: (ids, UTF-8 bytes of the texts)} of Pieces."""
-    parts, num_bytes = {}, {}
+def encode_pieces(tokenizer, pieces):
+    """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
+    arrays, num_bytes = {}, {}
     for split, separated, text in pieces:
-        ids = parts.setdefault(split, [])
+        split_arrays = arrays.setdefault(split, [])
         if separated and tokenizer.end is None:
-            ids.append(tokenizer.encode(BLANK_LINE))
+            split_arrays.append(tokenizer.encode(BLANK_LINE))
         elif separated:
-            ids.append(np.array([tokenizer.end], tokenizer.dtype))
-        ids.append(tokenizer.encode(text))
-        size = len(text) if text.isascii() else len(text.encode())
-        num_bytes[split] = num_bytes.get(split, 0) + size
-    return {split: (np.concatenate(ids), num_bytes[split]) for split, ids in parts.items()}
+            split_arrays.append(np.array([tokenizer.end], tokenizer.dtype))
+        split_arrays.append(tokenizer.encode(text))
+        text_bytes = len(text) if text.isascii() else len(text.encode())
+        num_bytes[split] = num_bytes.get(split, 0) + text_bytes
+    return {split: (np.concatenate(arrays[split]), num_bytes[split]) for split in arrays}
 
 
-def in_threads(function, items):
-    """Yields each item and function(item), in order, with a thread per core.
+def map_in_threads(function, items):
+    """Yields (item, function(item)) in the order of the items, with a thread per core.
 
     At most two more calls than cores are unfinished, so that memory does not grow.
     """
-    pending, threads = deque(), num_cores()
-    with ThreadPoolExecutor(threads) as pool:
+    pending, num_threads = deque(), num_cores()
+    with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
-            if len(pending) == threads + 2:
-                item_before, future = pending.popleft()
-                yield item_before, future.result()
+            if len(pending) == num_threads + 2:
+                first_item, future = pending.popleft()
+                yield first_item, future.result()
             pending.append((item, pool.submit(function, item)))
-        for item, future in pending:
-            yield item, future.result()
+        for pending_item, future in pending:
+            yield pending_item, future.result()
 
 
 def num_cores():

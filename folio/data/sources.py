@@ -13,23 +13,20 @@ from typing import NamedTuple
 
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import is_file
-from folio.data import bpe
+from folio.data.bpe import find_last_cut
 
-TABLES = (
-    ".parquet",
-    *(kind + compression for kind in (".jsonl", ".csv") for compression in ("", ".gz", ".zst")),
-)
-CHUNK = 2**19  # characters of a text that are read at once; larger arrays are slower to write
-LONGEST = 2**21  # characters after which a text is cut even if that changes its tokens
-BLOCK = 2**25  # bytes of JSON lines or CSV that are read at once; a longer row is an error
-ROWS = 1000  # of a Parquet table that are read at once
+TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".csv.gz", ".csv.zst")
+CHUNK_CHARACTERS = 2**19  # of a text that are read at once; larger arrays are slower to write
+MAX_UNCUT_CHARACTERS = 2**21  # after which a text is cut even if that changes its tokens
+BLOCK_BYTES = 2**25  # of JSON lines or CSV that are read at once; a longer row is an error
+PARQUET_ROWS = 1000  # that are read at once
 
 
 class Chunk(NamedTuple):
-    """A part of a document. `ends`: whether the document ends after it."""
+    """A part of a document, or all of it."""
 
     text: str
-    ends: bool
+    ends_document: bool
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,9 @@ class Source:
 
     @property
     def suffix(self):
-        """The one of TABLES, or "" for a text."""
-        return next((s for s in TABLES if str(self.path).lower().endswith(s)), "")
+        """The one of TABLE_SUFFIXES, or "" for a text."""
+        name = str(self.path).lower()
+        return next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), "")
 
     @property
     def size(self):
@@ -59,7 +57,7 @@ class Source:
         return os.stat(self.path).st_size
 
     def local_path(self):
-        """Returns the path of the file."""
+        """Returns the path of the file on this machine."""
         return self.path
 
     def sha256(self):
@@ -68,16 +66,13 @@ class Source:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def read(self):
-        """Yields the Chunks of the file. The last of each document ends it.
-
-        Raises UserError for content that is not text.
-        """
-        with _reading(self.name):
-            yield from _rows(self) if self.suffix else _text(self)
+        """Yields the Chunks of the file. Raises UserError for content that is not text."""
+        with _explain_errors(self.name):
+            yield from _read_table(self) if self.suffix else _read_text(self)
 
 
 @contextmanager
-def _reading(name):
+def _explain_errors(name):
     """Turns errors in a file, which may contain anything, into UserErrors."""
     try:
         yield
@@ -95,73 +90,75 @@ def _reading(name):
     except Exception as error:  # pyarrow has many types of errors
         raise UserError(
             f"{name} cannot be read ({cause_of(error)}); --text_key names the column with the "
-            f"text, and a row of JSON lines or CSV has at most {BLOCK / 1e6:.0f} MB"
+            f"text, and a row of JSON lines or CSV has at most {BLOCK_BYTES / 1e6:.0f} MB"
         ) from error
 
 
 # Text
 
 
-def _text(source):
+def _read_text(source):
     """Yields the Chunks of a UTF-8 file. Line endings are kept; a byte order mark is dropped.
 
-    It is cut where that does not change the tokens of any tokenizer, or after LONGEST characters.
+    Chunks end where that does not change the tokens of any tokenizer. If there is no such position
+    in more than MAX_UNCUT_CHARACTERS, they end anywhere.
     """
-    rest, new = "", None
+    text, is_end = "", False
     with open(source.local_path(), encoding="utf-8-sig", newline="") as file:
-        while new != "":
-            new = file.read(CHUNK)
-            if "\0" in new:
+        while not is_end:
+            new_text = file.read(CHUNK_CHARACTERS)
+            if "\0" in new_text:
                 raise UserError(f"{source.name} is not UTF-8 text: it contains null bytes")
-            text = rest + new
-            cut = bpe.last_cut(text) if new else len(text)
-            if len(text) - cut > LONGEST:
+            text += new_text
+            is_end = not new_text
+            cut = len(text) if is_end else find_last_cut(text)
+            if len(text) - cut > MAX_UNCUT_CHARACTERS:
                 cut = len(text)
-            text, rest = text[:cut], text[cut:]
-            yield Chunk(text, not new)
+            yield Chunk(text[:cut], is_end)
+            text = text[cut:]
 
 
 # Tables
 
 
-def _rows(source):
+def _read_table(source):
     """Yields a Chunk for each row of a table."""
-    number = 0
+    row = 0
     if not source.size:  # an error in pyarrow
         return
-    for batch in _batches(source):
+    for batch in _read_row_batches(source):
         for text in batch.column(source.text_key).to_pylist():
-            number += 1
+            row += 1
             if not isinstance(text, str):
                 raise UserError(
-                    f"{source.name}, row {number:,} has {text!r:.20} in place of a text in column "
+                    f"{source.name}, row {row:,} has {text!r:.20} in place of a text in column "
                     f"{source.text_key!r}; choose another with --text_key, or leave the row out"
                 )
             yield Chunk(text, True)
 
 
-def _batches(source):
-    """Yields batches of rows of a table. Columns other than the text may have any type."""
+def _read_row_batches(source):
+    """Yields pyarrow's record batches of a table. Columns other than the text may have any type."""
     import pyarrow  # imported here because it is optional
     from pyarrow import csv, json, parquet
 
     path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
     if source.suffix == ".parquet":
         with parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(ROWS, columns=schema.names)
+            yield from file.iter_batches(PARQUET_ROWS, columns=schema.names)
         return
     with pyarrow.input_stream(path) as stream:  # decompresses it
         if source.suffix.startswith(".csv"):
             yield from csv.open_csv(
                 stream,
-                csv.ReadOptions(block_size=BLOCK),
+                csv.ReadOptions(block_size=BLOCK_BYTES),
                 csv.ParseOptions(newlines_in_values=True),
                 csv.ConvertOptions(include_columns=schema.names, column_types=schema),
             )
         else:
             yield from json.open_json(
                 stream,
-                json.ReadOptions(block_size=BLOCK),
+                json.ReadOptions(block_size=BLOCK_BYTES),
                 json.ParseOptions(schema, unexpected_field_behavior="ignore"),
             )
 
@@ -177,7 +174,7 @@ def find_sources(name, text_key):
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-        paths = _files_in(name)
+        paths = _list_files(name)
     elif glob.has_magic(name) and not os.path.exists(name):
         paths = [Path(path) for path in glob.glob(name, recursive=True)]
     files = sorted(path for path in paths if not os.path.isdir(path))
@@ -189,12 +186,12 @@ def find_sources(name, text_key):
     return [Source(file, text_key) for file in files]
 
 
-def _files_in(folder):
-    """Yields the paths of all files in a folder that are not hidden."""
+def _list_files(folder):
+    """Yields the paths of all files in a folder and its subfolders that are not hidden."""
 
     def fail(error):
         raise os_error("read", error.filename, error) from error
 
-    for at, folders, names in os.walk(folder, onerror=fail):
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(at, name) for name in names if not name.startswith("."))
+        yield from (Path(parent, name) for name in names if not name.startswith("."))

@@ -9,12 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from folio.cli.errors import UserError, cause_of
-from folio.data import bpe
+from folio.data.bpe import encode_text, load_encoder, read_vocabulary, train_bpe
 
-CODE_POINTS = 0x110000  # in Unicode
+NUM_CODE_POINTS = 0x110000  # of Unicode
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
-BPE_SIZE = 2048  # default size of a trained vocabulary
+DEFAULT_BPE_VOCAB_SIZE = 2048
 
 
 class Tokenizer:
@@ -72,6 +72,25 @@ class Tokenizer:
         return lengths
 
 
+class Alphabet:
+    """The set of the characters in texts, for a CharTokenizer."""
+
+    def __init__(self):
+        self._ascii = b""
+        self._is_used = np.zeros(NUM_CODE_POINTS, bool)
+
+    def add(self, text):
+        if text.isascii():  # fast
+            self._ascii += bytes(set(text.encode().translate(None, self._ascii)))
+        else:
+            self._is_used[_code_points(text)] = True
+
+    def __str__(self):
+        """The characters, ordered by code point."""
+        self._is_used[[*self._ascii]] = True
+        return "".join(map(chr, np.flatnonzero(self._is_used)))
+
+
 class CharTokenizer(Tokenizer):
     """One token per character (Unicode code point)."""
 
@@ -81,21 +100,9 @@ class CharTokenizer(Tokenizer):
         """`characters` is a string, indexed by id."""
         self.characters = characters
         self.vocab_size = len(characters)
-        self._ids = np.full(CODE_POINTS, -1, np.int32)
+        self._ids = np.full(NUM_CODE_POINTS, -1, np.int32)
         self._ids[_code_points(characters)] = np.arange(self.vocab_size)
         self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
-
-    @classmethod
-    def from_text(cls, texts):
-        """Returns the tokenizer of the characters in a text or several, ordered by code point."""
-        ascii_found, found = b"", np.zeros(CODE_POINTS, bool)
-        for text in [texts] if isinstance(texts, str) else texts:
-            if text.isascii():  # fast
-                ascii_found += bytes(set(text.encode().translate(None, ascii_found)))
-            else:
-                found[_code_points(text)] = True
-        found[[*ascii_found]] = True
-        return cls("".join(map(chr, np.flatnonzero(found))))
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
@@ -111,10 +118,11 @@ class CharTokenizer(Tokenizer):
             return np.frombuffer(raw, np.uint8).astype(self.dtype)
         ids = self._ids[_code_points(text)]
         if len(ids) and ids.min() < 0:
-            at = int(np.argmax(ids < 0))
+            position = int(np.argmax(ids < 0))
+            character = text[position]
             raise UserError(
-                f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
-                f"{self.vocab_size} characters of the vocabulary"
+                f"character {character!r} (U+{ord(character):04X}) at position {position} is not "
+                f"among the {self.vocab_size} characters of the vocabulary"
             )
         return ids.astype(self.dtype)
 
@@ -180,24 +188,24 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level byte-pair encoding, such as one trained on a text; see folio.data.bpe."""
+    """A byte-level byte-pair encoding, such as one trained on a corpus; see folio/data/bpe.py."""
 
     kind = "bpe"
 
     def __init__(self, definition):
         """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
         self.definition = definition
-        self._encoder = bpe.encoder(definition)
+        self._encoder = load_encoder(definition)
         try:
-            self._tokens, added = bpe.vocabulary(self._encoder)
+            self._token_bytes, added_ids = read_vocabulary(self._encoder)
         except (KeyError, ValueError) as error:
             raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
-        self.vocab_size, self.end = len(self._tokens), added.get(END_OF_TEXT)
+        self.vocab_size, self.end = len(self._token_bytes), added_ids.get(END_OF_TEXT)
 
     @classmethod
-    def train(cls, documents, vocab_size=BPE_SIZE):
+    def train(cls, texts, vocab_size=None):
         """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
-        return cls(bpe.train(documents, vocab_size, END_OF_TEXT))
+        return cls(train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
 
     def to_dict(self):
         return {"kind": self.kind, "definition": self.definition}
@@ -205,15 +213,15 @@ class BPETokenizer(Tokenizer):
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,); see GPT2Tokenizer. Raises UserError for surrogates."""
         _utf8(text)
-        return np.array(bpe.encode(self._encoder, text, allow_special), self.dtype)
+        return np.array(encode_text(self._encoder, text, allow_special), self.dtype)
 
     def token_bytes(self, token):
         """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
-        return self._tokens[token]
+        return self._token_bytes[token]
 
 
 _CLASSES = (CharTokenizer, ByteTokenizer, BPETokenizer, GPT2Tokenizer)
-TOKENIZERS = {each.kind: each for each in _CLASSES}
+TOKENIZERS = {tokenizer.kind: tokenizer for tokenizer in _CLASSES}
 
 
 def from_dict(data):
@@ -231,8 +239,9 @@ def _utf8(text):
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        at = error.start
-        raise UserError(f"character {text[at]!r} at position {at} is not valid Unicode") from error
+        raise UserError(
+            f"character {text[error.start]!r} at position {error.start} is not valid Unicode"
+        ) from error
 
 
 def _code_points(text):

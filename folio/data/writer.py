@@ -13,20 +13,20 @@ from folio.data.dataset import DTYPES, FORMAT, SPLITS, meta_checksum
 
 
 @contextmanager
-def dataset_writer(folder, tokenizer):
-    """Yields a DatasetWriter, and holds the lock of the folder.
+def open_writer(folder, tokenizer):
+    """Yields a DatasetWriter while it holds the lock of the folder.
 
     The files are written beside those of an old dataset, which stays complete until they replace it
     when the context ends. Raises UserError if the disk is full.
     """
     # meta.json is renamed first: without it, the others would be read as nanoGPT's.
-    paths = [folder / name for name in ("meta.json", *(f"{split}.bin" for split in SPLITS))]
-    with lock_folder(folder), write_atomically(*paths) as files:
+    meta_path, split_paths = folder / "meta.json", [folder / f"{split}.bin" for split in SPLITS]
+    with lock_folder(folder), write_atomically(meta_path, *split_paths) as files:
         yield DatasetWriter(files, tokenizer)
         for file in files:
             file.flush()
             os.fsync(file.fileno())
-        for path in paths[1:]:  # if renaming is interrupted, a mixture could be valid
+        for path in split_paths:  # if renaming is interrupted, a mixture could be valid
             path.unlink(missing_ok=True)
 
 
@@ -34,7 +34,7 @@ class DatasetWriter:
     """Writes token ids to the files of a dataset.
 
     Args:
-        files: meta.json and one of each split, for writing bytes.
+        files: binary files: meta.json and one of each split.
     """
 
     def __init__(self, files, tokenizer):
@@ -51,7 +51,8 @@ class DatasetWriter:
             ids: (N,) array of any integer type.
             num_bytes: UTF-8 bytes of the text that they encode, without separators.
         """
-        ids, entry = np.ascontiguousarray(ids, self.dtype), self.splits[split]
+        ids = np.ascontiguousarray(ids, self.dtype)
+        entry = self.splits[split]
         self.files[split].write(ids)
         entry["tokens"] += len(ids)
         entry["bytes"] += num_bytes
@@ -63,7 +64,7 @@ class DatasetWriter:
         Raises UserError if a split has fewer than 2 tokens.
 
         Args:
-            source: description of the text.
+            source: description of the corpus.
             source_sha256: its hash.
         """
         num_bytes = sum(entry["bytes"] for entry in self.splits.values())
@@ -80,7 +81,8 @@ class DatasetWriter:
             "dtype": self.tokenizer.dtype.name,
             "source": source,
             "source_sha256": source_sha256,
-        } | self.splits
+            **self.splits,
+        }
         meta["crc32"] = meta_checksum(meta)
         self.meta_file.write(json.dumps(meta, indent=1).encode())
         return meta

@@ -9,7 +9,7 @@ from folio.checkpoint.run_dir import BEST
 from folio.cli.errors import UserError, suggest
 from folio.cli.files import is_file
 from folio.data.dataset import load_tokenizer
-from folio.data.downloads import hub_client
+from folio.data.downloads import open_hub
 from folio.data.tokenizer import from_dict
 from folio.pretrained.huggingface import read_pretrained
 
@@ -104,7 +104,7 @@ def pretrained_folder(name):
     Raises UserError if the model cannot be downloaded.
     """
     model, _, revision = name.partition("@")
-    with hub_client(name, "huggingface_hub safetensors tokenizers") as huggingface_hub:
+    with open_hub(name, "huggingface_hub safetensors tokenizers") as huggingface_hub:
         folder = huggingface_hub.snapshot_download(
             HUB_MODELS.get(model, model),
             revision=revision or None,

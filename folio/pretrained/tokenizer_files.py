@@ -2,7 +2,7 @@
 
 Every tokenizer is written as a BPE of the tokenizers library. `char` has one token per character,
 `byte` one per byte, both without merges. In the vocabularies of `byte`, `gpt2` and `bpe`, one
-character stands for each byte of a token (folio.data.bpe.byte_characters).
+character stands for each byte of a token (folio/data/bpe.py: byte_characters).
 
 A character that is not in the vocabulary of `char` is an error in folio. transformers reads it as
 "?", or as the first character of the vocabulary if "?" is unknown, too.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from folio.cli.errors import UserError
 from folio.cli.files import is_file, read_text
-from folio.data import bpe
+from folio.data.bpe import byte_characters, load_encoder, load_library
 from folio.data.tokenizer import (
     END_OF_TEXT,
     BPETokenizer,
@@ -52,7 +52,7 @@ def make_definition(tokenizer):
     if tokenizer.kind == "bpe":
         return tokenizer.definition
     build = {"char": _char, "byte": _byte, "gpt2": _gpt2}[tokenizer.kind]
-    return build(bpe.load_library(), tokenizer).to_str()
+    return build(load_library(), tokenizer).to_str()
 
 
 def _char(library, tokenizer):
@@ -65,7 +65,7 @@ def _char(library, tokenizer):
 
 
 def _byte(library, tokenizer):
-    vocabulary = {character: byte for byte, character in enumerate(bpe.byte_characters())}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     return _byte_level(library, library.models.BPE(vocabulary, []), split_words=False)
 
 
@@ -73,7 +73,7 @@ def _gpt2(library, tokenizer):
     from tiktoken.load import read_file_cached  # imported here because it is slow
 
     tokens = map(tokenizer.token_bytes, range(tokenizer.end))  # raises if tiktoken has no files
-    characters = bpe.byte_characters()
+    characters = byte_characters()
     vocabulary = {"".join(characters[byte] for byte in each): i for i, each in enumerate(tokens)}
     merges = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # the first is the version
     pairs = [tuple(merge.split(" ")) for merge in merges]
@@ -106,7 +106,7 @@ def read_tokenizer(folder):
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
     try:
-        return _tokenizer(bpe.encoder(read_text(path)))
+        return _tokenizer(load_encoder(read_text(path)))
     except UserError as error:
         raise UserError(f"{path}: {error}; only byte-level BPE, as of GPT-2, is read") from error
 

@@ -12,7 +12,6 @@ import torch
 from folio.checkpoint.format import load_checkpoint
 from folio.cli.errors import UserError
 from folio.data.dataset import load_dataset, load_tokenizer
-from folio.data.tokenizer import CharTokenizer
 
 TEXT = "abcdé\nfghi" * 8
 REFUSED = object()  # in place of content: the file must be refused
@@ -24,7 +23,7 @@ pytestmark = [
 
 
 def write_checkpoint():
-    tiny.write_checkpoint("ckpt.pt", CharTokenizer.from_text(TEXT), n_layer=0)
+    tiny.write_checkpoint("ckpt.pt", tiny.new_tokenizer("char", TEXT), n_layer=0)
     return Path("ckpt.pt")
 
 

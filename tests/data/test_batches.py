@@ -16,10 +16,10 @@ def split(request, monkeypatch):
     if request.param != "on the cpu":
         monkeypatch.setattr(batches, "device_type", lambda device: "mps")  # cuda would pin memory
     if request.param == "in its file":
-        monkeypatch.setattr(batches, "RESIDENT_BYTES", 0)
-    made = Split(IDS, "cpu")
-    assert (made.resident is not None) == (request.param == "resident")
-    return made
+        monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
+    split = Split(IDS, "cpu")
+    assert (split.resident is not None) == (request.param == "resident")
+    return split
 
 
 def expected_windows(starts, length):
@@ -32,7 +32,7 @@ def expected_batch(settings, step):
     return expected_windows(window_starts(settings.seed, 8 * step, 8, len(IDS) - 8), 8)
 
 
-def process_group(micro_batches):
+def join_micro_batches(micro_batches):
     """Returns inputs and targets of all micro-batches, as lists."""
     return tuple(torch.cat(tensors).tolist() for tensors in zip(*micro_batches, strict=True))
 
@@ -79,7 +79,7 @@ def test_a_batch_does_not_depend_on_accumulation_or_earlier_batches(
         micro_batches = list(source.at(step))
         assert [x.shape for x, _ in micro_batches] == [(batch_size, 8)] * accumulation
         assert {x.dtype for pair in micro_batches for x in pair} == {torch.int64}
-        assert process_group(micro_batches) == expected_batch(settings, step)
+        assert join_micro_batches(micro_batches) == expected_batch(settings, step)
 
 
 @pytest.mark.gpu
@@ -87,11 +87,11 @@ def test_a_batch_does_not_depend_on_accumulation_or_earlier_batches(
 def test_gpu_batches_from_memory_and_from_the_file_are_equal(monkeypatch):
     settings = tiny.settings(gradient_accumulation_steps=2)
     resident = Split(IDS, "cuda")
-    monkeypatch.setattr(batches, "RESIDENT_BYTES", 0)
+    monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
     streamed = Split(IDS, "cuda")
     assert [split.resident is None for split in (resident, streamed)] == [False, True]
     for source in (Batches(resident, settings), Batches(streamed, settings)):
         for step in (0, 1, 2, 5):
             micro_batches = list(source.at(step))
             assert {x.device.type for pair in micro_batches for x in pair} == {"cuda"}
-            assert process_group(micro_batches) == expected_batch(settings, step)
+            assert join_micro_batches(micro_batches) == expected_batch(settings, step)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from folio.data import corpus, sources
-from folio.data.corpus import Corpus, Extent
+from folio.data.corpus import Corpus
 from folio.data.sources import find_sources
 
 VERSES = [f"{line} in May {line}.\n" for line in range(40)]
@@ -25,24 +25,22 @@ def verses(folder):
     return Corpus(find_sources("verses.jsonl", "text"), "verses.jsonl")
 
 
-def survey(corpus, limit=None):
-    return corpus.survey("byte", limit)[0]
-
-
-def read(corpus, limit=None):
+def read(corpus, max_characters=None):
     """Returns [(split, separated, text)] of all Pieces."""
-    return [tuple(piece) for piece in corpus.read(survey(corpus, limit))]
+    limited = corpus.limit(max_characters)
+    num_characters, _ = limited.scan()
+    return [tuple(piece) for piece in limited.split(num_characters).read()]
 
 
 def documents_of(pieces):
     """Returns the documents of each split that were cut into Pieces."""
-    found = {"train": [], "val": []}
+    documents = {"train": [], "val": []}
     for split, separated, text in pieces:
-        if separated or not found[split]:
-            found[split].append(text)
+        if separated or not documents[split]:
+            documents[split].append(text)
         else:
-            found[split][-1] += text
-    return found
+            documents[split][-1] += text
+    return documents
 
 
 def texts_of(pieces, of_split):
@@ -79,7 +77,7 @@ def test_end_of_text_ends_a_document_if_it_is_allowed():
     assert [piece[1:] for piece in read(special)] == [
         (False, "ab"), (True, "cd"), (False, ""), (True, "e")
     ]  # fmt: skip
-    assert survey(special) == Extent(None, 4)
+    assert special.scan()[0] == 5
 
 
 @pytest.mark.parametrize("allow_special", [False, True])
@@ -90,18 +88,18 @@ def test_a_text_in_chunks_has_the_same_splits(allow_special, folder, monkeypatch
     whole = Corpus(find_sources("*.txt", "text"), "texts", allow_special)
     expected = documents_of(read(whole))
     for size in (1, 7, 64):
-        monkeypatch.setattr(sources, "CHUNK", size)
+        monkeypatch.setattr(sources, "CHUNK_CHARACTERS", size)
         assert documents_of(read(whole)) == expected
 
 
 def test_hashes_divide_the_rows_of_a_table(verses, monkeypatch):
     pieces = read(verses)
     train, val = texts_of(pieces, "train"), texts_of(pieces, "val")
-    chosen = [VERSES[number] for number in (9, 13, 17, 27, 33)]  # by hashes, so always the same
-    assert val == chosen
+    assert val == [VERSES[number] for number in (9, 13, 17, 27, 33)]  # the hashes do not change
     assert sorted(train + val) == sorted(VERSES)
     monkeypatch.setattr(corpus, "VAL_BYTES", 0)
-    monkeypatch.setattr(corpus, "VAL_SHARES", (0.5, 0.9))
+    monkeypatch.setattr(corpus, "MIN_VAL_SHARE", 0.5)
+    monkeypatch.setattr(corpus, "MAX_VAL_SHARE", 0.9)
     assert 12 <= len(texts_of(read(verses), "val")) <= 28
 
 
@@ -110,7 +108,7 @@ def test_equal_documents_are_in_the_same_split_in_every_format(verses, monkeypat
     Path("verses.jsonl").rename("all/verses.jsonl")
     for number, verse in enumerate(VERSES):
         Path(f"all/{number}.txt").write_text(verse)
-    monkeypatch.setattr(sources, "CHUNK", 5)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 5)
     pieces = read(Corpus(find_sources("all", "text"), "all"))
     joined = {split: "".join(texts_of(pieces, split)) for split in ("train", "val")}
     for verse in VERSES:
@@ -126,4 +124,4 @@ def test_limit_ends_texts_and_moves_the_boundary():
 
 def test_characters_of_several_documents_include_the_line_end_between_them():
     for documents, characters in ((["ba"], "ab"), (["b", "a"], "\nab"), (["é", "é"], "\né")):
-        assert tiny.corpus(*documents).survey("char", None)[1].characters == characters
+        assert str(tiny.corpus(*documents).scan()[1]) == characters

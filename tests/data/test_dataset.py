@@ -12,7 +12,7 @@ import tiny
 from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.data import dataset
-from folio.data.dataset import DATA, DatasetSize, dataset_size, load_dataset
+from folio.data.dataset import DATA_FOLDER, DatasetSize, dataset_size, load_dataset
 from folio.data.tokenizer import ByteTokenizer, CharTokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -21,8 +21,8 @@ TEXT = "abcdefghij" * 2
 
 def write_text(text=TEXT, tokenizer=None):
     """Writes data/own, by characters unless a tokenizer is given."""
-    tokenizer = tokenizer or CharTokenizer.from_text(text)
-    return tiny.write_dataset(DATA / "own", tiny.corpus(text), tokenizer)
+    tokenizer = tokenizer or tiny.new_tokenizer("char", text)
+    return tiny.write_dataset(DATA_FOLDER / "own", tiny.corpus(text), tokenizer)
 
 
 def texts_of(name):
@@ -64,10 +64,10 @@ def test_format_of_the_files():
 
 def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_bytes):
     documents = ["ab", "cdefgh", "", "ij", "k<|endoftext|>l"]
-    for tokenizer, between in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
-        meta = tiny.write_dataset(DATA / "own", tiny.corpus(*documents), tokenizer)
+    for tokenizer, separator in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
+        meta = tiny.write_dataset(DATA_FOLDER / "own", tiny.corpus(*documents), tokenizer)
         data = load_dataset("own")
-        train = [*b"ab", *between, *b"cdefgh", *between, *between, *b"ij", *between]
+        train = [*b"ab", *separator, *b"cdefgh", *separator, *separator, *b"ij", *separator]
         assert data.train.tolist() == [*train, *b"k<|endoftext"]
         assert data.val.tolist() == [*b"|>l"]
         assert meta["train"]["bytes"] == 22
@@ -127,14 +127,14 @@ def test_nanogpts_datasets_are_loaded():
 
 @pytest.mark.parametrize("write", [tiny.prepare_verse, tiny.write_nanogpt_dataset])
 def test_the_rest_of_a_large_split_is_checked_by_verify_only(write, monkeypatch):
-    monkeypatch.setattr(dataset, "CHECKED_TOKENS", 10)
-    monkeypatch.setattr(dataset, "READ_TOKENS", 7)
+    monkeypatch.setattr(dataset, "MAX_CHECKED_TOKENS", 10)
+    monkeypatch.setattr(dataset, "BLOCK_TOKENS", 7)
     write("verse")
     path = Path("data/verse/train.bin")
-    raw, before = path.read_bytes(), load_dataset("verse", verify=True)
-    for place in (11, -1):
+    raw, original = path.read_bytes(), load_dataset("verse", verify=True)
+    for position in (11, -1):
         ids = np.frombuffer(raw, "<u2").copy()
-        ids[place] = 999
+        ids[position] = 999
         ids.tofile(path)
         assert load_dataset("verse").train.tolist() == ids.tolist()
         assert str(path) in error_of(partial(load_dataset, verify=True), "verse")
@@ -145,4 +145,4 @@ def test_the_rest_of_a_large_split_is_checked_by_verify_only(write, monkeypatch)
     if write is tiny.prepare_verse:
         assert str(path) in error_of(load_dataset, "verse")
     else:
-        assert load_dataset("verse").fingerprint != before.fingerprint
+        assert load_dataset("verse").fingerprint != original.fingerprint

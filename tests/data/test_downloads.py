@@ -15,7 +15,7 @@ from folio.cli.errors import UserError
 from folio.cli.settings import ROOT
 from folio.data import downloads
 from folio.data.dataset import load_dataset, load_tokenizer
-from folio.data.downloads import data_files
+from folio.data.downloads import select_tables
 
 CORPUS = b"Now is the winter of our discontent\n" * 3000  # in place of tiny Shakespeare
 ANSWERS = {  # {path: (status, body)}
@@ -135,7 +135,7 @@ def test_other_file_in_place_of_shakespeare_is_refused_and_kept(folder):
 )  # fmt: skip
 def test_files_of_a_split(names, subset, split, expected):
     paths = [PurePosixPath(name) for name in names.split()]
-    assert " ".join(map(str, data_files(paths, "hf:a/b", subset, split))) == expected
+    assert " ".join(map(str, select_tables(paths, "hf:a/b", subset, split))) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_files_of_a_split(names, subset, split, expected):
 )
 def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, parts):
     with pytest.raises(UserError) as caught:
-        data_files([PurePosixPath(name) for name in names.split()], "hf:a/b", subset, split)
+        select_tables([PurePosixPath(name) for name in names.split()], "hf:a/b", subset, split)
     assert all(part in str(caught.value) for part in parts)
 
 

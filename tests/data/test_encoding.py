@@ -20,11 +20,11 @@ def _sources(folder, monkeypatch, gpt2_of_bytes):
     Path("own.txt").write_text("\ufeff" + "".join(DOCUMENTS), encoding="utf-8")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
     Path("own.jsonl").write_text(lines)
-    monkeypatch.setattr(sources, "CHUNK", 300)
-    monkeypatch.setattr(encoding, "BATCH", 200)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 300)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 200)
 
 
-def prepared(name, source, kind, *flags):
+def prepare_files(name, source, kind, *flags):
     """Prepares data/NAME. Returns the content of its files."""
     prepare.main([f"--input={source}", f"--dataset={name}", f"--tokenizer={kind}", *flags])
     folder = Path("data", name)
@@ -35,11 +35,11 @@ def prepared(name, source, kind, *flags):
 @pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
 def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
     monkeypatch.setattr(encoding, "num_cores", lambda: 1)
-    expected = prepared("one", source, kind)
+    expected = prepare_files("one", source, kind)
     monkeypatch.setattr(encoding, "num_cores", lambda: 5)
-    monkeypatch.setattr(sources, "CHUNK", 100)
-    monkeypatch.setattr(encoding, "BATCH", 2**20)
-    assert prepared("other", source, kind) == expected
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2**20)
+    assert prepare_files("other", source, kind) == expected
 
 
 def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files():
@@ -51,14 +51,14 @@ def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files()
     assert set(load_dataset("own").tokenizer.characters) == set("a tale\n" + END_OF_TEXT)
     flags = ["--tokenizer=bpe", "--vocab_size=270", "--allow_special=True", "--max_tokens=300"]
     prepare.main(["--input=in", "--dataset=special", *flags])
-    found = load_dataset("special")
-    assert 200 <= len(found.train) + len(found.val) <= 600
+    data = load_dataset("special")
+    assert 200 <= len(data.train) + len(data.val) <= 600
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("char", 0), ("byte", 200), ("gpt2", 200)])
 @pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
 def test_max_tokens_ends_a_dataset(kind, tolerance, source):
-    prepared("own", source, kind, "--max_tokens=3000")
+    prepare_files("own", source, kind, "--max_tokens=3000")
     data = load_dataset("own")
     if source == "own.txt":
         assert abs(len(data.train) + len(data.val) - 3000) <= tolerance
@@ -70,7 +70,7 @@ def test_max_tokens_ends_a_dataset(kind, tolerance, source):
 
 
 def test_byte_counts_are_those_of_the_texts_without_separators():
-    meta = json.loads(prepared("own", "own.jsonl", "byte")[0])
+    meta = json.loads(prepare_files("own", "own.jsonl", "byte")[0])
     total = sum(len(text.encode()) for text in DOCUMENTS)
     assert meta["train"]["bytes"] + meta["val"]["bytes"] == total
     tokens = meta["train"]["tokens"] + meta["val"]["tokens"]

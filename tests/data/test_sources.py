@@ -50,7 +50,9 @@ def error_of(source):
 def test_rows_of_a_table_are_documents(name):
     source = write(name, TEXTS, "body")
     chunks = list(source.read())
-    assert [(chunk.text, chunk.ends) for chunk in chunks] == [(text, True) for text in TEXTS]
+    assert [(chunk.text, chunk.ends_document) for chunk in chunks] == [
+        (text, True) for text in TEXTS
+    ]
     assert "--text_key" in error_of(Source(source.path))  # there is no such column
     if "csv" not in name:  # which has no missing values
         assert "row 2 has None" in error_of(write(name, ["one", None]))
@@ -76,7 +78,7 @@ def test_invalid_json_line_is_refused(line):
 
 
 def test_a_row_longer_than_a_block_is_an_error(monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 100)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
     assert "at most" in error_of(write("a.jsonl", ["short", "long " * 99, "short"]))
 
 
@@ -90,12 +92,12 @@ def test_missing_package_is_a_user_error(monkeypatch):
 def test_text_is_cut_into_chunks(longest, monkeypatch):
     text = "one two🦶\nthree\r\nfour  five\n"
     Path("a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    monkeypatch.setattr(sources, "LONGEST", longest)
+    monkeypatch.setattr(sources, "MAX_UNCUT_CHARACTERS", longest)
     for size in (1, 4, 11, 100):
-        monkeypatch.setattr(sources, "CHUNK", size)
+        monkeypatch.setattr(sources, "CHUNK_CHARACTERS", size)
         chunks = list(Source(Path("a.txt")).read())
         assert "".join(chunk.text for chunk in chunks) == text
-        assert [chunk.ends for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert [chunk.ends_document for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert all(len(chunk.text) <= longest + size for chunk in chunks)
 
 

@@ -17,6 +17,7 @@ from folio.data import bpe
 from folio.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZERS,
+    Alphabet,
     BPETokenizer,
     CharTokenizer,
     GPT2Tokenizer,
@@ -54,9 +55,9 @@ def test_tokens_are_the_text(kind, text):
     assert lengths[ids].sum() == len(text.encode())
     assert not lengths[tokenizer.vocab_size :].any()
     assert tokenizer.end is None or lengths[tokenizer.end] == 0
-    after = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
-    assert after.to_dict() == tokenizer.to_dict()
-    assert after.encode(text).tolist() == ids.tolist()
+    restored = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
+    assert restored.to_dict() == tokenizer.to_dict()
+    assert restored.encode(text).tolist() == ids.tolist()
 
 
 @with_fixtures
@@ -64,9 +65,9 @@ def test_tokens_are_the_text(kind, text):
 def test_incremental_decoder_equals_decode(kind, text, data):
     tokenizer = tiny.new_tokenizer(kind, text)
     ids = tokenizer.encode(text).tolist()
-    for some in (ids, data.draw(st.lists(st.sampled_from(ids)))):  # the second: in any order
+    for sequence in (ids, data.draw(st.lists(st.sampled_from(ids)))):  # the second: any order
         decode = tokenizer.decoder()
-        assert "".join(decode(token) for token in [*some, None]) == tokenizer.decode(some)
+        assert "".join(decode(token) for token in [*sequence, None]) == tokenizer.decode(sequence)
 
 
 def test_attributes_are_consistent(kind):
@@ -95,13 +96,17 @@ def test_first_unknown_character_is_named(text):
         CharTokenizer("ab").encode(text)
 
 
-def test_character_ids_follow_the_order_of_code_points():
-    tokenizer = CharTokenizer.from_text("b🦶a\nb")
-    assert (tokenizer.characters, tokenizer.vocab_size) == ("\nab🦶", 4)
-    assert tokenizer.encode("ab\n🦶").tolist() == [1, 2, 0, 3]
+def test_ids_of_characters_are_their_positions_in_the_vocabulary():
+    assert CharTokenizer("\nab🦶").encode("ab\n🦶").tolist() == [1, 2, 0, 3]
     assert (CharTokenizer("\t\na").start, CharTokenizer(" ab").start) == ("\n", " ")
-    assert CharTokenizer.from_text(["bé", "a", "é🦶", "ab"]).characters == "abé🦶"
-    assert CharTokenizer.from_text(iter([])).characters == ""
+
+
+def test_alphabet_has_the_characters_of_all_texts_in_order_of_code_points():
+    alphabet = Alphabet()
+    assert str(alphabet) == ""
+    for text in ("bé", "a", "é🦶", "ab"):
+        alphabet.add(text)
+    assert str(alphabet) == "abé🦶"
 
 
 # Bytes and trained byte-pair encodings
@@ -125,8 +130,8 @@ def test_cutting_a_text_does_not_change_its_tokens(monkeypatch):
     text = "".join(f"line {n}'s end.{end}" for end in ends for n in range(20))
     tokenizer = BPETokenizer.train([text], 400)
     whole = tokenizer.encode(text).tolist()
-    monkeypatch.setattr(bpe, "PIECE", 40)
-    assert len([*bpe.pieces(text)]) > 10
+    monkeypatch.setattr(bpe, "MIN_PIECE_CHARACTERS", 40)
+    assert len([*bpe.cut_text(text)]) > 10
     assert tokenizer.encode(text).tolist() == whole
 
 
@@ -138,11 +143,11 @@ def test_every_cut_keeps_the_tokens(kind, text, request):
     trained = BPETokenizer.train(["it's a b. a\n\nb \r\n a  a' 's 1 a.\n"] * 9, 290)
     tokenizer = trained if kind == "bpe" else request.getfixturevalue("gpt2")
     whole = tokenizer.encode(text).tolist()
-    cuts = [cut.end() for cut in bpe.CUT.finditer(text)]
+    cuts = [cut.end() for cut in bpe.CUT_PATTERN.finditer(text)]
     for cut in cuts:
         first, second = text[:cut], text[cut:]
         assert [*tokenizer.encode(first), *tokenizer.encode(second)] == whole
-    assert bpe.last_cut(text) == max(cuts, default=0)
+    assert bpe.find_last_cut(text) == max(cuts, default=0)
 
 
 def test_missing_tokenizers_library_is_a_user_error(monkeypatch):

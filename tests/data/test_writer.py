@@ -12,7 +12,7 @@ from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import ByteTokenizer
-from folio.data.writer import dataset_writer
+from folio.data.writer import open_writer
 
 pytestmark = pytest.mark.usefixtures("folder")
 FOLDER = Path("data/own")
@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 
 def write(ids_of=IDS):
-    with dataset_writer(FOLDER, ByteTokenizer()) as writer:
+    with open_writer(FOLDER, ByteTokenizer()) as writer:
         for split, ids in ids_of.items():
             writer.append(split, ids, len(ids))
         return writer.finish("own.txt", "5a")
@@ -63,14 +63,14 @@ def state():
         data = load_dataset("own")
     except UserError:
         return "refused"
-    found = [data.train.tolist(), data.val.tolist()]
-    assert found in ([[*ids][::step] for ids in IDS.values()] for step in (1, -1))
-    return "new" if found[0] == IDS["train"].tolist() else "old"
+    splits = [data.train.tolist(), data.val.tolist()]
+    assert splits in ([[*ids][::step] for ids in IDS.values()] for step in (1, -1))
+    return "new" if splits[0] == IDS["train"].tolist() else "old"
 
 
 def test_a_kill_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
     write()
-    expected, states = contents(), []
+    new_contents, states = contents(), []
     with monkeypatch.context() as patch:
         calls = kill_at(10**6, patch)
         write()
@@ -83,12 +83,12 @@ def test_a_kill_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
     assert states == sorted(states, key=["old", "refused", "new"].index)
     assert {"old", "refused", "new"} == set(states)
     write()
-    assert contents() == expected  # and no temporary files
+    assert contents() == new_contents  # and no temporary files
 
 
 def test_a_full_disk_leaves_the_old_dataset(monkeypatch):
     write_old()
-    expected = contents()
+    old_contents = contents()
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -96,12 +96,12 @@ def test_a_full_disk_leaves_the_old_dataset(monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="data/own.*: No space left on device$"):
         write()
-    assert contents() == expected
+    assert contents() == old_contents
 
 
 def test_a_split_with_fewer_than_two_tokens_is_refused_and_leaves_the_old_dataset():
     write_old()
-    expected = contents()
+    old_contents = contents()
     with pytest.raises(UserError, match="own.txt .* 36 bytes .* 1 tokens for val.bin"):
         write(IDS | {"val": np.arange(1)})
-    assert contents() == expected
+    assert contents() == old_contents

@@ -30,7 +30,8 @@ def bpe():
     return BPETokenizer.train([BOOK], vocab_size=400)
 
 
-MAKE = {"char": lambda: CharTokenizer.from_text(BOOK), "byte": ByteTokenizer, "bpe": bpe}
+CHARACTERS = "".join(sorted(set(BOOK)))
+MAKE = {"char": lambda: CharTokenizer(CHARACTERS), "byte": ByteTokenizer, "bpe": bpe}
 GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
 
 
