@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from folio.cli import process
-from folio.cli.errors import UserError, nearest
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.errors import UserError, suggest
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 KNOWN = {  # name: tokenizer
     "shakespeare_char": "char",
@@ -68,16 +67,16 @@ class PrepareConfig:
     def __post_init__(self):
         if self.input is not None and self.dataset is None:
             name = Path(self.input).resolve().stem
-            raise UserError(f"--input needs a name for the dataset, such as --dataset={name}")
+            raise ValueError(f"--input needs a name for the dataset, such as --dataset={name}")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
-            raise UserError("--subset and --split apply to --input=hf:ORG/NAME only")
+            raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
         if self.kind not in KINDS and not os.path.exists(self.kind):
             known = ", ".join(KINDS)
-            raise UserError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
+            raise ValueError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
         if self.vocab_size and self.kind != "bpe":
-            raise UserError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
+            raise ValueError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
         if self.allow_special and self.kind in ("char", "byte"):
-            raise UserError(
+            raise ValueError(
                 f"--allow_special needs --tokenizer=bpe or gpt2; the tokenizer is {self.kind}"
             )
 
@@ -149,7 +148,7 @@ def find_corpus(name, settings):
         return hub_sources(*ON_THE_HUB[name], settings.split, key, limit)
     if name in KNOWN:
         return [python_docs() if name == "pydocs" else shakespeare()]
-    hint = nearest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
+    hint = suggest(name, KNOWN, f"; datasets that do not need it: {', '.join(KNOWN)}")
     raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
 
 

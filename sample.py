@@ -7,7 +7,8 @@
     python sample.py --out_dir=out-shakespeare-char --score=poem.txt
     python sample.py --init_from=gpt2 --start="The meaning of life is"
 
-Text goes to stdout, everything else to stderr.
+Text goes to stdout, everything else to stderr. The loop over tokens is two calls below main: it
+calls complete (folio/inference/completion.py), which calls generate (folio/inference/generate.py).
 """
 
 import json
@@ -15,15 +16,14 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 EXCLUSIVE = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
@@ -72,11 +72,11 @@ class SampleConfig:
 
     def __post_init__(self):
         if not self.out_dir:
-            raise UserError("out_dir must not be empty")
+            raise ValueError("out_dir must not be empty")
         for names in EXCLUSIVE:
             given = [name for name in names if getattr(self, name) not in (None, False)]
             if len(given) > 1:
-                raise UserError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
+                raise ValueError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
 
 
 if __name__ == "__main__":
@@ -89,17 +89,11 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import read_text
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
-from folio.inference.compiled import compiled_step
-from folio.inference.completion import (
-    Completion,
-    complete,
-    load_trained,
-    max_batch_size,
-    read_prompt,
-    stop_texts,
-)
+from folio.inference.compiled import use_compiled_step
+from folio.inference.completion import Completion, complete, max_batch_size
 from folio.inference.sampling import Controls
 from folio.inference.scoring import score_text
+from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
 
 SEPARATOR = "---------------"
@@ -107,122 +101,106 @@ SEPARATOR = "---------------"
 
 def main(argv=None):
     settings = load_settings(SampleConfig, argv, {"device": resolve_device})
-    inputs = read_inputs(settings)
+    controls, stop_texts = Controls.from_settings(settings), parse_stop_texts(settings.stop)
+    prompts = read_prompts(settings)
+    text = None if settings.score is None else read_text(settings.score)
     with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
         checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
         trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
         print(checkpoint.summary, file=sys.stderr)
         print(f"machine: {trained.machine.summary}", file=sys.stderr)
-        if settings.score is not None:
-            print_score(trained, inputs, settings)
+        if text is not None:
+            print_score(trained, text, settings)
             return
-        single = settings.stream or settings.interactive or len(inputs) * settings.num_samples == 1
-        with compiled_step(trained, single) if settings.compile else nullcontext():
+        batch_size = max_batch_size(trained.model)
+        if settings.stream or settings.interactive or len(prompts) * settings.num_samples == 1:
+            batch_size = 1
+        with use_compiled_step(trained, settings.compile, batch_size == 1):
             if settings.interactive:
-                converse(trained, settings)
-            else:
-                print_samples(trained, inputs, settings)
+                converse(trained, controls, stop_texts, settings)
+                return
+            completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
+            start, first_token_s, tokens = time.monotonic(), None, 0
+            while batch := list(islice(completions, batch_size)):
+                for _ in complete(trained, batch, controls, settings.stream):
+                    first_token_s = first_token_s or time.monotonic() - process.STARTED
+                    if settings.stream:
+                        print_new(batch[0])
+                for completion in batch:
+                    print_completion(completion, settings)
+                    tokens += len(completion.ids)
+            print_speed(tokens, time.monotonic() - start, first_token_s)
 
 
-def read_inputs(settings):
-    """Returns the text to score, or the list of prompts; None is the tokenizer's default prompt.
+# Prompts
 
-    Raises UserError for invalid inputs, also a stop text, before a model is loaded.
+
+def read_prompts(settings):
+    """Returns the list of prompts; None is the tokenizer's default prompt.
+
+    Raises UserError if a prompt or file is empty or unreadable.
     """
-    stop_texts(settings.stop)
-    if settings.score is not None:
-        return read_text(settings.score)
     if settings.prompts is None:
         return [read_prompt(settings.start)]
     lines = read_text(settings.prompts).split("\n")
-    prompts = [prompt for line in lines if (prompt := line.rstrip("\r"))]
+    prompts = [line.rstrip("\r") for line in lines if line.rstrip("\r")]
     if not prompts:
         raise UserError(f"{settings.prompts} contains no prompt")
     return prompts
 
 
-def completions_of(prompts, settings, tokenizer):
-    """Returns an iterator of num_samples empty completions per prompt, with consecutive seeds."""
+def read_prompt(start):
+    """Returns the prompt that --start specifies, or None. Raises UserError if it is empty."""
+    if start is None:
+        return None
+    if start.startswith("FILE:") or start == "-":
+        start = read_text(start.removeprefix("FILE:"))
+    if not start:
+        raise UserError("the prompt is empty; omit --start to begin with a newline")
+    return start
+
+
+def parse_stop_texts(stop):
+    """Returns the stop texts: `stop`, or the items of the JSON list that it contains."""
+    if stop is None:
+        return []
+    try:
+        stop_texts = json.loads(stop)
+    except ValueError:
+        stop_texts = stop
+    if not isinstance(stop_texts, list):
+        stop_texts = [stop]
+    if not all(isinstance(text, str) and text for text in stop_texts):
+        raise UserError(f"--stop={stop}: must be a string, or a JSON list of nonempty strings")
+    return stop_texts
+
+
+def make_completions(tokenizer, prompts, stop_texts, settings):
+    """Yields num_samples empty completions per prompt, with consecutive seeds."""
     prompts = [prompt or tokenizer.start for prompt in prompts]
-    pairs = [(each, tokenizer.encode(each, settings.allow_special).tolist()) for each in prompts]
-    seeds = range(settings.seed, settings.seed + settings.num_samples)
-    stops = stop_texts(settings.stop)
-    return (Completion(*pair, seed, tokenizer, stops) for pair in pairs for seed in seeds)
+    encoded = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        for number in range(settings.num_samples):
+            yield Completion(prompt, ids, settings.seed + number, tokenizer, stop_texts)
 
 
-def continued(trained, settings, batch):
-    """Continues a batch of texts; see folio.inference.completion.complete."""
-    controls = Controls(**{field.name: getattr(settings, field.name) for field in fields(Controls)})
-    count, stream = settings.max_new_tokens, settings.stream or settings.interactive
-    return complete(trained, batch, controls, count, settings.context_stride, stream)
-
-
-# Output
-
-
-def print_samples(trained, prompts, settings):
-    """Generates texts in batches as large as memory allows, and prints each."""
-    texts = completions_of(prompts, settings, trained.tokenizer)
-    size = 1 if settings.stream else max_batch_size(trained.model)
-    start, first, tokens = time.monotonic(), None, 0
-    while batch := list(islice(texts, size)):
-        printed = 0
-        for _ in continued(trained, settings, batch):
-            first = first or time.monotonic() - process.STARTED
-            if settings.stream:
-                printed = print_new(batch[0], printed)
-        for each in batch:
-            print_completion(each, settings, printed)
-        tokens += sum(len(each.ids) for each in batch)
-    seconds = time.monotonic() - start
-    speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
-    print(f"{speed}; first token after {first:.2f} s", file=sys.stderr)
-
-
-def print_completion(completion, settings, printed):
-    """Prints a finished completion, without the characters that have been printed."""
-    if settings.json:
-        names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
-        data = {name: getattr(completion, name) for name in names}
-        print(json.dumps(data, ensure_ascii=False))
-    elif settings.logprobs:
-        print_tokens(completion.pieces, completion.logprobs)
-        print(SEPARATOR)
-    else:
-        print_new(completion, printed)
-        print(f"\n{SEPARATOR}")
-    sys.stdout.flush()
-
-
-def print_tokens(pieces, logprobs):
-    """Prints a line per token: its log-probability, or - for none, and its text."""
-    for piece, logprob in zip(pieces, logprobs, strict=True):
-        print("-" if logprob is None else f"{logprob:.4f}", repr(piece), sep="\t")
-
-
-def print_new(completion, printed):
-    """Prints the confirmed text after the first `printed` characters. Returns its length."""
-    text = completion.confirmed()
-    print(text[printed:], end="", flush=True)
-    return len(text)
-
-
-def converse(trained, settings):
+def converse(trained, controls, stop_texts, settings):
     """Reads prompts and continues each; an empty prompt continues the text. Ctrl-C ends a text."""
     with suppress(ImportError):  # not available on Windows
         import readline  # noqa: F401, gives input() a history
     print("empty line: continue; Ctrl-C: end the text; Ctrl-D: exit", file=sys.stderr)
-    text, seed, stops = trained.tokenizer.start, settings.seed, stop_texts(settings.stop)
+    tokenizer, seed = trained.tokenizer, settings.seed
+    text = tokenizer.start
     while True:
         try:
             prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
-            ids = trained.tokenizer.encode(prompt, settings.allow_special).tolist()
-            completion = Completion(prompt, ids, seed, trained.tokenizer, stops)
-            text, seed, printed = prompt, seed + 1, len(prompt)
-            for _ in continued(trained, settings, [completion]):
-                printed = print_new(completion, printed)
+            ids = tokenizer.encode(prompt, settings.allow_special).tolist()
+            completion = Completion(prompt, ids, seed, tokenizer, stop_texts, printed=len(prompt))
+            text, seed = prompt, seed + 1
+            for _ in complete(trained, [completion], controls, stream=True):
+                print_new(completion)
                 text = prompt + completion.text
-            print_new(completion, printed)
+            print_new(completion)
         except EOFError:
             print()
             return
@@ -233,6 +211,42 @@ def converse(trained, settings):
             if interrupt.number != signal.SIGINT:
                 raise
         print()
+
+
+# Output
+
+
+def print_new(completion):
+    """Prints the text that has been added to a completion since the last call."""
+    text = completion.stable_text()
+    print(text[completion.printed :], end="", flush=True)
+    completion.printed = len(text)
+
+
+def print_completion(completion, settings):
+    """Prints what has not been printed yet of a finished completion."""
+    if settings.json:
+        names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
+        data = {name: getattr(completion, name) for name in names}
+        print(json.dumps(data, ensure_ascii=False))
+    elif settings.logprobs:
+        print_tokens(completion.pieces, completion.logprobs)
+        print(SEPARATOR)
+    else:
+        print_new(completion)
+        print(f"\n{SEPARATOR}")
+    sys.stdout.flush()
+
+
+def print_tokens(pieces, logprobs):
+    """Prints a line per token: its log-probability, or - for none, and its text."""
+    for piece, logprob in zip(pieces, logprobs, strict=True):
+        print("-" if logprob is None else f"{logprob:.4f}", repr(piece), sep="\t")
+
+
+def print_speed(tokens, seconds, first_token_s):
+    speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+    print(f"{speed}; first token after {first_token_s:.2f} s", file=sys.stderr)
 
 
 def print_score(trained, text, settings):

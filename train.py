@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from folio.cli import process
-from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,9 @@ class TrainConfig:
 
     def __post_init__(self):
         if not self.out_dir:
-            raise UserError("out_dir must not be empty")
+            raise ValueError("out_dir must not be empty")
         if self.decay_lr and (self.min_lr or 0) > (lr := self.learning_rate):
-            raise UserError(f"min_lr={self.min_lr} must not be greater than learning_rate={lr}")
+            raise ValueError(f"min_lr={self.min_lr} must not be greater than learning_rate={lr}")
 
     @property
     def tokens_per_step(self):

@@ -38,8 +38,8 @@ beta2 = 0.95
 grad_clip = 0.0
 gradient_accumulation_steps = 1
 
-# Less text is read more often, and needs more dropout against memorization. Tokens that occur less
-# than 50 times are memorized sooner.
+# Less text is read more often, and needs more dropout against memorization. Tokens that occur
+# fewer than 50 times are memorized sooner.
 _rarity = 0.5 if _has_large_vocabulary else min(1, _size.train_tokens / _size.vocab_size / 50)
 _repeats = min(4, _relative_size ** (-0.45 if _relative_size < 1 else -0.2)) * _rarity
 _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more text
@@ -67,7 +67,7 @@ else:  # 7.5 M parameters
     learning_rate = 6e-3
     _passes = 7.34 * _repeats
     _temperature = 0.8
-# A model of more text is less overconfident.
+# Models that are trained on more text are less overconfident.
 train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * log10(_relative_size))), 3)
 
 # Tables of n-grams help if most of their rows occur often, and are memorized otherwise.

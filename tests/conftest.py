@@ -1,4 +1,4 @@
-"""Shared fixtures: hypothesis settings, a small dataset, and GPT-2's tokenizer."""
+"""Settings of hypothesis and torch for all tests, and shared fixtures."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from folio.data import dataset
 from folio.data.dataset import DatasetSize, load_dataset
 from folio.data.tokenizer import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
 from folio.hardware.device import choose_machine
-from folio.inference.completion import TrainedModel
+from folio.inference.trained_model import TrainedModel
 
 # the same examples in every run; no time limit, for loaded machines
 settings.register_profile("folio", derandomize=True, deadline=None, database=None, max_examples=30)
@@ -34,7 +34,7 @@ def _sigint():
 
 @pytest.fixture(autouse=True)
 def _global_settings():
-    """Undoes changes by other tests. Rounding depends on the settings of torch."""
+    """Resets signal handlers, and the settings of torch that affect rounding."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -60,14 +60,11 @@ def verse(folder):
 
 @pytest.fixture
 def limit_files():
-    """A function that makes writes fail beyond a size of files in bytes, as on a full disk.
-
-    -1 is no limit.
-    """
+    """A function that limits the size of files in bytes, so that writes fail; -1: no limit."""
     resource = pytest.importorskip("resource")  # which Windows lacks
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
@@ -83,9 +80,9 @@ def hub():
 
 @pytest.fixture
 def gpt2():
-    """GPT-2's tokenizer; skips the test where tiktoken's files are not at hand."""
+    """GPT-2's tokenizer. Skips the test if tiktoken's files are not available offline."""
     if not os.environ.get("TIKTOKEN_CACHE_DIR"):
-        pytest.skip("TIKTOKEN_CACHE_DIR names no folder with tiktoken's files")
+        pytest.skip("TIKTOKEN_CACHE_DIR is not set to a folder with tiktoken's files")
     return GPT2Tokenizer()
 
 
@@ -114,7 +111,7 @@ def trained():
 
 @pytest.fixture
 def text_size(monkeypatch):
-    """A function that sets the size of every dataset. At first, it is that of tiny Shakespeare."""
+    """A function that sets the size of every dataset. Default: that of tiny Shakespeare."""
 
     def set_size(tokens=1_003_854, vocab_size=65):
         size = DatasetSize(tokens, tokens // 9, vocab_size)

@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 COMMIT = "a" * 40
-KNOWN = r"/api/models/(org/model|openai-community/gpt2)/revision/(main|v1)"
+MODELS = r"/api/models/(org/model|openai-community/gpt2)/revision/(main|v1)"
 DATASETS = r"/api/datasets/[\w.-]+/[\w.-]+(/revision/.+)?"
-UNRELATED = "/api/agent-harnesses"  # which the client reads to name itself
+USER_AGENT_PATH = "/api/agent-harnesses"  # which the client reads for its user agent
 WEIGHTS = "model.safetensors"
 FILES = {
     "config.json": b"{}",
@@ -27,14 +27,16 @@ FILES = {
 class Hub(ThreadingHTTPServer):
     """A hub with the model org/model, which is also openai-community/gpt2, or with a dataset.
 
-    files: {name: content}. The other attributes describe what goes wrong; {} or None: nothing.
+    Attributes:
+        files: {name: content} of the model or the dataset.
+        requests: (method, path) of each request.
+        answers: {path: (status, X-Error-Code)} of the requests that fail.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = FILES
-        self.requests = []  # (method, path)
-        self.answers = {}  # {path: (status, X-Error-Code)}
+        self.requests, self.answers = [], {}
 
     @property
     def url(self):
@@ -43,16 +45,16 @@ class Hub(ThreadingHTTPServer):
     def run(self, *command, **variables):
         """Runs a Python command whose client uses this hub, with its cache in the current folder.
 
-        Returns its output, errors included.
+        Returns stdout and stderr.
         """
         environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
         environment |= {"HF_HOME": "hf", "HF_ENDPOINT": self.url, "NO_PROXY": "*"}
         environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         environment |= {"PYTHONPATH": str(Path(__file__).parent.parent)} | variables
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, *command], env=environment, text=True, capture_output=True
         )
-        return done.stdout + done.stderr
+        return process.stdout + process.stderr
 
     def downloads(self):
         """Returns the names of the files that were downloaded, sorted."""
@@ -74,19 +76,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def respond(self):
         hub, path = self.server, urlsplit(self.path).path
-        if path == UNRELATED:
+        if path == USER_AGENT_PATH:
             self.send(404, b"")
             return
         hub.requests.append((self.command, path))
         status, code = hub.answers.get(path, (200, None))
         if code or status != 200:
             self.send(status, b"", {"X-Error-Code": code} if code else {})
-        elif re.fullmatch(KNOWN, path):
+        elif re.fullmatch(MODELS, path):
             self.send(200, json.dumps({"id": "org/model", "sha": COMMIT}).encode())
         elif re.fullmatch(DATASETS, path):
             self.send(200, json.dumps({"id": "org/data", "sha": COMMIT}).encode())
         elif "/tree/" in path:
-            self.send(200, json.dumps([entry(*each) for each in hub.files.items()]).encode())
+            self.send(200, json.dumps([file_info(*item) for item in hub.files.items()]).encode())
         elif f"/resolve/{COMMIT}/" in path:
             self.send_file(path.split(f"/{COMMIT}/")[1])
         elif "/revision/" in path and "/org/model/" in path:
@@ -113,20 +115,20 @@ def is_large(name):
 
 
 def etag(name, body):
-    """The sha256 of large files, which are stored apart, and git's SHA-1 of the others."""
+    """Returns the SHA-256 of a large file, which Git LFS stores, and git's SHA-1 of another."""
     if is_large(name):
         return hashlib.sha256(body).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
 
 
-def entry(name, body):
-    """Returns what the hub says about a file in the list of a repository."""
-    found = {
+def file_info(name, body):
+    """Returns the entry of a file in the list of a repository's files."""
+    info = {
         "type": "file",
         "path": name,
         "size": len(body),
         "oid": hashlib.sha1(name.encode()).hexdigest(),
     }
     if is_large(name):
-        found["lfs"] = {"oid": etag(name, body), "size": len(body), "pointerSize": 134}
-    return found
+        info["lfs"] = {"oid": etag(name, body), "size": len(body), "pointerSize": 134}
+    return info

@@ -1,4 +1,4 @@
-"""Runs in processes of their own that are killed: they resume and end bit-identical."""
+"""Training processes that are killed, and resumed runs that end bit-identical."""
 
 import os
 import random
@@ -24,12 +24,12 @@ pytestmark = [
 
 
 def run_train(folder, flags, fatal):
-    """Runs train.py in this process, which kills itself at `fatal`, (operation, count) or None."""
+    """Runs train.py in this process, which is killed at `fatal`, such as ("before rename", 2)."""
     os.chdir(folder)
     for handle in (1, 2):
         os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), handle)
     torch.set_num_threads(1)
-    counts, real = Counter(), os.replace
+    counts, os_replace = Counter(), os.replace
 
     def count(operation):
         counts[operation] += 1
@@ -38,7 +38,7 @@ def run_train(folder, flags, fatal):
 
     def replace(*paths):
         count("before rename")
-        real(*paths)
+        os_replace(*paths)
         count("after rename")
 
     files.os.replace = replace
@@ -65,15 +65,13 @@ def assert_ends_like_an_uninterrupted_run(flags, settings):
     assert_ends(start(flags), 0)
     train.main(tiny.flags(out_dir="out-whole", **settings))
     assert tiny.differences("out", "out-whole") == []
-    assert sorted(os.listdir("out")) == [files.LOCK, "ckpt.pt", "last.pt", "log.jsonl"]
+    assert sorted(os.listdir("out")) == [files.LOCK_FILE, "ckpt.pt", "last.pt", "log.jsonl"]
 
 
 def test_run_killed_around_renames_ends_like_an_uninterrupted_one(verse):
     flags = tiny.flags(init_from="auto", **SETTINGS)
-    for fatal in (
-        *(("before rename", number) for number in (1, 2)),
-        *(("after rename", number) for number in (1, 3)),
-    ):
+    kills = [("before rename", 1), ("before rename", 2), ("after rename", 1), ("after rename", 3)]
+    for fatal in kills:
         assert_ends(start(flags, fatal), -signal.SIGKILL)
     assert_ends_like_an_uninterrupted_run(flags, SETTINGS)
 

@@ -62,9 +62,9 @@ def test_evaluation_and_sampling_read_no_value(verse, switches):
     assert trainer.split_loss(Split(np.zeros(3000, np.uint16), "meta")).is_meta
     model = trainer.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
-    controls = Controls(0.8, top_k=20, top_p=0.9, min_p=0.1, repetition_penalty=1.3)
+    controls = Controls(0.8, 20, 0.9, 0.1, 1.3, max_new_tokens=3, context_stride=4)
     for accelerate in (None, lambda step, *_: step):
-        tokens = list(generate(model, prompts, [1, 2], controls, 3, 4, accelerate=accelerate))
+        tokens = list(generate(model, prompts, [1, 2], controls, accelerate=accelerate))
         assert [(ids.is_meta, logprobs.is_meta) for ids, logprobs in tokens] == [(True, True)] * 3
 
 

@@ -1,6 +1,6 @@
-"""Invalid inputs of every kind to the three scripts, which must give one line and change nothing.
+"""Invalid inputs to the three scripts, which must print one line and leave all files unchanged.
 
-tests/test_fields.py and tests/test_settings.py have more settings and config files.
+tests/cli/test_settings.py tests invalid settings and config files.
 """
 
 import io
@@ -20,15 +20,15 @@ import train
 from folio.cli import process
 
 MAINS = {"prepare.py": prepare.main, "train.py": train.main, "sample.py": sample.main}
-NOTES = ("run/ckpt.pt: step ", "machine: ")  # lines of sample.py before the error
+LINES_BEFORE_ERROR = {"sample.py": ("run/ckpt.pt: step ", "machine: ")}
 # A bug, an error without a reason, and torch's advice to execute a checkpoint.
-NEVER = ("Traceback", " ()", "weights_only")
+FORBIDDEN_WORDS = ("Traceback", " ()", "weights_only")
 
 TRAIN = ["train.py", *tiny.flags()]
 RESUME = ["train.py", *tiny.flags(out_dir="run", init_from="resume", max_iters=9)]
 SAMPLE = ["sample.py", "--out_dir=run", "--device=cpu", "--dtype=float32", "--max_new_tokens=5"]
 TEXT = ["prepare.py", "--dataset=new", "--input=text.txt"]
-META, TABLE = "data/verse/meta.json", "data/verse/meta.pkl"
+META, CHARACTER_TABLE = "data/verse/meta.json", "data/verse/meta.pkl"
 BEST, LAST = "run/ckpt.pt", "run/last.pt"
 
 
@@ -64,12 +64,12 @@ def alter_moments(content):
 
 
 def put_table(content):
-    """Makes the dataset nanoGPT's, with a pickle as its character table."""
+    """Replaces meta.json by nanoGPT's character table, a pickle of `content`."""
     Path(META).unlink()
-    put(TABLE, pickle.dumps(content))
+    put(CHARACTER_TABLE, pickle.dumps(content))
 
 
-def without_tokenizer():
+def remove_tokenizer():
     alter(BEST, lambda c: c.update(tokenizer=None))
 
 
@@ -80,9 +80,8 @@ class Hostile:
         return os.mkdir, ("executed",)
 
 
-# Mistakes: (damage to the working folder, command or additional arguments, part of the line)
-
-MISTAKES = {
+# (damage to the current folder, arguments or a whole command, part of the error line)
+MISTAKES_BY_SCRIPT = {
     "prepare.py": (
         (None, [], "text.txt"),
         (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), [], "text.txt is not UTF-8"),
@@ -107,7 +106,7 @@ MISTAKES = {
         (None, ["--dataset=vers"], "data/vers/train.bin"),
         (None, ["--block_size=512"], "block_size"),
         (lambda: cut(META), [], META),
-        (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), [], TABLE),
+        (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), [], CHARACTER_TABLE),
         # Resuming
         (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
         (None, [*RESUME, "--n_layer=2"], "n_layer is 1 in the checkpoint"),
@@ -123,7 +122,7 @@ MISTAKES = {
     "sample.py": (
         (lambda: Path(BEST).unlink(), [], BEST),
         (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), [], "24"),
-        (lambda: (without_tokenizer(), put_table({"itos": Hostile()})), [], TABLE),
+        (lambda: (remove_tokenizer(), put_table({"itos": Hostile()})), [], CHARACTER_TABLE),
         (None, ["--start=\udcff"], "U+DCFF"),
         (None, ["--start=-"], "empty"),
     ),
@@ -131,7 +130,7 @@ MISTAKES = {
 COMMANDS = {"prepare.py": TEXT, "train.py": TRAIN, "sample.py": SAMPLE}
 MISTAKES = [
     (damage, arguments if arguments[:1] == [script] else [*COMMANDS[script], *arguments], message)
-    for script, rows in MISTAKES.items()
+    for script, rows in MISTAKES_BY_SCRIPT.items()
     for damage, arguments, message in rows
 ]
 
@@ -145,13 +144,13 @@ CHECKPOINTS = {
 }
 
 
-# The tests
+# Tests
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def original(tmp_path_factory):
     """A folder with a text, its dataset, and a model trained on it."""
-    folder = tmp_path_factory.mktemp("workplace")
+    folder = tmp_path_factory.mktemp("original")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         tiny.prepare_verse()
@@ -160,9 +159,9 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture
-def copy(workplace, tmp_path, monkeypatch):
-    """A copy of the workplace, which is the current folder."""
-    folder = shutil.copytree(workplace, tmp_path / "copy")
+def copy(original, tmp_path, monkeypatch):
+    """A copy of this folder, which is the current folder."""
+    folder = shutil.copytree(original, tmp_path / "copy")
     monkeypatch.chdir(folder)
     return folder
 
@@ -177,7 +176,7 @@ def run(monkeypatch, capfd, recwarn):
         capfd.readouterr()
         with pytest.raises(SystemExit) as caught:
             process.run(MAINS[command[0]])
-        warnings = [str(warning.message) for warning in recwarn]  # would be printed otherwise
+        warnings = [str(warning.message) for warning in recwarn]  # a script prints them on stderr
         return caught.value.code, "\n".join([*warnings, capfd.readouterr().err])
 
     return run_in_process
@@ -189,18 +188,18 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
-def check(run, command, message):
-    before = contents(Path())
+def assert_error(run, command, message):
+    script, old_contents = command[0], contents(Path())
     code, err = run(command)
-    *notes, line = err.splitlines()
+    *earlier_lines, line = err.splitlines()
     assert code == 2
-    assert line.startswith(f"{command[0]}: ")
+    assert line.startswith(f"{script}: ")
     assert message in line
     assert line.isprintable()
     assert len(line) < 1000
-    assert not [words for words in NEVER if words in err]
-    assert all(command[0] == "sample.py" and note.startswith(NOTES) for note in notes)
-    assert contents(Path()) == before
+    assert not [words for words in FORBIDDEN_WORDS if words in err]
+    assert all(line.startswith(LINES_BEFORE_ERROR.get(script, ())) for line in earlier_lines)
+    assert contents(Path()) == old_contents
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda row: " ".join(row[1])[-60:])
@@ -208,17 +207,17 @@ def test_a_mistake_gives_one_error_line_and_status_2_and_changes_no_file(copy, r
     damage, command, message = mistake
     if damage:
         damage()
-    check(run, command, message)
+    assert_error(run, command, message)
 
 
 @pytest.mark.parametrize(("path", "command"), [(LAST, RESUME), (BEST, SAMPLE)])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_an_invalid_checkpoint_gives_one_error_line(copy, run, name, path, command):
     CHECKPOINTS[name](path)
-    check(run, command, path)
+    assert_error(run, command, path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="no mistake on this machine")
 @pytest.mark.parametrize("command", [TRAIN, SAMPLE])
 def test_a_missing_gpu_gives_one_error_line(copy, run, command):
-    check(run, [*command, "--device=cuda"], "cuda")
+    assert_error(run, [*command, "--device=cuda"], "cuda")

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from folio.checkpoint.format import empty_model
 from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
 from folio.training.setup import model_config
-from model import GPT
 from train import TrainConfig, learning_rate_at
 
 pytestmark = pytest.mark.usefixtures("text_size")
 CONFIG = Path(__file__).parent.parent / "config"
-CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # as many as tiny Shakespeare has
+SHAKESPEARE_CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # tiny Shakespeare has 65
 
-NANOGPT = {"cuda": {  # its recipe for tiny Shakespeare
+NANOGPT_RECIPE = {"cuda": {  # for tiny Shakespeare
     "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 64, "dropout": 0.2,
     "learning_rate": 1e-3, "max_iters": 5000, "beta2": 0.99, "warmup_iters": 100,
     "gradient_accumulation_steps": 1,
 }}  # fmt: skip
-NANOGPT["cpu"] = NANOGPT["cuda"] | {
+NANOGPT_RECIPE["cpu"] = NANOGPT_RECIPE["cuda"] | {
     "n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "batch_size": 12, "dropout": 0.0,
     "max_iters": 2000,
 }  # fmt: skip
@@ -31,9 +31,9 @@ def load_preset(name, device="cuda", *flags):
     return load_settings(TrainConfig, [str(CONFIG / name), *flags], {"device": lambda _: device})
 
 
-def parameters_of(settings, tokenizer):
-    """Returns the number of parameters of the model that these settings train."""
-    return GPT.uninitialized(model_config(settings, tokenizer), "meta").num_params()
+def count_parameters(settings, tokenizer):
+    """Returns the number of parameters of the model that the settings describe."""
+    return empty_model(model_config(settings, tokenizer), "meta").num_params()
 
 
 @pytest.mark.parametrize("preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
@@ -41,14 +41,14 @@ def test_every_preset_loads_and_its_model_can_be_built(preset):
     for device in ("cuda", "cpu"):
         settings = load_preset(preset, device)
         assert settings.out_dir != "out" or settings.eval_only
-        assert parameters_of(settings, CHARACTERS)
+        assert count_parameters(settings, SHAKESPEARE_CHARACTERS)
         if "shakespeare_char" in preset.stem or preset.stem == "own_text":
             assert 8 <= -(-settings.max_iters // settings.eval_interval) <= 30
 
 
-@pytest.mark.parametrize("device", NANOGPT)
+@pytest.mark.parametrize("device", NANOGPT_RECIPE)
 def test_the_shakespeare_preset_is_nanogpts(device):
-    settings, recipe = load_preset("shakespeare_char.py", device), NANOGPT[device]
+    settings, recipe = load_preset("shakespeare_char.py", device), NANOGPT_RECIPE[device]
     assert {name: getattr(settings, name) for name in recipe} == recipe
     assert learning_rate_at(settings.max_iters, settings) == pytest.approx(1e-4)
     assert learning_rate_at(settings.max_iters - 1, settings) > 1e-4
@@ -57,14 +57,14 @@ def test_the_shakespeare_preset_is_nanogpts(device):
 @pytest.mark.parametrize(
     ("preset", "tokenizer", "published", "tolerance"),
     [
-        ("tutorials/gpt_small.py", CHARACTERS, 309_185, 0.02),
-        ("tutorials/lecture.py", CHARACTERS, 10.79e6, 0.001),
+        ("tutorials/gpt_small.py", SHAKESPEARE_CHARACTERS, 309_185, 0.02),
+        ("tutorials/lecture.py", SHAKESPEARE_CHARACTERS, 10.79e6, 0.001),
         ("tutorials/gpt2_124m.py", GPT2Tokenizer(), 163e6, 0.001),
         ("train_gpt2.py", GPT2Tokenizer(), 124e6, 0.005),
     ],
 )
 def test_models_have_the_published_sizes(preset, tokenizer, published, tolerance):
-    size = parameters_of(load_preset(preset, "cpu"), tokenizer)
+    size = count_parameters(load_preset(preset, "cpu"), tokenizer)
     assert size == pytest.approx(published, rel=tolerance)
 
 
@@ -72,30 +72,28 @@ def test_models_have_the_published_sizes(preset, tokenizer, published, tolerance
 
 
 @pytest.mark.parametrize(("device", "max_iters"), [("cuda", 1800), ("cpu", 1900)])
-def test_tiny_shakespeare_is_one_point_of_the_preset_for_any_text(device, max_iters):
-    fast, own = (
-        dataclasses.asdict(load_preset(name, device))
-        for name in ("shakespeare_char_fast.py", "own_text.py")
-    )
+def test_the_preset_for_any_text_gives_tiny_shakespeare_its_own_preset(device, max_iters):
+    fast = dataclasses.asdict(load_preset("shakespeare_char_fast.py", device))
+    own = dataclasses.asdict(load_preset("own_text.py", device))
     assert own["max_iters"] == pytest.approx(max_iters, rel=0.01)
-    different = {name for name in fast if fast[name] != own[name]}
-    expected = {"out_dir", "dataset", "minutes", "max_iters", "eval_interval", "eval_iters"}
-    assert different <= expected
+    differences = {name for name in fast if fast[name] != own[name]}
+    allowed = {"out_dir", "dataset", "minutes", "max_iters", "eval_interval", "eval_iters"}
+    assert differences <= allowed
 
 
 def test_the_plan_follows_the_size_of_the_text(text_size):
-    found, passes = [], []
-    sizes = [20_000, 100_000, 600_000, 1_003_854, 10_000_000, 100_000_000]
-    for tokens in sizes:
+    plans, passes = [], []
+    for tokens in (20_000, 100_000, 600_000, 1_003_854, 10_000_000, 100_000_000):
         text_size(tokens)
-        found.append(load_preset("own_text.py", "cpu"))
-        passes.append(found[-1].max_iters * found[-1].tokens_per_step / tokens)
+        settings = load_preset("own_text.py", "cpu")
+        plans.append(settings)
+        passes.append(settings.max_iters * settings.tokens_per_step / tokens)
     assert passes == sorted(passes, reverse=True)  # less text is read more often,
-    dropouts = [each.dropout for each in found]  # with more dropout
+    dropouts = [settings.dropout for settings in plans]  # with more dropout
     assert dropouts == sorted(dropouts, reverse=True)
     assert dropouts[0] > dropouts[3] == 0
-    assert [each.ngrams for each in found] == [2, 2, 2, 4, 4, 4]
-    temperatures = [each.train_temperature for each in found]
+    assert [settings.ngrams for settings in plans] == [2, 2, 2, 4, 4, 4]
+    temperatures = [settings.train_temperature for settings in plans]
     assert temperatures == sorted(temperatures)
     assert 0.8 <= temperatures[0] < temperatures[-1] == 1
 
@@ -110,14 +108,15 @@ def test_the_preset_for_any_text_suits_short_texts(text_size, device):
 
 
 def test_the_time_budget_has_a_default_and_can_be_removed():
-    flags = ([], ["--minutes=5"], ["--minutes=None"])
-    assert [load_preset("own_text.py", "cpu", *each).minutes for each in flags] == [2, 5, None]
+    assert load_preset("own_text.py", "cpu").minutes == 2
+    assert load_preset("own_text.py", "cpu", "--minutes=5").minutes == 5
+    assert load_preset("own_text.py", "cpu", "--minutes=None").minutes is None
 
 
 # GPT-2
 
 
-NANOGPT_FILES = {  # nanoGPT's presets of the same names
+NANOGPT_PRESETS = {  # of the same names
     "finetune_shakespeare.py": {
         "eval_interval": 5, "eval_iters": 40, "dataset": "shakespeare", "init_from": "gpt2-xl",
         "batch_size": 1, "gradient_accumulation_steps": 32, "max_iters": 20, "learning_rate": 3e-5,
@@ -136,11 +135,10 @@ NANOGPT_FILES = {  # nanoGPT's presets of the same names
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NANOGPT_FILES)
+@pytest.mark.parametrize("name", NANOGPT_PRESETS)
 def test_the_presets_for_gpt2_are_nanogpts(name):
     settings = dataclasses.asdict(load_preset(name))
     defaults = dataclasses.asdict(TrainConfig())
-    resolved = {"out_dir", "device", "wandb_run_name"}
-    different = {key for key in settings if settings[key] != defaults[key]} - resolved
-    assert {key: settings[key] for key in NANOGPT_FILES[name]} == NANOGPT_FILES[name]
-    assert different <= NANOGPT_FILES[name].keys()
+    changes = {key for key in settings if settings[key] != defaults[key]}
+    assert {key: settings[key] for key in NANOGPT_PRESETS[name]} == NANOGPT_PRESETS[name]
+    assert changes <= NANOGPT_PRESETS[name].keys() | {"out_dir", "device", "wandb_run_name"}

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 import train
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK
+from folio.cli.files import LOCK_FILE
 from folio.cli.process import SIGPIPE, Interrupted
 from folio.training import tracking
 from train import Trainer
@@ -46,7 +46,7 @@ def interrupted(*flags, number=signal.SIGTERM, name="clip_and_step", calls=1):
 
 
 def run_files(folder="out"):
-    return sorted(set(os.listdir(folder)) - {LOCK})
+    return sorted(set(os.listdir(folder)) - {LOCK_FILE})
 
 
 def contents(folder="out"):
@@ -83,7 +83,7 @@ def test_resume_equals_uninterrupted_run(verse, settings):
     flags = tiny.flags(init_from="auto", **settings)
     train.main([*flags, "--stop_at=2"])
     interrupted(*flags, name="split_loss", calls=1)  # in an evaluation
-    while tiny.saved("last.pt")["iter_num"] < 7:
+    while tiny.load("last.pt")["iter_num"] < 7:
         interrupted(*flags, calls=1)
     train.main(flags)  # for the last evaluation
     assert tiny.differences("out", "out-whole") == []
@@ -97,7 +97,7 @@ def test_resume_on_a_gpu_is_close_to_uninterrupted_run(verse, dtype):
     train.main(tiny.flags(out_dir="out-whole", **settings))
     interrupted(*tiny.flags(**settings), calls=5)
     train.main(tiny.flags(init_from="resume", **settings))
-    resumed, whole = tiny.saved("last.pt"), tiny.saved("last.pt", "out-whole")
+    resumed, whole = tiny.load("last.pt"), tiny.load("last.pt", "out-whole")
     assert resumed["scaler"] == whole["scaler"]
     for name, weight in resumed["model"].items():  # atomic additions have no fixed order
         assert torch.allclose(weight, whole["model"][name], atol=1e-5), name
@@ -129,7 +129,7 @@ def test_settings_may_change_and_changes_are_logged_once(verse, capsys):
     assert "resumed out/last.pt at step 3; changed: " in out
     assert "stopped at step 4, saved in out/last.pt" in out
     train.main(flags)
-    assert tiny.saved("last.pt")["iter_num"] == 6
+    assert tiny.load("last.pt")["iter_num"] == 6
     [logged] = logged_changes()
     assert logged.keys() > changes.keys()
     assert logged["max_iters"] == [3, 6]
@@ -160,7 +160,7 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
 def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
     stop = interrupted(*tiny.flags(), number=number, calls=2)
     assert stop.number == number
-    assert tiny.saved("last.pt")["iter_num"] == 2
+    assert tiny.load("last.pt")["iter_num"] == 2
     assert "stopped at step 2, saved in out/last.pt; to continue" in str(stop)
 
 
@@ -175,7 +175,7 @@ def test_a_signal_during_a_step_discards_it(verse):
         after_calls(patch, "loss", evaluation + 2 * 4 + 3, lambda: pytest.fail("too late"))
         with pytest.raises(Interrupted):
             train.main(tiny.flags(**settings))
-    assert tiny.saved("last.pt")["iter_num"] == 2
+    assert tiny.load("last.pt")["iter_num"] == 2
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []
 
@@ -194,7 +194,7 @@ def test_run_stops_and_is_saved_if_the_reader_of_its_output_exits(verse, number)
         with pytest.raises(Interrupted, match="stopped at step 5, saved in out/last.pt") as caught:
             train.main(tiny.flags())
     assert caught.value.number == (number or SIGPIPE)
-    assert tiny.saved("last.pt")["iter_num"] == 5
+    assert tiny.load("last.pt")["iter_num"] == 5
     train.main(tiny.flags(init_from="resume"))
     assert tiny.differences("out", "out-whole") == []
 
@@ -209,7 +209,7 @@ def test_earlier_run_is_moved_aside_whole(verse, capsys):
     for number in range(3):
         train.main(tiny.flags(max_iters=1, seed=number))
     folders = ("disk.1", "disk.2", "out")
-    seeds = [tiny.saved("last.pt", name)["config"]["seed"] for name in folders]
+    seeds = [tiny.load("last.pt", name)["config"]["seed"] for name in folders]
     assert seeds == [0, 1, 2]
     assert run_files("disk.1") == RUN_FILES
     assert run_files("out") == [*RUN_FILES, "note.txt"]
@@ -220,7 +220,7 @@ def test_overwriting_deletes_an_earlier_run_unless_it_is_resumed(verse):
     train.main(tiny.flags())
     train.main(tiny.flags(overwrite=True, max_iters=1))
     assert not Path("out.1").exists()
-    assert [tiny.saved(name)["iter_num"] for name in ("ckpt.pt", "last.pt")] == [1, 1]
+    assert [tiny.load(name)["iter_num"] for name in ("ckpt.pt", "last.pt")] == [1, 1]
     assert len(tiny.log_events()) == 4
     train.main(tiny.flags(overwrite=True, init_from="resume", max_iters=2))
     assert len(tiny.log_events()) == 7
@@ -233,7 +233,7 @@ def test_run_that_cannot_start_changes_nothing(verse):
         train.main(tiny.flags(block_size=1024))
     in_use = pytest.raises(UserError, match="another process is writing to out")
     for init_from in ("scratch", "resume"):
-        with FileLock(Path("out", LOCK)), in_use:
+        with FileLock(Path("out", LOCK_FILE)), in_use:
             train.main(tiny.flags(init_from=init_from))
     assert contents() == before
     assert not Path("out.1").exists()
@@ -246,7 +246,7 @@ def test_disk_that_is_full_for_a_while_costs_no_progress(verse, monkeypatch, lim
     settings = {"max_iters": 9, "checkpoint_interval": 1}
     train.main(tiny.flags(out_dir="out-whole", **settings))
     after_calls(monkeypatch, "forward_backward", 2, lambda: limit_files(LIMIT))
-    after_calls(monkeypatch, "clip_and_step", 4, lambda: limit_files(-1))
+    after_calls(monkeypatch, "clip_and_step", 5, lambda: limit_files(-1))
     train.main(tiny.flags(**settings))
     assert tiny.differences("out", "out-whole") == []
     warnings = capsys.readouterr().err.splitlines()
@@ -264,7 +264,7 @@ def test_disk_that_is_full_at_the_start_or_the_end_is_an_error(verse, monkeypatc
     after_calls(monkeypatch, "forward_backward", 5, lambda: limit_files(LIMIT))
     with error:
         train.main(tiny.flags())
-    assert tiny.saved("last.pt")["iter_num"] in (0, 3)
+    assert tiny.load("last.pt")["iter_num"] in (0, 3)
     assert run_files() == RUN_FILES
 
 
@@ -274,4 +274,4 @@ def test_log_that_cannot_be_written_does_not_end_a_run(verse, capsys):
     Path("out/log.jsonl").symlink_to("missing/log.jsonl")
     train.main(tiny.flags(init_from="resume"))
     assert capsys.readouterr().err.count("cannot write out/log.jsonl: No such file") == 1
-    assert tiny.saved("last.pt")["iter_num"] == 6
+    assert tiny.load("last.pt")["iter_num"] == 6

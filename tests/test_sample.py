@@ -63,10 +63,10 @@ def set_stdin(monkeypatch, content):
 
 
 def test_texts_differ_start_with_the_prompt_and_have_the_requested_length(capsys):
-    found = texts(capsys, "--start=Shall I", "--num_samples=3")
-    assert [(text[:7], len(text)) for text in found] == [("Shall I", 27)] * 3
-    assert len(set(found)) == 3
-    assert found == texts(capsys, "--start=Shall I", "--num_samples=3")
+    samples = texts(capsys, "--start=Shall I", "--num_samples=3")
+    assert [(text[:7], len(text)) for text in samples] == [("Shall I", 27)] * 3
+    assert len(set(samples)) == 3
+    assert samples == texts(capsys, "--start=Shall I", "--num_samples=3")
 
 
 @pytest.mark.parametrize("start", ["FILE:prompt.txt", "-"])
@@ -82,9 +82,16 @@ def test_prompt_is_read_from_a_file_or_standard_input(capsys, monkeypatch, start
 def test_each_line_is_a_prompt_whatever_the_batch_size(capsys, monkeypatch, size):
     set_stdin(monkeypatch, b"Shall I\n\nthee to\r\nmore")
     monkeypatch.setattr(sample, "max_batch_size", lambda model: size)
-    found = objects(capsys, "--prompts=-", "--num_samples=2")
+    samples = objects(capsys, "--prompts=-", "--num_samples=2")
     expected = [(prompt, n) for prompt in ("Shall I", "thee to", "more") for n in (1337, 1338)]
-    assert [(each["prompt"], each["seed"]) for each in found] == expected
+    assert [(sampled["prompt"], sampled["seed"]) for sampled in samples] == expected
+
+
+@pytest.mark.parametrize("stop", ["a", "12", '{"a": 1}', "[a"])
+def test_stop_texts_are_one_text_or_a_json_list(stop):
+    assert sample.parse_stop_texts(stop) == [stop]
+    assert sample.parse_stop_texts('["a", "\\n"]') == ["a", "\n"]
+    assert sample.parse_stop_texts("[]") == sample.parse_stop_texts(None) == []
 
 
 # Randomness
@@ -92,9 +99,9 @@ def test_each_line_is_a_prompt_whatever_the_batch_size(capsys, monkeypatch, size
 
 def test_each_text_has_its_own_random_stream(capsys):
     Path("prompts.txt").write_text("Shall I\nthee\n", encoding="utf-8")
-    for each in objects(capsys, "--prompts=prompts.txt", "--num_samples=2", "--seed=7"):
-        (alone,) = objects(capsys, f"--start={each['prompt']}", f"--seed={each['seed']}")
-        assert alone == each | {"logprobs": pytest.approx(each["logprobs"], abs=1e-5)}
+    for sampled in objects(capsys, "--prompts=prompts.txt", "--num_samples=2", "--seed=7"):
+        (alone,) = objects(capsys, f"--start={sampled['prompt']}", f"--seed={sampled['seed']}")
+        assert alone == sampled | {"logprobs": pytest.approx(sampled["logprobs"], abs=1e-5)}
 
 
 # Output
@@ -108,7 +115,7 @@ def test_texts_end_at_stop_texts(capsys):
         assert whole["text"].startswith(short["text"] + end)
         assert "e" not in short["text"]
         assert "th" not in short["text"]
-    assert {"e"} <= {each["stopped"] for each in stopped} <= {"e", "th", "length"}
+    assert {"e"} <= {sampled["stopped"] for sampled in stopped} <= {"e", "th", "length"}
 
 
 def test_streamed_output_is_the_same(capsys):
@@ -118,12 +125,12 @@ def test_streamed_output_is_the_same(capsys):
 
 def test_json_and_logprobs_describe_the_tokens(capsys):
     flags = ["--start=Shall I", "--seed=9"]
-    (each,) = objects(capsys, *flags)
-    assert each.keys() == {"prompt", "text", "seed", "ids", "logprobs", "stopped"}
-    assert (each["prompt"], each["seed"], each["stopped"]) == ("Shall I", 9, "length")
-    assert len(each["ids"]) == 20
+    (sampled,) = objects(capsys, *flags)
+    assert sampled.keys() == {"prompt", "text", "seed", "ids", "logprobs", "stopped"}
+    assert (sampled["prompt"], sampled["seed"], sampled["stopped"]) == ("Shall I", 9, "length")
+    assert len(sampled["ids"]) == 20
     *lines, last = stdout_of(capsys, *flags, "--logprobs").splitlines()
-    pairs = zip(each["logprobs"], each["text"], strict=True)
+    pairs = zip(sampled["logprobs"], sampled["text"], strict=True)
     assert lines == [f"{logprob:.4f}\t{piece!r}" for logprob, piece in pairs]
     assert last == SEPARATOR
 
@@ -149,9 +156,9 @@ def test_tokens_of_a_scored_text_are_printed_like_those_of_a_generated_text(caps
     assert re.fullmatch(r"-: loss .* over 26 tokens", captured.err.splitlines()[-1])
     lines = captured.out.splitlines()
     assert lines[0] == "-\t'S'"
-    split = [[line.split("\t") for line in each] for each in (lines[7:], generated)]
-    for (logprob, piece), (expected, same) in zip(*split, strict=True):
-        assert piece == same
+    for line, expected_line in zip(lines[7:], generated, strict=True):
+        (logprob, piece), (expected, expected_piece) = line.split("\t"), expected_line.split("\t")
+        assert piece == expected_piece
         assert float(logprob) == pytest.approx(float(expected), abs=2e-4)
 
 
@@ -161,7 +168,7 @@ def test_model_of_another_tokenizer_needs_no_dataset(capsys, monkeypatch):
     train.main(tiny.flags(max_iters=3, overwrite=True))
     shutil.rmtree("data")
     (sampled,) = objects(capsys, "--start=Shall I 🦶", "--temperature=0")
-    tokenizer = from_dict(tiny.saved()["tokenizer"])
+    tokenizer = from_dict(tiny.load()["tokenizer"])
     assert sampled["prompt"] == "Shall I 🦶"
     assert tokenizer.decode(sampled["ids"]) == sampled["text"]
     set_stdin(monkeypatch, "naïve 🦶".encode())

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import tiny
 
 import model
 from prepare import PrepareConfig
@@ -17,7 +18,7 @@ from sample import SampleConfig
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ("prepare.py", "train.py", "sample.py")
+SETTINGS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
 
 
 def output_of(script, *arguments, cwd):
@@ -38,20 +39,21 @@ def test_a_trained_model_reproduces_a_memorized_text(tmp_path):
     output_of("prepare.py", "--input=poem.txt", "--dataset=poem", cwd=tmp_path)
     output_of("train.py", "tiny.py", "--dataset=poem", "--device=cpu", cwd=tmp_path)
     flags = ["--device=cpu", "--temperature=0", "--num_samples=1", f"--max_new_tokens={len(line)}"]
-    found = output_of("sample.py", *flags, f"--start={line}", cwd=tmp_path)
-    assert found.startswith(line + line)
+    text = output_of("sample.py", *flags, f"--start={line}", cwd=tmp_path)
+    assert text.startswith(line + line)
+
+
+def version(text):
+    return [int(number) for number in text.split(".")]
 
 
 def test_constraints_pin_every_required_package():
-    files = (ROOT / name for name in ("requirements.txt", "requirements-dev.txt"))
-    required = {name for file in files for name in re.findall(r"^\w+", file.read_text(), re.M)}
-    pinned = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    assert pinned.keys() == required
-    for name, least in re.findall(
-        r"^([a-z_]+)>=([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.M
-    ):
-        version = lambda text: [int(part) for part in text.split(".")]  # noqa: E731
-        assert version(pinned[name]) >= version(least), name
+    names = ("requirements.txt", "requirements-dev.txt", "constraints.txt")
+    required, development, pinned = ((ROOT / name).read_text() for name in names)
+    versions = dict(re.findall(r"^(\w+)==([\d.]+)$", pinned, re.M))
+    assert versions.keys() == set(re.findall(r"^\w+", required + development, re.M))
+    for name, minimum in re.findall(r"^(\w+)>=([\d.]+)$", required, re.M):
+        assert version(versions[name]) >= version(minimum), name
 
 
 # Imports
@@ -68,13 +70,13 @@ MODULES = {
 
 def imports_of(path):
     """Returns the names of the modules of this repository that a file imports."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found & MODULES.keys()
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names & MODULES.keys()
 
 
 def position_of(module):
@@ -82,7 +84,7 @@ def position_of(module):
     first, *others = module.split(".")
     if first == "folio":
         first = others[0]
-    return ORDER.split().index("scripts" if f"{first}.py" in SCRIPTS else first)
+    return ORDER.split().index("scripts" if f"{first}.py" in SETTINGS else first)
 
 
 def test_imports_point_to_the_left_only():
@@ -91,32 +93,32 @@ def test_imports_point_to_the_left_only():
         assert not right, f"{module} imports {right}"
 
 
-def test_no_modules_import_each_other():
+def test_imports_have_no_cycle():
     graph = {module: imports_of(path) for module, path in MODULES.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 def test_the_top_level_has_the_four_scripts():
-    assert {*SCRIPTS, "model.py"} == {path.name for path in ROOT.glob("*.py")}
+    assert {*SETTINGS, "model.py"} == {path.name for path in ROOT.glob("*.py")}
 
 
 def python(code, folder):
     """Runs code with the repository on the path. Returns exit status, stdout and stderr."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
-    return done.returncode, done.stdout.decode(), done.stderr.decode()
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
+    return process.returncode, process.stdout.decode(), process.stderr.decode()
 
 
 @pytest.mark.slow
 def test_importing_a_module_runs_nothing(tmp_path):
-    needs = {"folio.pretrained.modeling_folio"}  # part of an exported folder, beside model.py
-    modules = sorted({name for name in MODULES if not name.startswith("tools")} - needs)
+    exported = {"folio.pretrained.modeling_folio"}  # works only in an exported folder
+    modules = sorted({name for name in MODULES if not name.startswith("tools")} - exported)
     code = f"sys.argv = ['x', '--help']; import {', '.join(modules)}"
     assert python(code, tmp_path) == (0, "", "")
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SETTINGS)
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--lerning_rate=1", 2)])
 def test_help_and_invalid_flags_are_answered_without_torch(script, argument, status, tmp_path):
     code = (
@@ -127,23 +129,31 @@ def test_help_and_invalid_flags_are_answered_without_torch(script, argument, sta
     lines = python(code, tmp_path)[1].splitlines()
     assert lines[-1] == f"{status} set()"
     if argument == "--help":
-        found = re.findall(r"^  --(\w+)=.+\n      .+ \(.+\)$", "\n".join(lines), re.M)
-        settings = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
-        assert found == [field.name for field in fields(settings[script])]
+        names = re.findall(r"^  --(\w+)=.+\n      .+ \(.+\)$", "\n".join(lines), re.M)
+        assert names == [field.name for field in fields(SETTINGS[script])]
 
 
 # Settings
 
 
 def test_the_settings_of_the_model_are_those_of_gptconfig():
-    groups, found = {None: []}, {field.name: field.type for field in fields(TrainConfig)}
+    names, group = {"block_size"}, None  # --help lists it in the group Data
     for field in fields(TrainConfig):
-        groups.setdefault(field.metadata["group"] or [*groups][-1], []).append(field.name)
-    expected = {field.name: field.type for field in fields(model.GPTConfig)}
-    del expected["vocab_size"]
-    assert {"block_size", *groups["Model"]} == expected.keys()
-    for name, kind in expected.items():
+        group = field.metadata["group"] or group
+        if group == "Model":
+            names.add(field.name)
+    types = {field.name: field.type for field in fields(TrainConfig)}
+    config_types = {field.name: field.type for field in fields(model.GPTConfig)}
+    del config_types["vocab_size"]
+    assert names == config_types.keys()
+    for name, kind in config_types.items():
         if name in model.CHOICES:
-            assert typing.get_args(found[name]) == tuple(model.CHOICES[name])
+            assert typing.get_args(types[name]) == tuple(model.CHOICES[name])
         else:
-            assert found[name] == kind
+            assert types[name] == kind
+
+
+def test_the_switches_of_the_tests_are_those_of_gptconfig():
+    defaults = {field.name: field.default for field in fields(model.GPTConfig)}
+    assert tiny.SWITCHES.keys() == defaults.keys() - tiny.SMALL.keys() - {"bias", "dropout"}
+    assert not [name for name, value in tiny.SWITCHES.items() if value == defaults[name]]

@@ -49,7 +49,7 @@ def rows_at(ids, starts):
 
 
 def same_weights(out_dir, other):
-    return tiny.same(tiny.saved("last.pt", out_dir)["model"], tiny.saved("last.pt", other)["model"])
+    return tiny.equal(tiny.load("last.pt", out_dir)["model"], tiny.load("last.pt", other)["model"])
 
 
 # One step
@@ -84,8 +84,8 @@ def test_run_does_not_depend_on_micro_batches(verse, batch_size, accumulation):
     train.main(tiny.flags(out_dir="whole", max_iters=3, batch_size=8))
     cut = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation}
     train.main(tiny.flags(max_iters=3, **cut))
-    whole = tiny.saved("last.pt", "whole")["model"]
-    for name, tensor in tiny.saved("last.pt")["model"].items():
+    whole = tiny.load("last.pt", "whole")["model"]
+    for name, tensor in tiny.load("last.pt")["model"].items():
         assert torch.allclose(tensor, whole[name], rtol=0, atol=1e-5), name
 
 
@@ -180,7 +180,7 @@ def test_run_lowers_the_loss_and_writes_checkpoints_and_log(verse, folder):
     train.main(tiny.flags())
     names = {path.name for path in (folder / "out").iterdir() if not path.name.startswith(".")}
     assert names == {"ckpt.pt", "last.pt", "log.jsonl"}
-    last = tiny.saved("last.pt")
+    last = tiny.load("last.pt")
     assert last["iter_num"] == 6
     assert last["tokenizer"] == verse.tokenizer.to_dict()
     assert (last["config"]["learning_rate"], last["config"]["dtype"]) == (1e-2, "float32")
@@ -203,8 +203,8 @@ def fake_losses(monkeypatch):
 def test_ckpt_is_the_best_state_and_patience_ends_a_run(verse, fake_losses, capsys, always):
     fake_losses(9.0, 2.0, 3.0, 2.0)
     train.main(tiny.flags(max_iters=30, patience=2, always_save_checkpoint=always))
-    assert tiny.saved("ckpt.pt")["iter_num"] == (9 if always else 3)
-    assert (tiny.saved("last.pt")["iter_num"], tiny.saved("last.pt")["best_step"]) == (9, 3)
+    assert tiny.load("ckpt.pt")["iter_num"] == (9 if always else 3)
+    assert (tiny.load("last.pt")["iter_num"], tiny.load("last.pt")["best_step"]) == (9, 3)
     lines = capsys.readouterr().out.splitlines()
     assert "stopped at step 9: no improvement since step 3" in lines
     kept = "newest" if always else "best"
@@ -219,13 +219,13 @@ def test_resuming_counts_patience_and_says_how_to_continue(verse, fake_losses, c
     fake_losses(3.0)
     resumed = tiny.flags(max_iters=30, init_from="resume")
     train.main([*resumed, "--patience=2"])
-    assert tiny.saved("last.pt")["iter_num"] == 9
+    assert tiny.load("last.pt")["iter_num"] == 9
     train.main([*resumed, "--patience=2"])
     end = "finished at step 9; to continue, increase --patience\n"
     assert capsys.readouterr().out.endswith(end)
     fake_losses(1.0)
     train.main(tiny.flags(max_iters=12, init_from="resume"))
-    assert tiny.saved("last.pt")["iter_num"] == 12
+    assert tiny.load("last.pt")["iter_num"] == 12
     train.main(tiny.flags(max_iters=12, init_from="resume"))
     end = "finished at step 12; to continue, increase --max_iters\n"
     assert capsys.readouterr().out.endswith(end)
@@ -253,7 +253,7 @@ def test_evaluation_that_cannot_be_saved_does_not_exhaust_patience(verse, fake_l
     fake_losses(9.0, 2.0, 3.0)
     refuse_save_at(3, monkeypatch)
     train.main(tiny.flags(patience=1))
-    assert (tiny.saved("ckpt.pt")["iter_num"], tiny.saved("ckpt.pt")["best_val_loss"]) == (6, 3.0)
+    assert (tiny.load("ckpt.pt")["iter_num"], tiny.load("ckpt.pt")["best_val_loss"]) == (6, 3.0)
 
 
 def test_samples_at_intervals_and_the_end_do_not_change_training(verse, capsys):
@@ -290,17 +290,17 @@ def nanogpt_files(folder):
 
 def test_nanogpts_config_and_dataset_can_be_used(nanogpt_files):
     train.main(["nano.py"])
-    assert tiny.saved("last.pt")["iter_num"] == 6
+    assert tiny.load("last.pt")["iter_num"] == 6
     assert tiny.log_events()[0]["settings"]["n_embd"] == 16
 
 
 def test_nanogpts_checkpoint_is_resumed_with_its_moments(nanogpt_files):
     model = tiny.write_nanogpt_checkpoint(nanogpt_files, prefix="_orig_mod.")
     train.main(["nano.py", "--init_from=resume"])
-    last = tiny.saved("last.pt")
+    last = tiny.load("last.pt")
     assert last["iter_num"] == 6
     assert last["optimizer"]["state"][0]["step"] == 4  # one before, three after resuming
-    assert not tiny.same(last["model"], dict(model.state_dict()))
+    assert not tiny.equal(last["model"], dict(model.state_dict()))
 
 
 def test_resuming_keeps_a_vocabulary_size_that_is_not_padded():
@@ -328,8 +328,8 @@ def test_compiled_run_equals_uncompiled_run(verse, capsys):
     train.main(tiny.flags(out_dir="plain", max_iters=3))
     train.main(tiny.flags(compile=True, max_iters=3))
     assert "continuing without" not in capsys.readouterr().err
-    plain = tiny.saved("last.pt", "plain")["model"]
-    for name, tensor in tiny.saved("last.pt")["model"].items():
+    plain = tiny.load("last.pt", "plain")["model"]
+    for name, tensor in tiny.load("last.pt")["model"].items():
         assert torch.allclose(tensor, plain[name], atol=1e-4), name
 
 

@@ -39,7 +39,7 @@ SETTINGS = {
     "dtype": "float32",
     "compile": False,
 }
-SWITCHES = {  # every switch of GPTConfig, on
+SWITCHES = {  # every switch of GPTConfig, with a value that is not its default
     "position": "rotary",
     "norm": "rmsnorm",
     "qk_norm": True,
@@ -86,12 +86,12 @@ def random_ids(model, rows=3, length=None):
 
 
 def flags(**settings):
-    """Returns SETTINGS with changes, as arguments of train.py."""
+    """Returns SETTINGS with changes as arguments of train.py."""
     return [f"--{name}={value}" for name, value in (SETTINGS | settings).items()]
 
 
 def settings(**changes):
-    """Returns SETTINGS with changes, as a TrainConfig."""
+    """Returns SETTINGS with changes as a TrainConfig."""
     return load_settings(train.TrainConfig, flags(**changes))
 
 
@@ -112,7 +112,7 @@ def prepare_verse(name="verse", text=VERSE * 20):
 
 
 class Document(Source):
-    """A source with a text in memory, which is its path."""
+    """A source whose path is its text."""
 
     size, suffix = 0, ""
 
@@ -126,7 +126,7 @@ def corpus(*documents):
 
 
 def write_dataset(folder, documents, tokenizer):
-    """Writes a Corpus as prepare.py does. Returns the content of meta.json."""
+    """Writes a dataset of a Corpus like prepare.py. Returns the content of meta.json."""
     extent, _ = documents.survey("byte", None)
     with dataset_writer(folder, tokenizer) as writer:
         encode_corpus(documents, tokenizer, writer, extent)
@@ -134,7 +134,7 @@ def write_dataset(folder, documents, tokenizer):
 
 
 def new_tokenizer(kind, text, vocab_size=300):
-    """Returns a tokenizer of a kind for a text, as prepare.py does."""
+    """Returns a tokenizer for a text like prepare.py."""
     if kind == "char":
         return CharTokenizer.from_text(text)
     if kind == "bpe":
@@ -147,9 +147,9 @@ def log_events(out_dir="out"):
 
 
 def write_run(name, losses, bits=(), **settings):
-    """Writes a log with these validation losses, and training losses that are lower by 0.1.
+    """Writes the log of a run with these validation losses; training losses are lower by 0.1.
 
-    The first evaluations have `bits` per byte.
+    `bits`: bits per byte of the first evaluations.
     """
     Path(name).mkdir(parents=True)
     settings = {"n_layer": 2, "learning_rate": 1e-3, "seed": 1} | settings
@@ -163,13 +163,13 @@ def write_run(name, losses, bits=(), **settings):
     Path(name, "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def saved(name="ckpt.pt", out_dir="out"):
-    """Returns the plain content of a checkpoint."""
+def load(name="ckpt.pt", out_dir="out"):
+    """Returns the content of a checkpoint file."""
     return torch.load(Path(out_dir, name), weights_only=True)
 
 
 def write_checkpoint(path, tokenizer, **changes):
-    """Writes a checkpoint of a model with random weights; see random_model."""
+    """Writes a checkpoint of random_model(**changes)."""
     model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     progress = Progress(step=3, evaluated=3, best_step=3, best_val_loss=2.5)
@@ -180,7 +180,7 @@ def write_checkpoint(path, tokenizer, **changes):
 
 
 def write_nanogpt_dataset(name="verse", text=VERSE * 20):
-    """Writes data/<name> in nanoGPT's character format: two bins and a pickled table."""
+    """Writes data/<name> in nanoGPT's format. Returns the number of characters."""
     folder = Path("data", name)
     folder.mkdir(parents=True)
     characters = sorted(set(text))
@@ -217,34 +217,34 @@ def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
     return model
 
 
-STATE = (
+STATE_KEYS = (
     "model", "optimizer", "muon", "scaler",
     "iter_num", "best_val_loss", "best_step", "evaluated", "data",
 )  # fmt: skip
-TIMES = ("elapsed_s", "tokens_per_s", "mfu", "peak_memory_gib")
+TIME_KEYS = ("elapsed_s", "tokens_per_s", "mfu", "peak_memory_gib")
 
 
-def same(a, b):
-    """Whether two values of plain data and tensors are bit-identical."""
+def equal(a, b):
+    """Whether two structures of plain data and tensors are bit-identical."""
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(equal, a, b))
     return a == b
 
 
 def differences(out_dir, other, names=("ckpt.pt", "last.pt")):
-    """Returns which parts of two folders' checkpoints and logs (without times) differ."""
-    found = []
+    """Returns the names of what differs in two folders' checkpoints and logs (without times)."""
+    different = []
     for name in names:
-        mine, theirs = saved(name, out_dir), saved(name, other)
-        found += [f"{name} {key}" for key in STATE if not same(mine[key], theirs[key])]
+        a, b = load(name, out_dir), load(name, other)
+        different += [f"{name} {key}" for key in STATE_KEYS if not equal(a[key], b[key])]
     if untimed_log(out_dir) != untimed_log(other):
-        found.append("log.jsonl")
-    return found
+        different.append("log.jsonl")
+    return different
 
 
 def untimed_log(out_dir="out"):
-    return [{k: v for k, v in e.items() if k not in TIMES} for e in log_events(out_dir)]
+    return [{k: v for k, v in e.items() if k not in TIME_KEYS} for e in log_events(out_dir)]

@@ -9,9 +9,7 @@ folio/pretrained/huggingface.py describes the format.
 from dataclasses import dataclass
 
 from folio.cli import process
-from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class ExportConfig:
 
     def __post_init__(self):
         if not self.to:
-            raise UserError("specify the folder to write: --to=FOLDER")
+            raise ValueError("specify the folder to write: --to=FOLDER")
 
 
 if __name__ == "__main__":

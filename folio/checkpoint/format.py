@@ -10,24 +10,32 @@ import dataclasses
 import math
 import pickle
 import zipfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import write_atomically
 from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, RotaryEmbedding
 
-FORMAT = 1
+FORMAT_VERSION = 1
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
-OPTIONAL = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
+OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
-MASK = ".attn.bias"  # the causal mask, which nanoGPT stored before PyTorch 2
+COMPILED_PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
+INITIALIZERS = {
+    (nn.Linear, "reset_parameters"): nn.Linear.reset_parameters,
+    (nn.Embedding, "reset_parameters"): nn.Embedding.reset_parameters,
+    (RotaryEmbedding, "reset_parameters"): RotaryEmbedding.reset_parameters,
+    (GPT, "init_weights"): GPT.init_weights,
+}
+CAUSAL_MASK_SUFFIX = ".attn.bias"  # nanoGPT stored the mask before PyTorch 2
 
 
 @dataclass
@@ -92,25 +100,26 @@ class Checkpoint:
 
 def save_checkpoint(path, checkpoint):
     """Writes a checkpoint atomically. Raises UserError if writing fails."""
-    plain = {
-        "format": FORMAT,
+    content = {
+        "format": FORMAT_VERSION,
         "model": checkpoint.weights,
         **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
         "model_args": _model_args(checkpoint.config),
         "iter_num": checkpoint.progress.step,
         "config": checkpoint.settings,
-        **{name: getattr(checkpoint, name) for name in OPTIONAL},
+        **{name: getattr(checkpoint, name) for name in OPTIONAL_KEYS},
     }
-    plain |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
+    content |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
     with write_atomically(path) as [file]:
         try:
-            torch.save(plain, file.name)  # an error of a file object would abort the process
+            torch.save(content, file.name)  # an error of a file object would abort the process
         except RuntimeError as error:  # torch does not say why
             cause = cause_of(error)
             raise UserError(f"cannot write {path}; is the disk full? ({cause})") from error
 
 
 def _model_args(config):
+    """Returns the fields of a GPTConfig, without those that nanoGPT lacks if they are defaults."""
     defaults = GPTConfig()
     return {
         name: value
@@ -126,15 +135,16 @@ def load_checkpoint(path, optimizers=True):
     """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
 
     With optimizers=False, weights are mapped from the file instead of read, and the optimizer
-    state, two thirds of the file, is left out. Raises FileNotFoundError, or UserError if the file
+    state, two thirds of the file, is ignored. Raises FileNotFoundError, or UserError if the file
     is damaged, not a checkpoint, or from a later version.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
-            if (wrong := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"the checksum of {wrong} is wrong")
-        plain = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
-        checkpoint = _from_plain(plain, Path(path))
+            damaged_name = archive.testzip()
+            if damaged_name is not None:
+                raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
+        checkpoint = _parse(content, Path(path))
     except (FileNotFoundError, UserError):
         raise
     except OSError as error:
@@ -143,7 +153,7 @@ def load_checkpoint(path, optimizers=True):
         if is_out_of_memory(error):
             raise
         reason = cause_of(error)
-        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute it
+        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests executing it
             reason = "it contains more than plain data and tensors; nothing was executed"
         raise UserError(f"{path} is damaged or not a checkpoint of a GPT ({reason})") from error
     if not optimizers:
@@ -151,28 +161,32 @@ def load_checkpoint(path, optimizers=True):
     return checkpoint
 
 
-def _from_plain(plain, path):
-    """Returns the Checkpoint in the content of a file, folio's or nanoGPT's."""
-    if plain.get("format", FORMAT) > FORMAT:
-        raise UserError(f"{path} is from a later version of folio (format {plain['format']})")
-    step = int(plain["iter_num"])
-    evaluated = int(plain.get("evaluated", step))  # nanoGPT saves after an evaluation
-    weights = {name.removeprefix(PREFIX): tensor for name, tensor in plain["model"].items()}
+def _parse(content, path):
+    """Returns the Checkpoint that a file of folio or nanoGPT contains."""
+    if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
+        raise UserError(f"{path} is from a later version of folio (format {content['format']})")
+    step = int(content["iter_num"])
+    evaluated = int(content.get("evaluated", step))  # nanoGPT saves after an evaluation
+    weights = {}
+    for name, tensor in content["model"].items():
+        if not name.endswith(CAUSAL_MASK_SUFFIX):
+            weights[name.removeprefix(COMPILED_PREFIX)] = tensor
+    optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
     return Checkpoint(
-        config=GPTConfig(**plain["model_args"]),
-        weights={name: tensor for name, tensor in weights.items() if not name.endswith(MASK)},
+        config=GPTConfig(**content["model_args"]),
+        weights=weights,
         progress=Progress(
             step=step,
             evaluated=evaluated,
-            best_step=int(plain.get("best_step", evaluated)),
-            best_val_loss=float(plain["best_val_loss"]),  # a tensor in nanoGPT's
-            elapsed_s=float(plain.get("elapsed_s", 0.0)),
-            fitted_iters=int(plain.get("fitted_iters") or 0) or None,
+            best_step=int(content.get("best_step", evaluated)),
+            best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's
+            elapsed_s=float(content.get("elapsed_s", 0.0)),
+            fitted_iters=int(content.get("fitted_iters") or 0) or None,
         ),
-        settings=dict(plain["config"]),
-        optimizers={name: plain[key] for name, key in OPTIMIZER_KEYS.items() if plain.get(key)},
+        settings=dict(content["config"]),
+        optimizers=optimizers,
         path=path,
-        **{name: plain.get(name) for name in OPTIONAL},
+        **{name: content.get(name) for name in OPTIONAL_KEYS},
     )
 
 
@@ -180,28 +194,48 @@ def _from_plain(plain, path):
 
 
 def empty_model(config, device="cpu"):
-    """Returns a GPT with uninitialized weights."""
-    return GPT.uninitialized(config, device)
+    """Returns a GPT with uninitialized weights on a device."""
+    with torch.device(device), skip_initialization():
+        model = GPT(config)
+    if model.rotary is not None:
+        model.rotary.reset_parameters()
+    return model
+
+
+@contextmanager
+def skip_initialization():
+    """A context in which new GPTs and their layers do not initialize their weights.
+
+    Initializing GPT-2's 124 million weights takes a second; on the meta device, it would import
+    torch._dynamo, which takes two.
+    """
+    for owner, name in INITIALIZERS:
+        setattr(owner, name, lambda module: None)
+    try:
+        yield
+    finally:
+        for (owner, name), initialize in INITIALIZERS.items():
+            setattr(owner, name, initialize)
 
 
 def build_model(checkpoint):
     """Returns the checkpoint's GPT on the CPU, which shares its weights. See load_weights."""
-    model = GPT.uninitialized(checkpoint.config)
+    model = empty_model(checkpoint.config)
     use_fast_kernels(model)
     load_weights(model, checkpoint)
     return model
 
 
 def load_weights(model, checkpoint):
-    """Makes a model use a checkpoint's weights, without a copy if dtype and device allow.
+    """Sets the parameters of a GPT to a checkpoint's weights, which they share if possible.
 
-    A sharded model takes this process's share. Raises UserError if the names or shapes differ, or
-    if a weight is not finite.
+    It is possible if dtype and device are the same. A sharded model copies this process's shard.
+    Raises UserError if the names or shapes differ, or if a weight is not finite.
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
     for name in parameters | weights:
-        expected, found = (getattr(each.get(name), "shape", None) for each in (parameters, weights))
-        if expected != found:
+        parameter, weight = parameters.get(name), weights.get(name)
+        if getattr(parameter, "shape", None) != getattr(weight, "shape", None):
             raise UserError(f"{checkpoint.path}: the weights do not fit the model: {name!r}")
     for name, parameter in parameters.items():
         assign(parameter, weights[name])

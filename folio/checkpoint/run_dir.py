@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint, save_checkpoint
-from folio.cli.errors import UserError, nearest, os_error
+from folio.cli.errors import UserError, os_error, suggest
 from folio.cli.files import is_file, lock_folder, move_aside, replace_by_link
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
@@ -64,7 +64,7 @@ class RunDir:
             hint = f"; available: {', '.join(sorted(runs))}"
             if not runs:
                 hint = "; train a model first: python train.py config/shakespeare_char.py"
-            raise UserError(f"there is no checkpoint {path}{nearest(str(self.folder), runs, hint)}")
+            raise UserError(f"there is no checkpoint {path}{suggest(str(self.folder), runs, hint)}")
         return load_checkpoint(path, optimizers)
 
     # Writing

@@ -8,13 +8,13 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """An error that concerns one process, which prints it itself, whatever its rank."""
+    """An error of one process of a distributed run. That process prints it, whatever its rank."""
 
 
-def nearest(name, known, otherwise=""):
-    """Returns '; did you mean NAME?' for the closest of `known`, or else `otherwise`."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else otherwise
+def suggest(name, known, otherwise=""):
+    """Returns '; did you mean NAME?' with the most similar name in `known`, or else `otherwise`."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else otherwise
 
 
 def cause_of(error):

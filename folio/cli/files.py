@@ -13,7 +13,7 @@ from pathlib import Path
 
 from folio.cli.errors import UserError, os_error
 
-LOCK = ".lock"  # file in a folder that is being written
+LOCK_FILE = ".lock"
 
 
 @contextmanager
@@ -62,29 +62,29 @@ def replace_by_link(source, path):
 
 
 def move_aside(folder, names):
-    """Moves the named files of `folder` to a new folder beside it, FOLDER.1 or the next number.
+    """Moves files of `folder` to a new folder beside it, FOLDER.1 or the next free number.
 
-    Returns the new folder, or None if there are no such files. Raises OSError if moving fails.
+    Returns the new folder, or None if no file has one of the names. Raises OSError if moving fails.
     """
-    place = Path(folder).resolve()
-    found = [name for name in names if (place / name).exists()]
-    if not found:
+    source = Path(folder).resolve()
+    paths = [path for path in (source / name for name in names) if path.exists()]
+    if not paths:
         return None
-    paths = (Path(f"{place}.{number}") for number in count(1))
-    aside = next(path for path in paths if not path.exists())
-    aside.mkdir()
-    for name in found:
-        (place / name).rename(aside / name)
-    return aside if os.path.isabs(folder) else Path(os.path.relpath(aside))
+    numbered = (Path(f"{source}.{number}") for number in count(1))
+    target = next(path for path in numbered if not path.exists())
+    target.mkdir()
+    for path in paths:
+        path.rename(target / path.name)
+    return target if os.path.isabs(folder) else Path(os.path.relpath(target))
 
 
 def temporary_path(path):
-    """Returns the path of the file that is written, and renamed when it is complete."""
+    """Returns the path to write to. The file is renamed to `path` when it is complete."""
     return path.with_name(path.name + ".tmp")
 
 
 def sync_folder(folder):
-    """Makes renames in a folder durable, where the system can sync a folder."""
+    """Makes renames in a folder durable, if the operating system can sync folders."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -94,7 +94,7 @@ def sync_folder(folder):
 
 
 def is_file(path):
-    """Whether a file exists. Raises UserError if it is no regular file, or cannot be accessed."""
+    """Whether a file exists. Raises UserError if it is not regular or cannot be accessed."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -112,12 +112,12 @@ def lock_folder(folder):
 
     Raises UserError if another process holds the lock, or if the folder cannot be written.
     """
-    from filelock import FileLock, Timeout  # imported here because it is too slow for --help
+    from filelock import FileLock, Timeout  # here, because importing it would slow down --help
 
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK).acquire(timeout=0)
+        lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)
     except Timeout:
         raise UserError(
             f"another process is writing to {folder}: wait for it, or choose another folder"

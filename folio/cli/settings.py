@@ -1,4 +1,4 @@
-"""Settings of the scripts: typed dataclass fields, config files, flags and `--help`.
+"""Settings of the scripts: typed dataclass fields, flags, config files and `--help`.
 
 A script declares a dataclass of `setting(...)` fields and calls `load_settings` with its arguments:
 Python config files and `--name=value` flags, applied left to right. If the dataclass has an
@@ -11,19 +11,37 @@ import dataclasses
 import inspect
 import io
 import os
+import reprlib
 import runpy
 import sys
 import traceback
 import types
-from contextlib import redirect_stdout
+import typing
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from folio.cli.errors import UserError, nearest
-from folio.cli.fields import check_value, parse_value, type_name
+from folio.cli.errors import UserError, suggest
 from folio.cli.process import script_name
 
 ROOT = Path(__file__).parents[2]  # of the repository
-PRESETS = ROOT / "config"
+PRESETS_FOLDER = ROOT / "config"
+
+Scope = Literal["run", "files", "machine", "display"]
+
+
+def setting(default, explanation, bounds=None, *, group=None, scope: Scope = "run"):
+    """Declares a dataclass field, with the line that `--help` prints for it.
+
+    Args:
+        bounds: an interval such as "[0, 1)".
+        group: starts a new heading in `--help`.
+        scope: what the setting is for. "run": the results depend on it. "files": which files are
+            read and written, and when a process stops. "machine": where and how to compute.
+            "display": what is reported and saved, and how often.
+    """
+    metadata = {"explanation": explanation, "bounds": bounds, "group": group, "scope": scope}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def names_with_scope(settings_class, *scopes):
@@ -41,8 +59,8 @@ def changed_settings(settings):
 def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
     """Builds `settings_class` from config files and flags, applied left to right.
 
-    A config file reads the values so far, and those of the flags to its right. Raises UserError for
-    an invalid argument or value.
+    A config file can read the current values, and those of the flags to its right. Raises UserError
+    for an invalid argument or value, also for a ValueError of the class's `__post_init__`.
 
     Args:
         argv: the arguments. Default: those of the process.
@@ -52,70 +70,91 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=
             file assigns, or the text to use for the list of a flag's texts, separated by commas.
         quiet: suppresses what config files print.
     """
-    fields = _fields(settings_class)
+    arguments = parse_arguments(settings_class, argv, choose)
+    fields = _fields_by_name(settings_class)
     values = {name: field.default for name, field in fields.items()}
-
-    def resolved(values):
-        found = {name: resolve(values[name]) for name, resolve in (resolvers or {}).items()}
-        return values | found
-
-    steps = parse_arguments(settings_class, argv, choose)
-    for place, (name, value) in enumerate(steps):
-        if name is not None:
-            values[name] = value
+    for position, argument in enumerate(arguments):
+        if isinstance(argument, Flag):
+            values[argument.name] = argument.value
             continue
-        flags_to_the_right = {key: each for key, each in steps[place:] if key is not None}
+        later_flags = dict(flag for flag in arguments[position:] if isinstance(flag, Flag))
+        readable = _resolve(values | later_flags, resolvers)
         with redirect_stdout(io.StringIO() if quiet else sys.stdout):
-            seen = resolved(values | flags_to_the_right)
-            values |= _run_config_file(fields, seen, value, choose)
-    return settings_class(**resolved(values))
+            values |= _run_config_file(argument, fields, readable, choose)
+    values = _resolve(values, resolvers)
+    try:
+        return settings_class(**values)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
-def _fields(settings_class):
+def _fields_by_name(settings_class):
     return {field.name: field for field in dataclasses.fields(settings_class)}
+
+
+def _resolve(values, resolvers):
+    """Returns `values` with those that have a resolver replaced by its result."""
+    resolvers = resolvers or {}
+    return values | {name: resolve(values[name]) for name, resolve in resolvers.items()}
 
 
 # Arguments
 
 
-def parse_arguments(settings_class, argv=None, choose=None):
-    """Returns (name, value) for each flag and (None, path) for each config file, which is not run.
+class Flag(NamedTuple):
+    """A `--name=value` argument with its parsed value."""
 
-    Prints the help text and exits if it is requested. Raises UserError for invalid arguments.
+    name: str
+    value: Any
+
+
+def parse_arguments(settings_class, argv=None, choose=None):
+    """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
+
+    All operands together are one Flag, the last. Prints the help text and exits if it is requested.
+    Raises UserError for invalid arguments.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    operands = getattr(settings_class, "OPERANDS", None)
-    fields, steps, rest, given = _fields(settings_class), [], list(argv), []
-    if {"-h", "--help"} & set(argv):
+    remaining = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(remaining):
         print(_help_text(settings_class))
         sys.exit(0)
-    while rest:
-        argument = rest.pop(0)
-        if operands and argument == "--":
-            given += rest
+    operands_name = getattr(settings_class, "OPERANDS", None)
+    arguments, operands = [], []
+    while remaining:
+        argument = remaining.pop(0)
+        if operands_name and argument == "--":
+            operands += remaining
             break
-        if not argument.startswith("--"):
-            if operands:
-                given.append(argument)
-            else:
-                steps.append((None, _find_config_file(argument)))
-            continue
-        name, equals, text = argument[2:].partition("=")
-        if name not in fields:
-            hint = nearest(name, fields, "; --help lists the settings")
-            raise UserError(f"unknown setting --{name}{hint}")
-        field = fields[name]
-        if not equals:
-            has_value = rest and not rest[0].startswith("--")
-            if field.type is bool and not (has_value and rest[0].lower() in ("true", "false")):
-                text = "True"  # --stream alone means --stream=True
-            elif has_value:
-                text = rest.pop(0)
-            else:
-                raise UserError(f"--{name} needs a value: --{name}=VALUE, {type_name(field)}")
-        text = choose(name, text.split(",")) if choose else text
-        steps.append((name, parse_value(field, text, f"--{name}")))
-    return [*steps, (operands, tuple(given))] if given else steps
+        if argument.startswith("--"):
+            arguments.append(_parse_flag(settings_class, argument, remaining, choose))
+        elif operands_name:
+            operands.append(argument)
+        else:
+            arguments.append(_find_config_file(argument))
+    if operands:
+        arguments.append(Flag(operands_name, tuple(operands)))
+    return arguments
+
+
+def _parse_flag(settings_class, argument, remaining, choose):
+    """Returns the Flag for an argument. If its value is the next argument, removes that one."""
+    fields = _fields_by_name(settings_class)
+    name, equals, text = argument[2:].partition("=")
+    if name not in fields:
+        hint = suggest(name, fields, "; --help lists the settings")
+        raise UserError(f"unknown setting --{name}{hint}")
+    field = fields[name]
+    if not equals:
+        has_value = remaining and not remaining[0].startswith("--")
+        if field.type is bool and not (has_value and remaining[0].lower() in ("true", "false")):
+            text = "True"  # --stream alone means --stream=True
+        elif has_value:
+            text = remaining.pop(0)
+        else:
+            raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
+    if choose:
+        text = choose(name, text.split(","))
+    return Flag(name, parse_value(field, text, f"--{name}"))
 
 
 def _find_config_file(argument):
@@ -124,36 +163,103 @@ def _find_config_file(argument):
             return path
     if "=" in argument or argument.startswith("-"):
         raise UserError(f"write settings as --name=value, not {argument}")
-    presets = [path.relative_to(ROOT).as_posix() for path in sorted(PRESETS.rglob("[!_]*.py"))]
-    hint = nearest(argument, presets, f"; available: {', '.join(presets)}")
+    paths = sorted(PRESETS_FOLDER.rglob("[!_]*.py"))
+    presets = [path.relative_to(ROOT).as_posix() for path in paths]
+    hint = suggest(argument, presets, f"; available: {', '.join(presets)}")
     raise UserError(f"there is no config file {argument}, with a name that ends in .py{hint}")
+
+
+# Values
+
+
+def parse_value(field, text, label):
+    """Returns the value that a flag's text represents. Raises UserError like `check_value`."""
+    literal = text.title() if text in ("true", "false") else text
+    value = text
+    for option in _options(field.type):
+        if option in (int, float):
+            with suppress(ValueError):
+                value = option(text)
+        elif not isinstance(option, type) and literal == str(option):
+            value = option
+    return check_value(field, value, label)
+
+
+def check_value(field, value, label):
+    """Returns `value` as the field's type; an int becomes a float where the type is float.
+
+    Raises UserError if it has another type or is out of bounds. `label` names it in the message.
+    """
+    options, kind = _options(field.type), type(value)
+    becomes_float = kind is int and float in options
+    literals = [option for option in options if not isinstance(option, type)]
+    is_literal = any(kind is type(literal) and value == literal for literal in literals)
+    if not (kind in options or becomes_float or is_literal):
+        raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
+    if kind is int and not -(2**63) <= value < 2**63:
+        raise UserError(f"{label} must be a 64-bit integer, not {reprlib.repr(value)}")
+    if becomes_float:
+        value = float(value)
+    bounds = field.metadata["bounds"]
+    if bounds and value is not None and not _is_within(value, bounds):
+        raise UserError(f"{label} must be in {bounds}, not {value}")
+    return value
+
+
+def _is_within(value, bounds):
+    low, high = (float(end) for end in bounds[1:-1].split(","))
+    is_above = low < value or (bounds[0] == "[" and value == low)
+    is_below = value < high or (bounds[-1] == "]" and value == high)
+    return is_above and is_below
+
+
+def _type_name(field):
+    """Returns the field's type as `--help` prints it: 'auto, True or False', 'int or None'."""
+    options = _options(field.type)
+    names = [option.__name__ if isinstance(option, type) else str(option) for option in options]
+    return " or ".join(", ".join(names).rsplit(", ", 1))
+
+
+def _options(annotation):
+    """Returns the types and values that a type annotation allows: [int, None] for int | None."""
+    if annotation is bool:
+        return [True, False]
+    if annotation is types.NoneType:
+        return [None]
+    members = typing.get_args(annotation)  # of a union or a Literal
+    if not members:
+        return [annotation]
+    return [option for member in members for option in _options(member)]
 
 
 # Config files
 
 
-def _run_config_file(fields, values, path, choose):
-    """Runs a config file with `values` as its global names. Returns their new values, checked."""
+def _run_config_file(path, fields, readable, choose):
+    """Runs a config file. Returns the values of all settings afterward, checked.
+
+    `readable`: the values of the settings before, which it can read as global names.
+    """
     try:
-        names = runpy.run_path(str(path), init_globals=values)
+        names = runpy.run_path(str(path), init_globals=readable)
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f" line {frame.lineno}" for frame in frames if frame.filename == str(path)]
-        place = f"{path}{lines[-1] if lines else ''}"
-        raise UserError(f"{place}: {type(error).__name__}: {error}") from error
-    found = {}
+        location = f"{path}{lines[-1] if lines else ''}"
+        raise UserError(f"{location}: {type(error).__name__}: {error}") from error
+    values = {}
     for name, value in names.items():
         if isinstance(value, types.ModuleType):
             continue
         if name in fields:
             value = choose(name, value) if choose else value
-            found[name] = check_value(fields[name], value, f"{path}: {name}")
+            values[name] = check_value(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or callable(value)):
-            hint = f"{nearest(name, fields)}; names of helper variables start with _"
+            hint = f"{suggest(name, fields)}; names of helper variables start with _"
             raise UserError(f"{path}: unknown setting {name}{hint}")
-    return found
+    return values
 
 
 # Help
@@ -162,12 +268,12 @@ def _run_config_file(fields, values, path, choose):
 def _help_text(settings_class):
     arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
     lines = [f"usage: {script_name()} {arguments}", "", inspect.getdoc(settings_class)]
-    for name, field in _fields(settings_class).items():
+    for name, field in _fields_by_name(settings_class).items():
         if name == getattr(settings_class, "OPERANDS", None):
             continue
         if field.metadata["group"]:
             lines += ["", field.metadata["group"]]
         bounds = f" in {field.metadata['bounds']}" if field.metadata["bounds"] else ""
         lines.append(f"  --{name}={field.default!r}")
-        lines.append(f"      {field.metadata['explanation']} ({type_name(field)}{bounds})")
+        lines.append(f"      {field.metadata['explanation']} ({_type_name(field)}{bounds})")
     return "\n".join(lines)

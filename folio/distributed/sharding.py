@@ -1,7 +1,7 @@
 """Models, gradients and parameters that are distributed over the processes of a run.
 
 With DDP, each process has the whole model and a part of the batch. With FSDP, parameters, gradients
-and optimizer state are also divided: each process has some rows of every tensor.
+and optimizer state are also sharded: each process has some rows of every tensor.
 """
 
 from contextlib import contextmanager
@@ -14,10 +14,11 @@ from folio.hardware.device import DTYPES, device_type
 
 
 def replicate(forward, world):
-    """Returns a module or compiled module wrapped in DDP, which averages gradients.
+    """Returns a module or compiled module, wrapped in DDP if there are several processes.
 
-    Gradients are views of its buffers: set them to zero, not to None, which would allocate others.
-    Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
+    DDP averages gradients, which are views of its buffers: set them to zero, not to None, which
+    would allocate others. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
+    Parallel Training".
     """
     if not world.is_launched:
         return forward
@@ -28,11 +29,11 @@ def replicate(forward, world):
 
 
 def shard_model(model, world, dtype):
-    """Distributes a GPT on the meta device: each process has a part of every parameter.
+    """Shards a GPT on the meta device over the processes, in place. Weights stay uninitialized.
 
-    Before a block computes, its parameters are gathered in `dtype`, which is then also that of the
-    residual stream and the norms. Gradients are averaged in float32 (Zhao et al. 2023, "PyTorch
-    FSDP"). The weights are uninitialized.
+    Before a block computes, its parameters are gathered in `dtype`, which is then also the dtype of
+    the residual stream and the norms. Gradients are averaged in float32 (Zhao et al. 2023, "PyTorch
+    FSDP").
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -42,7 +43,8 @@ def shard_model(model, world, dtype):
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=world.device)
-    model.tie_and_fill_tables()
+    if model.rotary is not None:
+        model.rotary.reset_parameters()  # its tables are not weights
     idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     mixed = torch.autocast(idx.device.type, DTYPES[dtype], enabled=dtype != "float32")
     with torch.no_grad(), mixed:
@@ -52,17 +54,20 @@ def shard_model(model, world, dtype):
 
 @contextmanager
 def unshard(model):
-    """A context for methods of a GPT other than forward(), in which blocks gather themselves."""
+    """A context in which methods of a GPT other than forward() can be called.
+
+    It gathers the parameters outside of blocks; blocks gather theirs when they are called.
+    """
     is_sharded = hasattr(model, "unshard")
     if is_sharded:
-        model.unshard()  # the parameters outside of blocks
+        model.unshard()
     yield
     if is_sharded:
         model.reshard()
 
 
 def average_gradients(forward, enabled):
-    """Sets whether the next backward pass averages gradients, as only a step's last one should."""
+    """Sets whether the next backward pass averages gradients. Only the last of a step should."""
     if isinstance(forward, DistributedDataParallel):
         forward.require_backward_grad_sync = enabled
     elif hasattr(forward, "set_requires_gradient_sync"):  # sharded
@@ -78,14 +83,14 @@ def is_sharded(tensor):
 
 
 def local_shard(tensor):
-    """Returns this process's share of a tensor, which is the tensor itself if it is not sharded."""
+    """Returns this process's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def shard_like(parameter, full):
-    """Returns this process's share of a full tensor, distributed like a parameter or moment.
+    """Returns a full tensor as a DTensor that is sharded like a parameter or moment.
 
-    It is `full` itself if the parameter is not sharded, or if `full` is distributed already.
+    Returns `full` itself if the parameter is not sharded, or if `full` is sharded already.
     """
     if not is_sharded(parameter) or is_sharded(full):
         return full
@@ -96,13 +101,13 @@ def shard_like(parameter, full):
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def from_shard(parameter, share):
-    """Returns the tensor, sharded like a parameter, of which this process has `share`."""
+def from_shard(parameter, shard):
+    """Returns a DTensor that is sharded like a parameter and has the given local shard."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements, size = parameter.device_mesh, parameter.placements, parameter.shape
     stride = parameter.stride()
-    return DTensor.from_local(share, mesh, placements, run_check=False, shape=size, stride=stride)
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def full_tensor(tensor):
@@ -112,7 +117,7 @@ def full_tensor(tensor):
 
 @torch.no_grad()
 def assign(parameter, full):
-    """Sets a parameter to a full tensor, whose memory it then shares if that is possible."""
+    """Sets a parameter to a full tensor. They share memory if dtype and device are the same."""
     if is_sharded(parameter):
         parameter.copy_(shard_like(parameter, full))
     else:

@@ -12,24 +12,24 @@ from folio.hardware.device import device_type, uses_cuda_graphs
 from folio.hardware.memory import is_out_of_memory
 
 PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or more rows
-# Activations that oneDNN fuses with a matrix product: (its name, variant).
-FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
+# Activations that oneDNN fuses with a matrix product, as (its name, variant).
+FUSIBLE = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
 def compile_model(model, machine, batch):
-    """Returns `model` compiled for training and evaluation, if possible.
+    """Returns `model` compiled for training and evaluation, or `model` if compilation fails.
 
     With CUDA graphs, every parameter gets a gradient tensor, which must be kept. Otherwise autograd
-    would use a graph's result as the gradient, which the next run of the graph overwrites.
+    would use the output of a graph as the gradient, which the next run of the graph overwrites.
 
-    batch: the arguments of a training step. An evaluation has the first two.
+    batch: the arguments of forward() in a training step; an evaluation passes the first two.
     """
     mode = machine.compile if uses_cuda_graphs(machine.compile) else None
     forward, start = model, time.monotonic()
     with continue_on_failure("compilation"):
         compiled = torch.compile(model, mode=mode, dynamic=False)  # the shapes never change
-        # The first calls run the compiler. Training last: an evaluation leaves some parameters of
-        # FSDP gathered, and then zero_grad() does not find their gradients.
+        # The first calls run the compiler. Training is last because an evaluation with FSDP leaves
+        # some parameters gathered, and then zero_grad() misses their gradients.
         for training in (False, True):
             model.train(training)
             with machine.autocast(), torch.set_grad_enabled(training):
@@ -39,14 +39,14 @@ def compile_model(model, machine, batch):
         forward = compiled
     model.train()
     for parameter in model.parameters():
-        keeps = mode and parameter.requires_grad  # a teacher's does not
-        parameter.grad = torch.zeros_like(parameter) if keeps else None
+        has_gradient = mode and parameter.requires_grad  # a teacher's parameters do not
+        parameter.grad = torch.zeros_like(parameter) if has_gradient else None
     return forward
 
 
 @contextmanager
 def continue_on_failure(action):
-    """Reports an exception in one line on stderr and continues, except an out-of-memory error."""
+    """A context that prints exceptions to stderr and suppresses them, except out-of-memory ones."""
     try:
         yield
     except Exception as error:  # a missing or broken toolchain can raise anything
@@ -56,9 +56,9 @@ def continue_on_failure(action):
 
 
 def step_accelerator(machine):
-    """Returns a function accelerate(step, *arguments), or None if the machine has no faster way.
+    """Returns a function accelerate(step, *arguments), or None if the machine has no use for it.
 
-    accelerate returns a faster version of `step` for tensors of the arguments' shapes.
+    It returns a faster version of `step` for tensors with the shapes of the arguments.
     """
     on_cuda = device_type(machine.device) == "cuda"
     if not (machine.compile or on_cuda):
@@ -80,8 +80,8 @@ def step_accelerator(machine):
 
 
 def capture_cuda_graph(step, *arguments):
-    """Returns `step` as a CUDA graph, which launches all its kernels in one call."""
-    inputs = [each.clone() for each in arguments]  # a graph always uses the same addresses
+    """Returns a function that runs `step` as a CUDA graph, which launches all kernels at once."""
+    inputs = [argument.clone() for argument in arguments]  # a graph always uses the same addresses
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # one-time initialization must not be captured
@@ -96,7 +96,7 @@ def capture_cuda_graph(step, *arguments):
         for target, source in zip(inputs, arguments, strict=True):
             target.copy_(source)
         graph.replay()
-        return tuple(each.clone() for each in outputs)
+        return tuple(output.clone() for output in outputs)
 
     return replay
 
@@ -121,24 +121,25 @@ class PackedLinear(nn.Module):
 
 @torch.no_grad()
 def optimize_for_inference(model):
-    """Makes a model faster, in place, for inference only. Returns it.
+    """Makes a GPT faster for inference, in place, and unfit for training. Returns the model.
 
     Removes dropout and, on a CPU, packs linear layers.
     """
     model.eval()
     weight = model.transformer.wte.weight
-    packs = weight.device.type == "cpu" and can_pack(weight.dtype)
-    fused = FUSED.get(model.config.activation) if packs else None
-    for block in model.transformer.h if fused else ():
-        block.mlp.c_fc = PackedLinear(block.mlp.c_fc, *fused)
-        block.mlp.activation = identity
+    can_pack = weight.device.type == "cpu" and supports_packing(weight.dtype)
+    if can_pack and model.config.activation in FUSIBLE:
+        activation, variant = FUSIBLE[model.config.activation]
+        for block in model.transformer.h:
+            block.mlp.c_fc = PackedLinear(block.mlp.c_fc, activation, variant)
+            block.mlp.activation = identity
     for module in list(model.modules()):
-        for name, part in list(module.named_children()):
-            if isinstance(part, nn.Dropout):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Dropout):
                 delattr(module, name)  # a function is called in less time than a module
                 setattr(module, name, identity)
-            elif packs and isinstance(part, nn.Linear):
-                setattr(module, name, PackedLinear(part))
+            elif can_pack and isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear(child))
     return model
 
 
@@ -146,8 +147,8 @@ def identity(x):
     return x
 
 
-def can_pack(dtype):
-    """Whether oneDNN has packed products in a dtype on this CPU (x86 with MKL)."""
+def supports_packing(dtype):
+    """Whether oneDNN has packed products in a dtype on this CPU, which must be x86 with MKL."""
     if dtype == torch.bfloat16 and torch.backends.mkl.is_available():
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 and torch.backends.mkl.is_available()

@@ -16,11 +16,11 @@ DTYPE_REASONS = {
     "float32": "no fast bfloat16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PRODUCTS_OF_ONE_THREAD = 10**7  # per step: the fast preset's model on a CPU, with ten texts
+MAX_SINGLE_THREAD_PRODUCTS = 10**7  # of a step: the fast preset's model with ten texts
 
-# Dense peak in TFLOP/s of 16-bit and of float32 matrix products (TF32 if the card has it), from
-# NVIDIA's data sheets; figures "with sparsity" are halved. The first matching pattern counts.
-GPU_PEAKS = (
+# Pattern of a card's name, and its peak for 16-bit and for float32 matrix products (TF32 if it has
+# that), from NVIDIA's data sheets; figures "with sparsity" are halved. The first match counts.
+GPU_PEAKS_TFLOPS = (
     (r"\bB200\b", 2250, 1125),
     (r"\bH[12]00 NVL\b", 835, 417),
     (r"\bH100 PCIe\b", 756, 378),
@@ -49,13 +49,13 @@ class Machine:
 
     @property
     def peak(self):
-        """(FLOP/s, source) of matrix products in `dtype`, measured if the data sheet is unknown."""
+        """The peak of matrix products in `dtype`, measured for unknown cards: (FLOP/s, source)."""
         name = torch.cuda.get_device_name(self.device) if device_type(self.device) == "cuda" else ""
-        for pattern, half, single in GPU_PEAKS:
+        for pattern, half, single in GPU_PEAKS_TFLOPS:
             if re.search(pattern, name) and "MIG" not in name:  # MIG: a partition of the card
-                peak = single if self.dtype == "float32" else half
-                return peak * 1e12, f"data sheet, {name}"
-        return _measured_peak(self.device, DTYPES[self.dtype]), "measured with a matrix product"
+                tflops = single if self.dtype == "float32" else half
+                return tflops * 1e12, f"data sheet, {name}"
+        return _measure_peak(self.device, DTYPES[self.dtype]), "measured with a matrix product"
 
     def autocast(self):
         """Returns a context in which matrix products run in `dtype`."""
@@ -77,22 +77,26 @@ def choose_machine(device, dtype, compile):
     torch.set_float32_matmul_precision("high")
     if device_type(device) == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
-    kind, why_dtype, why_compile = device_type(device), "as set", "as set"
+    kind = device_type(device)
+    dtype_reason = compile_reason = "as set"
     if dtype == "auto":
         dtype = resolve_dtype(dtype, device)
-        why_dtype = DTYPE_REASONS[dtype]
+        dtype_reason = DTYPE_REASONS[dtype]
     if compile == "auto":
         # On two CPU cores, compiling took 10 to 60 s and made steps of small models between a tenth
         # faster and a quarter slower.
-        compile, why_compile = kind == "cuda", f"default on {kind}"
+        compile, compile_reason = kind == "cuda", f"default on {kind}"
     elif uses_cuda_graphs(compile):
-        why_compile = compile
-    gpu = "" if resolve_device("auto") != "cpu" else "no GPU found; "
-    names = {"cpu": f"{gpu}threads: {torch.get_num_threads()}", "mps": "Apple GPU"}
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else names[kind]
+        compile_reason = compile
+    name = "Apple GPU"
+    if kind == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif kind == "cpu":
+        gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
+        name = f"{gpu}threads: {torch.get_num_threads()}"
     summary = (
-        f"{device} ({name}), {dtype} ({why_dtype}), "
-        f"{'compiled' if compile else 'not compiled'} ({why_compile})"
+        f"{device} ({name}), {dtype} ({dtype_reason}), "
+        f"{'compiled' if compile else 'not compiled'} ({compile_reason})"
     )
     return Machine(device, dtype, compile, summary)
 
@@ -104,13 +108,13 @@ def uses_cuda_graphs(compile):
 
 @contextmanager
 def limit_threads(products):
-    """A context for a loop of steps of `products` multiplications each, on a CPU.
+    """A context for a loop on a CPU, with `products` multiplications per step.
 
-    For small steps it uses one thread: more are not faster, and if another process uses the cores,
-    they wait for each other most of the time.
+    It uses one thread if they are few: more are not faster then, and while another process uses the
+    cores, they wait for each other most of the time.
     """
     threads = torch.get_num_threads()
-    if products <= PRODUCTS_OF_ONE_THREAD:
+    if products <= MAX_SINGLE_THREAD_PRODUCTS:
         torch.set_num_threads(1)
     try:
         yield
@@ -119,7 +123,7 @@ def limit_threads(products):
 
 
 def read_later(value):
-    """Returns a function that returns a scalar as a number, and waits for a GPU only up to it."""
+    """Returns a function that returns a scalar as a float, without waiting for later GPU work."""
     if not getattr(value, "is_cuda", False):
         return lambda: float(value)
     copy = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
@@ -151,9 +155,9 @@ def device_type(device):
 
 
 def resolve_dtype(name, device):
-    """Returns a dtype's name: "auto" is bfloat16 where the hardware has it.
+    """Returns the name of a dtype; "auto" becomes bfloat16 if the hardware supports it.
 
-    Otherwise it is float16 on CUDA, which needs loss scaling, and float32 on other devices.
+    Otherwise it becomes float16 on CUDA, which needs loss scaling, and float32 on other devices.
     """
     if name != "auto":
         return name
@@ -168,7 +172,7 @@ def resolve_dtype(name, device):
 
 
 @cache
-def _measured_peak(device, dtype):
+def _measure_peak(device, dtype):
     """Returns the FLOP/s of the fastest of a few square matrix products."""
     size = 512 if device_type(device) == "cpu" else 4096
     a = torch.randn(size, size, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""Attention and dropout that are faster than torch's on a CPU, for model.py, which has torch's own.
+"""Attention and dropout that are faster on a CPU than torch's, which model.py uses.
 
 Shapes: B batch, H heads, T queries, S keys, D head size.
 """
@@ -13,15 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import CausalSelfAttention
 
-OTHER_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+NON_CUDNN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DROPOUT_LEVELS = 2**16
 
 
 def use_fast_kernels(model):
-    """Makes a GPT use the functions of this module, in place."""
+    """Makes a GPT use the functions of this file, in place."""
     for module in list(model.modules()):
         if isinstance(module, CausalSelfAttention):
-            module.kernel = attention
+            module.kernel = fast_attention
         for name, child in list(module.named_children()):
             if type(child) is nn.Dropout:
                 setattr(module, name, Dropout(child.p).train(child.training))
@@ -37,11 +37,11 @@ def disable_cudnn_attention(device):
     and 193893). It also prepares a kernel for each shape, which is slow if every call has another
     length.
     """
-    return sdpa_kernel(OTHER_BACKENDS) if device.type == "cuda" else nullcontext()
+    return sdpa_kernel(NON_CUDNN_BACKENDS) if device.type == "cuda" else nullcontext()
 
 
-def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-    """Replaces F.scaled_dot_product_attention, for the arguments that model.py passes.
+def fast_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+    """F.scaled_dot_product_attention for the arguments that model.py passes.
 
     q: (B, H, T, D). k, v: (B, H, S, D). attn_mask: (H, T, S) of q's dtype, added to the scores.
     """
@@ -56,16 +56,16 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
     return explicit_attention(q, k, v, mask, dropout_p)
 
 
-def prefers_explicit_attention(q, keys):
+def prefers_explicit_attention(q, key_count):
     """Whether matrix products are faster than torch's fused kernel, forward and backward.
 
     In bfloat16 on two AMD cores they took 1/4 of its time for 128 keys and 1/2 for 512.
     """
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and keys <= 512
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and key_count <= 512
 
 
 def explicit_attention(q, k, v, mask, dropout):
-    """Attention as matrix products. mask: (B * H or 1, T, S)."""
+    """Attention as matrix products. mask: (B * H or 1, T, S), added to the scores."""
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
     scores = torch.baddbmm(mask, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
     weights = apply_dropout(scores.softmax(dim=-1), dropout)
@@ -95,5 +95,5 @@ def apply_dropout(x, rate):
     dropped = min(round(rate * DROPOUT_LEVELS), DROPOUT_LEVELS - 1)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     numbers = bits.view(torch.int16)[: x.numel()].view(x.shape)  # uniform in -2^15 … 2^15 - 1
-    kept = (numbers >= dropped - DROPOUT_LEVELS // 2).to(x.dtype)
-    return x * kept.mul_(DROPOUT_LEVELS / (DROPOUT_LEVELS - dropped))
+    mask = (numbers >= dropped - DROPOUT_LEVELS // 2).to(x.dtype)
+    return x * mask.mul_(DROPOUT_LEVELS / (DROPOUT_LEVELS - dropped))

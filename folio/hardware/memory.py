@@ -16,7 +16,7 @@ from folio.hardware.device import device_type
 from model import GPT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
-LOGIT_PARTS = 8  # of a micro-batch, with activation checkpointing
+LOGIT_CHUNKS = 8  # per micro-batch, with activation checkpointing
 
 
 # Available memory
@@ -38,8 +38,8 @@ def memory_bytes(device):
 def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
     """Returns the memory limits of this process's control groups and their parents, in bytes.
 
-    A line of `groups` is ID:CONTROLLERS:PATH; without controllers, it is about version 2. In a
-    container, the path may be that of the host, and the limit in the root.
+    A line of the file `groups` is ID:CONTROLLERS:PATH; in version 2 it has no controllers. In a
+    container, the path may be that of the host while the limit is in the root.
     """
     limits = []
     with suppress(OSError):  # not Linux
@@ -93,8 +93,8 @@ def is_out_of_memory(error):
     """Whether an exception reports a lack of memory, for which torch has no single class."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    words = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    phrases = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
 
 
 # Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")
@@ -104,8 +104,8 @@ def recompute_activations(model):
     """Makes a GPT save memory in training, in place.
 
     Each block keeps only its input for the backward pass, which runs the block again. Losses and
-    gradients change by rounding only: the second run restores the generators' states, so that it
-    drops the same elements. FSDP must be applied afterwards, because it also replaces the class.
+    gradients change by rounding only: the second run restores the random generators' states, so
+    that it drops the same elements. Must precede shard_model(), which also replaces the class.
     """
     model.__class__ = RecomputedGPT
     for block in model.transformer.h:  # a wrapper would change the names of the parameters
@@ -113,21 +113,22 @@ def recompute_activations(model):
 
 
 class RecomputedGPT(GPT):
-    """A GPT that computes the logits in parts, and again in the backward pass.
+    """A GPT that computes the logits chunk by chunk, and again in the backward pass.
 
-    The logits of one part exist at a time. A compiled model computes all logits at once, because
-    the compiler fuses the loss and then needs less memory than for parts.
+    Only one chunk of the logits exists at a time. A compiled model computes all logits at once: the
+    compiler fuses them with the loss, which needs less memory than chunks.
     """
 
     def forward(self, idx, targets, temperature=1.0):
         if torch.compiler.is_compiling():
             return super().forward(idx, targets, temperature)
         hidden = (self.trunk(idx) / temperature).flatten(0, 1)
-        parts = zip(hidden.chunk(LOGIT_PARTS), targets.flatten().chunk(LOGIT_PARTS), strict=True)
+        hidden, flat_targets = hidden.chunk(LOGIT_CHUNKS), targets.flatten().chunk(LOGIT_CHUNKS)
         options = {"use_reentrant": False, "preserve_rng_state": False}  # it has no dropout
-        total = sum(checkpoint(self.summed_loss, *part, **options) for part in parts)
+        chunks = zip(hidden, flat_targets, strict=True)
+        total = sum(checkpoint(self.sum_losses, *chunk, **options) for chunk in chunks)
         return total / (targets != -1).sum()
 
-    def summed_loss(self, hidden, targets):
+    def sum_losses(self, hidden, targets):
         """hidden: (N, C); targets: (N,). Returns the sum of the losses, a scalar."""
         return F.cross_entropy(self.lm_head(hidden), targets, ignore_index=-1, reduction="sum")

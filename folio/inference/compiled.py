@@ -26,33 +26,36 @@ from folio.hardware.device import DTYPES, device_type, limit_threads
 from folio.inference.generate import KVCache, decode_one
 from folio.pretrained.load import load_initial
 
-OPTIONS = {
+INDUCTOR_OPTIONS = {
     "freezing": True,
     "max_autotune": True,
     "max_autotune_gemm_backends": "CPP",
     "aot_inductor.precompile_headers": False,  # would take 6 s, for headers that are used once
 }
-LEAST = 2  # positions that attention covers; torch.export takes a size of 1 for a constant
-KEPT = 4  # compiled files; each is as large as the model
-HINT = "compiling the model for later runs with --compile; Ctrl-C stops this"
+MIN_LENGTH = 2  # of the attended part of the cache; torch.export takes a size of 1 for a constant
+MAX_CACHED_FILES = 4  # each is as large as the model
+COMPILING_HINT = "compiling the model for later runs with --compile; Ctrl-C stops this"
 BATCH_HINT = "on a CPU, --compile needs --stream, or one prompt with --num_samples=1"
 
 
 @contextmanager
-def compiled_step(trained, one_text):
-    """A context in which texts of a TrainedModel on a CPU are continued by a compiled step.
+def use_compiled_step(trained, enabled, one_text):
+    """A context in which a TrainedModel on a CPU continues texts with a compiled step.
 
-    If there is none yet, it is compiled when the context ends, for later runs. `one_text`: whether
-    each batch has only one text; others are continued as usual. Raises UserError if the model is
-    not from a file.
+    If there is none yet, it is compiled when the context ends, for later runs. Raises UserError if
+    the model is not from a file.
+
+    Args:
+        enabled: otherwise, the context has no effect; neither has it on another device.
+        one_text: whether each batch has only one text. Larger batches do not use the step.
     """
-    on_cpu = device_type(trained.machine.device) == "cpu"
-    if not (on_cpu and one_text):
-        if on_cpu:
+    enabled = enabled and device_type(trained.machine.device) == "cpu"
+    if not (enabled and one_text):
+        if enabled:
             print(BATCH_HINT, file=sys.stderr)
         yield
         return
-    path = stored_path(trained)
+    path = compiled_path(trained)
     if path.exists():
         with continue_on_failure("loading the compiled step"):
             trained.decode = CompiledStep(path, trained.model.config)
@@ -63,8 +66,11 @@ def compiled_step(trained, one_text):
             compile_for_later(trained, path)
 
 
-def stored_path(trained):
-    """Returns the path of the compiled step of a TrainedModel, which may not exist yet."""
+def compiled_path(trained):
+    """Returns the path of the compiled step of a TrainedModel, which may not exist yet.
+
+    It depends on everything that the compiled file does.
+    """
     source, files = Path(trained.checkpoint.path), []
     if not source.exists():
         raise UserError(f"on a CPU, --compile needs a checkpoint file, not {source}")
@@ -74,8 +80,8 @@ def stored_path(trained):
     code = [ROOT / "model.py", *sorted((ROOT / "folio").rglob("*.py"))]
     machine = [trained.machine.dtype, torch.get_num_threads(), torch.__version__]
     machine += sorted(torch.cpu.get_capabilities().items())
-    parts = [files, machine, [file.read_bytes() for file in code]]
-    return cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.pt2"
+    key = repr([files, machine, [file.read_bytes() for file in code]])
+    return cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.pt2"
 
 
 def cache_folder():
@@ -95,7 +101,7 @@ def cache_folder():
 @torch.no_grad()
 def compile_for_later(trained, path):
     """Compiles the step of a TrainedModel to a file."""
-    print(HINT, file=sys.stderr, flush=True)
+    print(COMPILING_HINT, file=sys.stderr, flush=True)
     start = time.monotonic()
     checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
     model = build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
@@ -103,13 +109,14 @@ def compile_for_later(trained, path):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
         with limit_threads(model.num_params()), redirect_stderr(io.StringIO()):
-            program = Step(model.requires_grad_(False)).export()
+            program = DecodeStep(model.requires_grad_(False)).export()
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(output), inductor_configs=OPTIONS
+                program, package_path=str(output), inductor_configs=INDUCTOR_OPTIONS
             )
         output.replace(path)
-    for old in sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)[:-KEPT]:
-        old.unlink(missing_ok=True)
+    newest_last = sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)
+    for old_path in newest_last[:-MAX_CACHED_FILES]:
+        old_path.unlink(missing_ok=True)
     print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
@@ -122,16 +129,16 @@ class CompiledStep:
 
     def __init__(self, path, config):
         self.runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        self.columns = torch.arange(config.block_size)
+        self.positions = torch.arange(config.block_size)
 
     def __call__(self, model, cache, tail, position, length):
         """See decode_one; `model` is ignored."""
-        visible = self.columns[: max(length, LEAST)]
+        visible = self.positions[: max(length, MIN_LENGTH)]
         return self.runner.boxed_run([tail, position, visible, *cache.keys, *cache.values])[0]
 
 
-class Step(nn.Module):
-    """decode_one as a function of tensors. `visible` is as long as the attended part of the cache.
+class DecodeStep(nn.Module):
+    """decode_one as a function of tensors only; the length of `visible` stands for `length`.
 
     The last position of the cache is unused. A slice of all positions would be contiguous, and
     torch.export does not make one program for contiguous and other slices.
@@ -149,11 +156,12 @@ class Step(nn.Module):
 
     def export(self):
         """Returns the exported program, for any length of `visible`."""
-        config, fixed = self.model.config, [None] * self.model.config.n_layer
+        config = self.model.config
+        fixed = [None] * config.n_layer  # the shapes of the cache
         tail = torch.zeros(1, 1 + config.receptive_field, dtype=torch.int64)
         position, visible = tail[0, :1].clone(), torch.arange(config.block_size)
         example = (tail, position, visible, self.cache.keys, self.cache.values)
-        length = torch.export.Dim("length", min=LEAST, max=config.block_size)
+        length = torch.export.Dim("length", min=MIN_LENGTH, max=config.block_size)
         shapes = (None, None, {0: length}, fixed, fixed)
         return torch.export.export(self, example, dynamic_shapes=shapes)
 

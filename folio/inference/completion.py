@@ -1,52 +1,23 @@
-"""Completions of prompts as text: incremental decoding, stop texts, batches; loading a model."""
+"""Completions of prompts as text: incremental decoding, stop texts, batches."""
 
-import json
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 
-from folio.checkpoint.format import build_model
-from folio.cli.errors import UserError
-from folio.cli.files import read_text
 from folio.distributed.sharding import unshard
-from folio.hardware.compile import optimize_for_inference, step_accelerator
-from folio.hardware.device import DTYPES, Machine, choose_machine, device_type, limit_threads
+from folio.hardware.compile import step_accelerator
+from folio.hardware.device import limit_threads
 from folio.hardware.kernels import disable_cudnn_attention
-from folio.hardware.memory import keep_freed_memory, memory_bytes
+from folio.hardware.memory import memory_bytes
 from folio.inference.generate import decode_one, generate
 from folio.inference.sampling import Controls
 from folio.inference.scoring import check_finite
-from folio.pretrained.load import checkpoint_tokenizer
 
 TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
 MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end
 MEMORY_SHARE = 1 / 4  # of the device, for a batch; more texts take several batches
-
-
-@dataclass
-class TrainedModel:
-    """A model with its tokenizer, ready for inference."""
-
-    model: Any  # GPT
-    tokenizer: Any
-    machine: Machine
-    checkpoint: Any  # Checkpoint, without weights
-    decode: Any = decode_one  # for a batch of one text
-
-
-def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
-    """Returns a Checkpoint's model on a device. Raises UserError if it cannot be loaded."""
-    tokenizer = checkpoint_tokenizer(checkpoint)
-    keep_freed_memory()
-    on_cpu = device_type(device) == "cpu"  # where folio/inference/compiled.py compiles
-    machine = choose_machine(device, dtype, compile and not on_cpu)
-    model = build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
-    checkpoint.weights = {}  # the model has them
-    model = optimize_for_inference(model)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # see disable_cudnn_attention
-    return TrainedModel(model, tokenizer, machine, checkpoint)
 
 
 @dataclass
@@ -57,12 +28,13 @@ class Completion:
     prompt_ids: list
     seed: int
     tokenizer: Any
-    stops: list = field(default_factory=list)  # texts that end the continuation
+    stop_texts: list = field(default_factory=list)  # texts that end the continuation
     ids: list = field(default_factory=list)  # of the continuation
     logprobs: list = field(default_factory=list)
     pieces: list = field(default_factory=list)  # text added by each token
     text: str = ""  # of the continuation, without the stop text
     stopped: str | None = None  # "length", "end of text", or the stop text
+    printed: int = 0  # characters of stable_text() that have been printed
 
     def __post_init__(self):
         self._decode = self.tokenizer.decoder()
@@ -74,73 +46,83 @@ class Completion:
         if self.stopped:
             return
         is_end = token == self.tokenizer.end
+        piece = "" if is_end else self._decode(token)
         self.ids.append(token)
         self.logprobs.append(round(logprob, 6))
-        self.pieces.append("" if is_end else self._decode(token))
-        self._extend(self.pieces[-1])
+        self.pieces.append(piece)
+        self._append_text(piece)
         if is_end:
             self.finish("end of text")
 
     def finish(self, reason):
         """Ends the continuation, unless it has already ended."""
         if not self.stopped:
-            self._extend(self._decode(None))
+            self._append_text(self._decode(None))
             self.stopped = self.stopped or reason
 
-    def _extend(self, more):
-        text = self.text + more
-        found = [(text.find(stop), stop) for stop in self.stops if stop in text]
-        at, stop = min(found, default=(None, self.stopped))
-        self.text = text[:at]  # in one step: another thread may call confirmed()
-        self.stopped = stop
+    def _append_text(self, piece):
+        """Appends to the text, and ends it before the first stop text."""
+        text, stopped = self.text + piece, self.stopped
+        matches = [(text.find(stop), stop) for stop in self.stop_texts if stop in text]
+        if matches:
+            end, stopped = min(matches)
+            text = text[:end]
+        self.text = text  # only once: another thread may call stable_text()
+        self.stopped = stopped
 
-    def confirmed(self):
-        """Returns prompt and continuation without what may be the start of a stop text."""
+    def stable_text(self):
+        """Returns the prompt and the continuation, without an end that may begin a stop text."""
         stopped, text = self.stopped, self.text  # in this order
-        held = [0]  # lengths of such starts
-        if not stopped:
-            starts = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
-            held += [len(start) for start in starts if text.endswith(start)]
-        return self.prompt + text[: len(text) - max(held)]
+        longest = 0  # length of such an end
+        for stop in () if stopped else self.stop_texts:
+            for length in range(1, len(stop)):
+                if text.endswith(stop[:length]):
+                    longest = max(longest, length)
+        return self.prompt + text[: len(text) - longest]
 
 
-def complete(trained, completions, controls, count, context_stride=None, stream=False):
-    """Continues texts in one batch by up to `count` tokens; yields whenever tokens are added.
+def complete(trained, completions, controls, stream=False):
+    """Generates the continuations of a batch of Completions; yields whenever tokens were added.
 
     Args:
         trained: a TrainedModel.
-        context_stride: see folio.inference.generate.stride_of.
         stream: yield after every token.
     """
-    tokens = generate(
+    steps = generate(
         trained.model,
-        [each.prompt_ids for each in completions],
-        [each.seed for each in completions],
+        [completion.prompt_ids for completion in completions],
+        [completion.seed for completion in completions],
         controls,
-        count,
-        context_stride=context_stride,
-        vocab_size=trained.tokenizer.vocab_size,
-        accelerate=step_accelerator(trained.machine),
-        decode=trained.decode if len(completions) == 1 else decode_one,
+        trained.tokenizer.vocab_size,
+        step_accelerator(trained.machine),
+        trained.decode if len(completions) == 1 else decode_one,
     )
-    products = len(completions) * trained.model.num_params()  # per step
-    size = 1  # to yield the first token immediately
-    while True:
-        with limit_threads(products):
-            batch = list(islice(tokens, size))
-        if not batch:
+    step_size = len(completions) * trained.model.num_params()  # multiplications
+    count = 1  # the first token is yielded immediately
+    while not all(completion.stopped for completion in completions):
+        with limit_threads(step_size):
+            new_tokens = list(islice(steps, count))
+        if not new_tokens:
             break
-        ids, logprobs = (torch.stack(each, dim=1) for each in zip(*batch, strict=True))
-        check_finite(logprobs)
-        for each, *row in zip(completions, ids.tolist(), logprobs.tolist(), strict=True):
-            for token, logprob in zip(*row, strict=True):
-                each.add(token, logprob)
+        add_tokens(completions, new_tokens)
         yield  # other generators may run now, so no context manager may be open
-        if all(each.stopped for each in completions):
-            return
-        size = 1 if stream else TOKENS_PER_SYNC
-    for each in completions:
-        each.finish("length")
+        count = 1 if stream else TOKENS_PER_SYNC
+    for completion in completions:
+        completion.finish("length")
+
+
+def add_tokens(completions, steps):
+    """Adds tokens to a batch of Completions.
+
+    steps: (ids, log-probabilities) of each step, tensors of shape (B,).
+    """
+    ids = torch.stack([step_ids for step_ids, _ in steps], dim=1)
+    logprobs = torch.stack([step_logprobs for _, step_logprobs in steps], dim=1)
+    check_finite(logprobs)
+    rows = zip(completions, ids.tolist(), logprobs.tolist(), strict=True)
+    for completion, row_ids, row_logprobs in rows:
+        for token, logprob in zip(row_ids, row_logprobs, strict=True):
+            completion.add(token, logprob)
 
 
 def max_batch_size(model):
@@ -154,43 +136,12 @@ def max_batch_size(model):
 
 
 def sample_text(model, tokenizer, seed):
-    """Returns a short sample of a model in training."""
+    """Returns a short sample of a model in training. Collective if it is sharded."""
     prompt = tokenizer.encode(tokenizer.start).tolist()
-    controls = Controls(temperature=0.8, top_k=200)
+    controls = Controls(temperature=0.8, top_k=200, max_new_tokens=200)
     model.eval()
-    tokens = generate(model, [prompt], [seed], controls, 200, vocab_size=tokenizer.vocab_size)
     with unshard(model), disable_cudnn_attention(model.transformer.wte.weight.device):
-        text = tokenizer.decode([int(ids) for ids, _ in tokens])
+        steps = generate(model, [prompt], [seed], controls, tokenizer.vocab_size)
+        text = tokenizer.decode([int(ids) for ids, _ in steps])
     model.train()
     return text.strip()
-
-
-# Prompts
-
-
-def read_prompt(start):
-    """Returns the prompt that `start` specifies; None stays None.
-
-    Raises UserError if it is empty or unreadable.
-    """
-    if start is None:
-        return None
-    if start.startswith("FILE:") or start == "-":
-        start = read_text(start.removeprefix("FILE:"))
-    if not start:
-        raise UserError("the prompt is empty; omit --start to begin with a newline")
-    return start
-
-
-def stop_texts(stop):
-    """Returns the stop texts: `stop`, or the items of the JSON list that it contains."""
-    if stop is None:
-        return []
-    try:
-        texts = json.loads(stop)
-    except ValueError:
-        texts = stop
-    texts = texts if isinstance(texts, list) else [stop]
-    if not all(isinstance(each, str) and each for each in texts):
-        raise UserError(f"--stop={stop}: must be a string, or a JSON list of nonempty strings")
-    return texts

@@ -5,7 +5,7 @@ al. 2025, "Turning Up the Heat" (min-p); Keskar et al. 2019, "CTRL" (repetition 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -14,13 +14,20 @@ UNIFORMS_PER_DRAW = 256  # random numbers per text that are generated at once
 
 @dataclass(frozen=True)
 class Controls:
-    """How the next token is drawn. The defaults sample from the model's distribution."""
+    """Settings of generation. The defaults sample from the model's distribution."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int | None = None  # keep the k most likely tokens
     top_p: float = 1.0  # keep the most likely tokens whose probabilities sum to p
     min_p: float = 0.0  # keep tokens with at least this fraction of the highest probability
     repetition_penalty: float = 1.0  # above 1 lowers the logits of tokens that already occur
+    max_new_tokens: int = 500  # per text
+    context_stride: int | None = None  # see stride_of in folio/inference/generate.py
+
+    @classmethod
+    def from_settings(cls, settings):
+        """Returns the fields that a SampleConfig has under the same names."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 
 def sample_next(logits, uniform, controls, present=None):
@@ -42,11 +49,11 @@ def sample_next(logits, uniform, controls, present=None):
         scores, ids = scores.topk(top_k)  # in descending order
     if controls.top_p < 1:
         probabilities = scores.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        scores = scores.masked_fill(before >= controls.top_p, -math.inf)
+        preceding = probabilities.cumsum(dim=-1) - probabilities  # sum over more likely tokens
+        scores = scores.masked_fill(preceding >= controls.top_p, -math.inf)
     if controls.min_p > 0:
-        least = scores.amax(dim=-1, keepdim=True) + math.log(controls.min_p)
-        scores = scores.masked_fill(scores < least, -math.inf)
+        threshold = scores.amax(dim=-1, keepdim=True) + math.log(controls.min_p)
+        scores = scores.masked_fill(scores < threshold, -math.inf)
     index = _inverse_cdf(scores.softmax(dim=-1), uniform)
     return index if ids is None else ids.gather(1, index[:, None])[:, 0]
 
@@ -74,5 +81,5 @@ def uniforms(seeds, device):
     """Yields (B,) float32 in [0, 1) endlessly; each row has its own random stream."""
     generators = [torch.Generator().manual_seed(seed % 2**63) for seed in seeds]
     while True:
-        block = [torch.rand(UNIFORMS_PER_DRAW, generator=each) for each in generators]
+        block = [torch.rand(UNIFORMS_PER_DRAW, generator=generator) for generator in generators]
         yield from torch.stack(block, dim=1).to(device)

@@ -1,15 +1,17 @@
 """Probabilities of the tokens of a text, of the next token, and of a text as a whole.
 
-`trained` is a TrainedModel (folio/inference/completion.py).
+`trained` is a TrainedModel (folio/inference/trained_model.py).
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from folio.cli.errors import UserError
-from folio.inference.generate import token_nll
+from folio.inference.generate import TOKENS_PER_PASS, context_start, stride_of
 
 
 @dataclass
@@ -62,6 +64,39 @@ def score_text(trained, text, context_stride=None, allow_special=False):
         "bits_per_byte": total / math.log(2) / size,
     }
     return ScoredText(ids.tolist(), [None, *(-nll).tolist()], totals)
+
+
+def scoring_starts(model, length, context_stride=None):
+    """Returns the start of the window in which token_nll scores each token but the first.
+
+    Windows of block_size advance by the stride (see stride_of); the last one ends with the text.
+    Each token is scored in the first window that contains it, after at least block_size - stride
+    tokens, except in the first window.
+    """
+    last, stride = length - 1, stride_of(model, context_stride)
+    size = min(model.config.block_size, last)
+    return [min(context_start(index, size, stride), last - size) for index in range(1, length)]
+
+
+@torch.inference_mode()
+def token_nll(model, ids, context_stride=None, vocab_size=None):
+    """Returns the negative log-likelihood of each token but the first: (N,) -> (N - 1,), nats.
+
+    See scoring_starts. The likelihood is that among the ids below `vocab_size`, as in `generate`.
+    """
+    size, losses = min(model.config.block_size, len(ids) - 1), []
+    scored = Counter(scoring_starts(model, len(ids), context_stride))  # {start: number of tokens}
+    starts, windows_per_pass = list(scored), max(1, TOKENS_PER_PASS // size)
+    for first in range(0, len(starts), windows_per_pass):
+        pass_starts = starts[first : first + windows_per_pass]
+        windows = torch.stack([ids[start : start + size + 1] for start in pass_starts])
+        windows = windows.to(model.transformer.wte.weight.device)
+        states = model.trunk(windows[:, :-1])
+        for state, window, start in zip(states, windows, pass_starts, strict=True):
+            count = scored[start]  # the logits of one window, because they are large
+            logits = model.lm_head(state[-count:])[:, :vocab_size].float()
+            losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
+    return torch.cat(losses)
 
 
 def check_finite(logprobs):

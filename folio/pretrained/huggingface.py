@@ -2,8 +2,8 @@
 
 There are two kinds, by the model_type in config.json:
 - gpt2: GPT2LMHeadModel of transformers, which computes the same function as some GPTs here;
-- folio: any GPT, with the fields of GPTConfig, the parameter names here after PREFIX, and its code.
-  transformers executes the code; read_pretrained does not.
+- folio: any GPT. config.json has the fields of GPTConfig. Names of parameters have NAME_PREFIX. The
+  folder has the model's code, which transformers executes and read_pretrained does not.
 """
 
 import json
@@ -16,15 +16,16 @@ import model
 from folio.checkpoint.format import Checkpoint, Progress, build_model
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import is_file, read_text, write_atomically
-from folio.pretrained import tokenizer_files
+from folio.pretrained.tokenizer_files import make_tokenizer_files, read_tokenizer
 from model import GPTConfig
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
-PREFIX = "gpt."  # of the names of parameters in folders of type folio
-CODE = Path(model.__file__), Path(__file__).with_name("modeling_folio.py")
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
+NAME_PREFIX = "gpt."
+CODE_FILES = Path(model.__file__), Path(__file__).with_name("modeling_folio.py")
 
-GPT2_FIELDS = {  # fields of GPTConfig: their names in GPT2Config
+GPT2_FIELDS = {  # {field of GPTConfig: its name in GPT2Config}
     "block_size": "n_positions",
     "vocab_size": "vocab_size",
     "n_layer": "n_layer",
@@ -35,39 +36,40 @@ GPT2_FIELDS = {  # fields of GPTConfig: their names in GPT2Config
     "tie_weights": "tie_word_embeddings",
 }
 GPT2_DEFAULTS = {"bias": True, "activation_function": "gelu_new", "tie_word_embeddings": True}
-GPT2_CONSTANTS = {  # fields of GPT2Config that have these values if they are there
+GPT2_REQUIRED = {  # values that a GPT2Config must have, which are its defaults
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
-GPT2_TANH = ("gelu_new", "gelu_pytorch_tanh")  # gelu_tanh; other activations have the same names
-GPT2_TRANSPOSED = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
-GPT2_MASKS = (".attn.bias", ".attn.masked_bias")  # constants in older files
+GPT2_TANH_NAMES = ("gelu_new", "gelu_pytorch_tanh")  # here gelu_tanh; other names are the same
+TRANSPOSED_SUFFIXES = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
+MASK_SUFFIXES = (".attn.bias", ".attn.masked_bias")  # constant tensors in older files
 
 
 # Reading
 
 
 def read_pretrained(folder):
-    """Returns the Checkpoint of a folder, at step 0, with contiguous float32 weights on the CPU.
+    """Returns the model of a folder as a Checkpoint at step 0, in contiguous float32 on the CPU.
 
     Raises UserError if the folder is damaged, or its model or tokenizer is not supported. Whether
     the weights fit the config is not checked: see folio.checkpoint.format.load_weights.
     """
     folder = Path(folder)
-    config, is_gpt2 = _read_config(folder / CONFIG)
+    config, is_gpt2 = _read_config(folder / CONFIG_FILE)
     tensors = _read_tensors(folder)
     if config.n_layer > len(tensors):  # building such a model could take forever
-        raise UserError(f"{folder / CONFIG} says {config.n_layer:,} layers, more than its weights")
+        layers = f"{config.n_layer:,} layers"
+        raise UserError(f"{folder / CONFIG_FILE} says {layers}, more than its weights")
     if is_gpt2:
         weights = _from_gpt2(tensors, config)
     else:
-        weights = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
     weights = {name: weight.float().contiguous() for name, weight in weights.items()}
-    if config.tie_weights and EMBEDDING in weights:
-        weights[HEAD] = weights[EMBEDDING]
-    tokenizer = tokenizer_files.read(folder)
-    return Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer.to_dict(), path=folder)
+    if config.tie_weights and EMBEDDING_WEIGHT in weights:
+        weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
+    tokenizer = read_tokenizer(folder).to_dict()
+    return Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
 
 
 def _read_config(path):
@@ -86,25 +88,26 @@ def _read_config(path):
 
 
 def _gpt2_config(values):
-    """Returns the GPTConfig. Raises ValueError if the model would compute another function."""
-    for name, value in GPT2_CONSTANTS.items():
+    """Returns the GPTConfig for a GPT2Config. Raises ValueError if no GPT is equivalent."""
+    for name, value in GPT2_REQUIRED.items():
         if values.get(name, value) != value:
             raise ValueError(f"{name}={values[name]!r}, not {value!r}")
     values = GPT2_DEFAULTS | values
-    if values["activation_function"] in GPT2_TANH:
+    if values["activation_function"] in GPT2_TANH_NAMES:
         values["activation_function"] = "gelu_tanh"
-    return GPTConfig(**{name: values[key] for name, key in GPT2_FIELDS.items()})
+    return GPTConfig(**{name: values[gpt2_name] for name, gpt2_name in GPT2_FIELDS.items()})
 
 
 def _from_gpt2(tensors, config):
-    """Returns the weights in the tensors of a GPT2LMHeadModel."""
+    """Returns a GPT's state dict from that of a GPT2LMHeadModel."""
     weights = {}
     for name, tensor in tensors.items():
-        if not name.startswith(("transformer.", HEAD)):  # in files without a head
+        if not name.startswith(("transformer.", HEAD_WEIGHT)):  # in files without a head
             name = f"transformer.{name}"
         is_zero_bias = not config.bias and name.endswith(".bias") and not tensor.any()
-        if not is_zero_bias and not name.endswith(GPT2_MASKS):
-            weights[name] = tensor.t() if name.endswith(GPT2_TRANSPOSED) else tensor
+        if is_zero_bias or name.endswith(MASK_SUFFIXES):
+            continue
+        weights[name] = tensor.t() if name.endswith(TRANSPOSED_SUFFIXES) else tensor
     return weights
 
 
@@ -116,20 +119,21 @@ def _read_json(path):
 
 
 def _read_tensors(folder):
-    """Returns {name: tensor} of all safetensors files of a folder, mapped from the files."""
-    if is_file(folder / WEIGHTS):
-        files = [WEIGHTS]
-    elif is_file(folder / INDEX):
-        files = set(dict(_read_json(folder / INDEX).get("weight_map", {})).values())
+    """Returns {name: tensor} of all safetensors files of a folder, memory-mapped."""
+    if is_file(folder / WEIGHTS_FILE):
+        file_names = {WEIGHTS_FILE}
+    elif is_file(folder / INDEX_FILE):
+        weight_map = _read_json(folder / INDEX_FILE).get("weight_map", {})
+        file_names = set(dict(weight_map).values())
     else:
         raise UserError(
-            f"{folder} has no {WEIGHTS}; if it has other weights that you trust (pickled ones "
+            f"{folder} has no {WEIGHTS_FILE}; if it has other weights that you trust (pickled ones "
             "could execute code), convert them in Python with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
     safetensors, tensors = _load_library(), {}
     try:
-        for name in files:
+        for name in file_names:
             tensors |= safetensors.torch.load_file(folder / name)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot read the weights in {folder}: {cause_of(error)}") from error
@@ -137,7 +141,7 @@ def _read_tensors(folder):
 
 
 def _load_library():
-    """Returns the module safetensors. Raises UserError if it is not installed."""
+    """Returns the package safetensors. Raises UserError if it is not installed."""
     try:
         import safetensors.torch  # imported here because it is optional
     except ImportError as error:
@@ -156,17 +160,18 @@ def write_pretrained(folder, checkpoint, tokenizer):
     """
     config, weights = checkpoint.config, build_model(checkpoint).state_dict()
     if config.tie_weights:
-        del weights[HEAD]
+        del weights[HEAD_WEIGHT]
     if _fits_gpt2(config):
-        fields, tensors, code = _gpt2_fields(config), _to_gpt2(weights), ()
+        fields, tensors, code_files = _gpt2_fields(config), _to_gpt2(weights), ()
     else:
-        tensors = {PREFIX + name: weight for name, weight in weights.items()}
-        fields, code = _own_fields(config), CODE
+        tensors = {NAME_PREFIX + name: weight for name, weight in weights.items()}
+        fields, code_files = _folio_fields(config), CODE_FILES
     fields |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-    texts = tokenizer_files.contents(tokenizer) | {CONFIG: json.dumps(fields, indent=2)}
-    texts |= {path.name: path.read_text(encoding="utf-8") for path in code}
+    texts = make_tokenizer_files(tokenizer) | {CONFIG_FILE: json.dumps(fields, indent=2)}
+    for path in code_files:
+        texts[path.name] = path.read_text(encoding="utf-8")
     contents = {name: text.encode() for name, text in texts.items()}
-    contents[WEIGHTS] = _load_library().torch.save(tensors, metadata={"format": "pt"})
+    contents[WEIGHTS_FILE] = _load_library().torch.save(tensors, metadata={"format": "pt"})
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,37 +187,37 @@ def write_pretrained(folder, checkpoint, tokenizer):
 
 def _fits_gpt2(config):
     """Whether GPT2LMHeadModel computes the same function as a GPT."""
-    known = {name: getattr(config, name) for name in (*GPT2_FIELDS, "dropout")}
-    return config == GPTConfig(**known) and config.activation != "swiglu"
+    shared = {name: getattr(config, name) for name in (*GPT2_FIELDS, "dropout")}
+    return config == GPTConfig(**shared) and config.activation != "swiglu"
 
 
 def _gpt2_fields(config):
     """Returns the fields of config.json for GPT2LMHeadModel."""
-    values = {key: getattr(config, name) for name, key in GPT2_FIELDS.items()}
+    values = {gpt2_name: getattr(config, name) for name, gpt2_name in GPT2_FIELDS.items()}
     if config.activation == "gelu_tanh":
         values["activation_function"] = "gelu_new"
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         **values,
-        **GPT2_CONSTANTS,
+        **GPT2_REQUIRED,
         "n_ctx": config.block_size,  # llama.cpp's name
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # 0.1 by default
     }
 
 
 def _to_gpt2(weights):
-    """Returns the tensors of GPT2LMHeadModel, with zeros for biases that the model lacks."""
+    """Returns GPT2LMHeadModel's state dict, with zeros for biases that the model lacks."""
     tensors = dict(weights)
     for name, weight in weights.items():
         if name.startswith(("transformer.h.", "transformer.ln_f.")):
             tensors.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weight)))
-        if name.endswith(GPT2_TRANSPOSED):
+        if name.endswith(TRANSPOSED_SUFFIXES):
             tensors[name] = weight.T.contiguous()
     return tensors
 
 
-def _own_fields(config):
+def _folio_fields(config):
     """Returns the fields of config.json for a model with its own code."""
     return {
         "architectures": ["FolioForCausalLM"],

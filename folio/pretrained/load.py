@@ -6,28 +6,33 @@ from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import BEST
-from folio.cli.errors import UserError, nearest
+from folio.cli.errors import UserError, suggest
 from folio.cli.files import is_file
 from folio.data.dataset import load_tokenizer
 from folio.data.downloads import hub_client
 from folio.data.tokenizer import from_dict
 from folio.pretrained.huggingface import read_pretrained
 
-MODELS = {  # nanoGPT's names: ids on the hub
+HUB_MODELS = {  # {nanoGPT's name: id on the hub}
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 }
 # never pytorch_model.bin, a pickle that can execute code
-FILES = ("*.json", "model.safetensors", "model-*-of-*.safetensors")
-ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-RESUMING = ("resume", "auto")
-POSITIONS = "transformer.wpe.weight"
+FILE_PATTERNS = ("*.json", "model.safetensors", "model-*-of-*.safetensors")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+RESUME_NAMES = ("resume", "auto")
+POSITION_WEIGHT = "transformer.wpe.weight"
 
 
 def load_start(init_from, run_dir):
-    """Returns (resumed, initial), Checkpoints or None: what a run continues or starts from."""
-    if init_from in RESUMING:
+    """Returns (resumed, initial): the Checkpoint that a run continues and that it starts from.
+
+    At least one of them is None.
+    """
+    if init_from == "scratch":
+        return None, None
+    if init_from in RESUME_NAMES:
         return run_dir.load_newest(required=init_from == "resume"), None
-    return None, None if init_from == "scratch" else load_initial(init_from)
+    return None, load_initial(init_from)
 
 
 def load_best(init_from, run_dir):
@@ -51,7 +56,7 @@ def load_initial(init_from):
     if is_file(init_from):
         return load_checkpoint(init_from, optimizers=False)
     if init_from.endswith(".pt") or not is_model_id(init_from):
-        hint = nearest(init_from, ("scratch", *RESUMING, *MODELS))
+        hint = suggest(init_from, ("scratch", *RESUME_NAMES, *HUB_MODELS))
         raise UserError(f"init_from={init_from} is not a file, a folder or a hub id{hint}")
     checkpoint = read_pretrained(pretrained_folder(init_from))
     checkpoint.path = Path(init_from)  # shorter in messages than a folder of the cache
@@ -59,52 +64,51 @@ def load_initial(init_from):
 
 
 def crop(checkpoint, block_size):
-    """Removes the learned positions from `block_size` on, if there are any."""
-    if POSITIONS in checkpoint.weights:
-        positions = checkpoint.weights[POSITIONS][:block_size]
-        checkpoint.weights[POSITIONS] = positions.clone()  # the whole tensor of a view is saved
+    """Reduces the embedding of learned positions, if there is one, to `block_size` rows."""
+    if POSITION_WEIGHT in checkpoint.weights:
+        rows = checkpoint.weights[POSITION_WEIGHT][:block_size]
+        checkpoint.weights[POSITION_WEIGHT] = rows.clone()  # saving a view saves its whole storage
 
 
 def checkpoint_tokenizer(checkpoint):
-    """Returns a checkpoint's tokenizer; for nanoGPT's, that of its dataset folder."""
+    """Returns the tokenizer of a checkpoint. nanoGPT's have none: theirs is that of the dataset."""
     dataset, size = checkpoint.settings.get("dataset", "openwebtext"), checkpoint.config.vocab_size
+    saved = checkpoint.tokenizer
     try:
-        saved = checkpoint.tokenizer
         tokenizer = from_dict(saved) if saved else load_tokenizer(dataset)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
-    if not tokenizer.fits(size):
-        meta = f"of {dataset}; copy the meta.pkl that the model was trained with to data/{dataset}"
-        raise UserError(
-            f"{checkpoint.path}: the model has a vocabulary of {size:,}, but the tokenizer is "
-            f"{tokenizer.name}{'' if saved else ', that ' + meta}"
-        )
-    return tokenizer
+    if tokenizer.fits(size):
+        return tokenizer
+    name, meta = tokenizer.name, "the meta.pkl that the model was trained with"
+    hint = "" if saved else f", that of {dataset}; copy {meta} to data/{dataset}"
+    sizes = f"the model has a vocabulary of {size:,}, but the tokenizer is {name}"
+    raise UserError(f"{checkpoint.path}: {sizes}{hint}")
 
 
 # The Hugging Face hub
 
 
 def is_model_id(name):
-    """Whether `name` is one of MODELS or has the form org/name, with or without @revision."""
+    """Whether `name` is one of HUB_MODELS or has the form org/name, with or without @revision."""
     model = name.partition("@")[0]
-    return model in MODELS or bool(ID.fullmatch(model))
+    return model in HUB_MODELS or bool(HUB_ID.fullmatch(model))
 
 
 def pretrained_folder(name):
     """Returns the Path of a local folder with a model's files; downloads those not in the cache.
 
     Args:
-        name: one of MODELS or an id such as org/name, with or without @revision.
+        name: one of HUB_MODELS or an id such as org/name, with or without @revision.
 
     Raises UserError if the model cannot be downloaded.
     """
     model, _, revision = name.partition("@")
     with hub_client(name, "huggingface_hub safetensors tokenizers") as huggingface_hub:
         folder = huggingface_hub.snapshot_download(
-            MODELS.get(model, model),
+            HUB_MODELS.get(model, model),
             revision=revision or None,
-            allow_patterns=list(FILES),
+            allow_patterns=list(FILE_PATTERNS),
             ignore_patterns=["*/*"],  # variants in subfolders
         )
     return Path(folder)

@@ -15,7 +15,7 @@ from .model import GPT, GPTConfig
 
 
 class FolioConfig(PretrainedConfig):
-    """The fields of GPTConfig; some of them also under the names that transformers uses."""
+    """The fields of GPTConfig, two of them also under the names that transformers uses."""
 
     model_type = "folio"
     attribute_map = {"num_hidden_layers": "n_layer", "tie_word_embeddings": "tie_weights"}
@@ -42,24 +42,27 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
         """Does nothing: GPT has initialized its weights."""
 
     def tie_weights(self, *args, **kwargs):
-        """Is called after loading, too: the rotary tables are not in the file."""
+        """Computes the rotary tables, too, which are not in the file. Called after loading."""
         super().tie_weights(*args, **kwargs)
-        self.gpt.tie_and_fill_tables()
+        if self.gpt.rotary is not None:
+            self.gpt.rotary.reset_parameters()
 
     def forward(self, input_ids, labels=None, attention_mask=None, past_key_values=None, **kwargs):
         """Returns the logits, (B, T', vocab_size), and the loss if there are labels.
 
-        input_ids: (B, T), T <= block_size, also the tokens whose keys and values are in the cache
-            past_key_values; T' is the number of the others.
-        labels: input_ids, or -100 where a token is to be ignored; for T' = T.
-        attention_mask: raises ValueError if there is padding on the left.
+        Args:
+            input_ids: (B, T), T <= block_size. The keys and values of its first T - T' tokens are
+                in the cache past_key_values.
+            labels: input_ids, with -100 for tokens to ignore; only without a cache.
+            attention_mask: may only exclude tokens at the end, which causal attention does anyway.
+                Raises ValueError otherwise.
         """
         mask = attention_mask
         if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
             raise ValueError("folio models do not support padding on the left")
         T, past = input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0
-        every = torch.arange(T, device=input_ids.device)
-        distance = every[past:, None] - every
+        positions = torch.arange(T, device=input_ids.device)
+        distance = positions[past:, None] - positions
         hidden = (distance < 0) | (distance >= (self.config.window or T))
 
         def attend(layer, q, k, v):
@@ -68,7 +71,7 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
             return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
 
         attend = attend if past_key_values is not None else None
-        logits = self.gpt.lm_head(self.gpt.trunk(input_ids, every[past:], attend))
+        logits = self.gpt.lm_head(self.gpt.trunk(input_ids, positions[past:], attend))
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 

@@ -23,17 +23,17 @@ from folio.data.tokenizer import (
     GPT2Tokenizer,
 )
 
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 # A normalizer, or a pre-tokenizer that adds or removes characters, changes this text.
-SAMPLE = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
-GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
-GPT2_VOCABULARY = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"  # sha256
+SAMPLE_TEXT = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
+GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+GPT2_VOCABULARY_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 
 
 # Writing
 
 
-def contents(tokenizer):
+def make_tokenizer_files(tokenizer):
     """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json as it is
@@ -41,10 +41,13 @@ def contents(tokenizer):
     }
     if tokenizer.end is not None:
         config["bos_token"] = config["eos_token"] = END_OF_TEXT
-    return {FILE: definition(tokenizer), "tokenizer_config.json": json.dumps(config, indent=1)}
+    return {
+        TOKENIZER_FILE: make_definition(tokenizer),
+        "tokenizer_config.json": json.dumps(config, indent=1),
+    }
 
 
-def definition(tokenizer):
+def make_definition(tokenizer):
     """Returns a tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""
     if tokenizer.kind == "bpe":
         return tokenizer.definition
@@ -72,7 +75,7 @@ def _gpt2(library, tokenizer):
     tokens = map(tokenizer.token_bytes, range(tokenizer.end))  # raises if tiktoken has no files
     characters = bpe.byte_characters()
     vocabulary = {"".join(characters[byte] for byte in each): i for i, each in enumerate(tokens)}
-    merges = read_file_cached(GPT2_MERGES).decode().splitlines()[1:]  # the first is the version
+    merges = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # the first is the version
     pairs = [tuple(merge.split(" ")) for merge in merges]
     model = library.models.BPE(vocabulary | {END_OF_TEXT: tokenizer.end}, pairs)
     return _byte_level(library, model)
@@ -91,15 +94,15 @@ def _byte_level(library, model, split_words=True):
 # Reading
 
 
-def read(folder):
+def read_tokenizer(folder):
     """Returns the tokenizer of a Hugging Face folder.
 
     Raises UserError if it has no tokenizer.json, or one that is damaged or not supported.
     """
-    path = Path(folder, FILE)
+    path = Path(folder, TOKENIZER_FILE)
     if not is_file(path):
         raise UserError(
-            f"{folder} has no {FILE}; write it in Python with transformers: "
+            f"{folder} has no {TOKENIZER_FILE}; write it in Python with transformers: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
     try:
@@ -109,22 +112,23 @@ def read(folder):
 
 
 def _tokenizer(built):
-    """Returns the tokenizer that computes the same as one of the library."""
+    """Returns the tokenizer here that is equivalent to one of the library."""
     built.no_truncation()
     built.no_padding()
     built.post_processor = None  # would add tokens, and is not used here
     text = built.to_str()
-    plain = json.loads(text)
-    if (kind := plain["model"]["type"]) != "BPE":
-        raise UserError(f"the tokenizer is of type {kind}")
-    tokens = sorted(plain["model"]["vocab"], key=plain["model"]["vocab"].get)
-    for written in (ByteTokenizer(), CharTokenizer("".join(tokens))):
-        if text == definition(written):
-            return written
+    fields = json.loads(text)
+    model = fields["model"]
+    if model["type"] != "BPE":
+        raise UserError(f"the tokenizer is of type {model['type']}")
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    for candidate in (ByteTokenizer(), CharTokenizer("".join(tokens))):
+        if text == make_definition(candidate):
+            return candidate
     fingerprint = hashlib.sha256("\n".join(tokens).encode()).hexdigest()
-    if fingerprint == GPT2_VOCABULARY and len(plain["added_tokens"]) == 1:
+    if fingerprint == GPT2_VOCABULARY_SHA256 and len(fields["added_tokens"]) == 1:
         return GPT2Tokenizer()
     tokenizer = BPETokenizer(text)
-    if tokenizer.decode(tokenizer.encode(SAMPLE)) != SAMPLE:
+    if tokenizer.decode(tokenizer.encode(SAMPLE_TEXT)) != SAMPLE_TEXT:
         raise UserError("the tokenizer changes the text")
     return tokenizer

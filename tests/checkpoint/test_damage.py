@@ -55,7 +55,7 @@ def wrong_result(read, intact, name):
         message = str(error)
         fine = len(message) < 1000 and len(message.splitlines()) == 1 and name in message
         return None if fine else f"says {message[:200]!r}"
-    fine = intact is not REFUSED and tiny.same(found, intact)
+    fine = intact is not REFUSED and tiny.equal(found, intact)
     return None if fine else "reads other content"
 
 

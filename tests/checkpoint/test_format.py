@@ -11,6 +11,7 @@ from folio.checkpoint.format import (
     Checkpoint,
     Progress,
     build_model,
+    empty_model,
     load_checkpoint,
     save_checkpoint,
 )
@@ -29,18 +30,18 @@ def make_model(**changes):
     return GPT(GPTConfig(**(SHAPE | changes)))
 
 
-def trained(optimizer="adamw", **changes):
+def train_one_step(kind="adamw", **changes):
     """Returns a model and its optimizers after one step."""
     model = make_model(**changes)
-    optimizers = make_optimizers(model, tiny.settings(optimizer=optimizer))
+    optimizers = make_optimizers(model, tiny.settings(optimizer=kind))
     model(IDX, IDX).backward()
-    for each in optimizers.values():
-        each.step()
+    for optimizer in optimizers.values():
+        optimizer.step()
     return model, optimizers
 
 
 def checkpoint_of(model, optimizers=None, **fields):
-    states = {name: each.state_dict() for name, each in (optimizers or {}).items()}
+    states = {name: optimizer.state_dict() for name, optimizer in (optimizers or {}).items()}
     progress = Progress(step=3, evaluated=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
     weights = model.state_dict()
     return Checkpoint(model.config, weights, progress, {"dataset": "verse"}, states, **fields)
@@ -53,7 +54,7 @@ def rewrite(**changes):
     return "ckpt.pt"
 
 
-def same_logits(model, other):
+def have_same_logits(model, other):
     return torch.equal(model.eval().logits(IDX), other.eval().logits(IDX))
 
 
@@ -63,7 +64,7 @@ def same_logits(model, other):
 @pytest.mark.parametrize("optimizers", [True, False])
 def test_every_field_is_saved_and_loaded(optimizers):
     saved = checkpoint_of(
-        *trained(),
+        *train_one_step(),
         scaler={"scale": 1024.0},
         tokenizer={"kind": "char", "characters": "\nabcdefghij"},
         data={"train": 1, "val": 2},
@@ -75,18 +76,30 @@ def test_every_field_is_saved_and_loaded(optimizers):
         saved = replace(saved, optimizers={})
     loaded = load_checkpoint("ckpt.pt", optimizers)
     for field in fields(Checkpoint):
-        assert tiny.same(getattr(loaded, field.name), getattr(saved, field.name)), field.name
+        assert tiny.equal(getattr(loaded, field.name), getattr(saved, field.name)), field.name
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_weights": False}, {"dropout": 0.3, "bias": False}, tiny.SWITCHES], ids=str
 )
 def test_loaded_model_equals_saved_one(changes):
-    model, _ = trained(**changes)
+    model, _ = train_one_step(**changes)
     save_checkpoint("ckpt.pt", checkpoint_of(model))
     loaded = build_model(load_checkpoint("ckpt.pt", optimizers=False))
     assert loaded.config == model.config
-    assert same_logits(loaded, model)
+    assert have_same_logits(loaded, model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("changes", [{}, tiny.SWITCHES], ids=str)
+def test_empty_models_share_and_fill_what_is_not_a_weight(device, changes):
+    initialized, model = make_model(**changes), empty_model(GPTConfig(**SHAPE, **changes), device)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {device}
+    is_tied = model.lm_head.weight is model.transformer.wte.weight
+    assert is_tied == model.config.tie_weights
+    if device == "cpu":
+        assert tiny.equal(dict(model.named_buffers()), dict(initialized.named_buffers()))
+    assert tiny.equal(make_model(**changes).state_dict(), initialized.state_dict())  # afterwards
 
 
 # nanoGPT's format
@@ -94,14 +107,14 @@ def test_loaded_model_equals_saved_one(changes):
 
 def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
     save_checkpoint("ckpt.pt", checkpoint_of(make_model(bias=False)))
-    content = tiny.saved("ckpt.pt", ".")
+    content = tiny.load("ckpt.pt", ".")
     assert content.keys() >= {"model", "optimizer", "iter_num", "best_val_loss", "config"}
     assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 
 
 @pytest.mark.parametrize(("prefix", "masks"), [("", False), ("_orig_mod.", True)])
 def test_nanogpts_checkpoint_loads(prefix, masks):
-    model, optimizers = trained()
+    model, optimizers = train_one_step()
     weights = model.state_dict()
     if masks:  # a buffer that nanoGPT stored before PyTorch 2
         weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
@@ -115,7 +128,7 @@ def test_nanogpts_checkpoint_loads(prefix, masks):
     }
     torch.save(content, "ckpt.pt")
     loaded = load_checkpoint("ckpt.pt")
-    assert same_logits(build_model(loaded), model)
+    assert have_same_logits(build_model(loaded), model)
     assert loaded.config == GPTConfig(**SHAPE, bias=True, dropout=0.0)
     assert loaded.progress == Progress(2000, 2000, 2000, 1.5)
     assert type(loaded.progress.best_val_loss) is float
@@ -153,6 +166,6 @@ def test_weights_that_are_not_finite_are_refused():
 
 
 def test_state_of_other_optimizers_is_refused():
-    checkpoint = checkpoint_of(*trained("muon"), path="ckpt.pt")
+    checkpoint = checkpoint_of(*train_one_step("muon"), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* adamw and muon"):
-        restore_optimizers(trained()[1], checkpoint)
+        restore_optimizers(train_one_step()[1], checkpoint)

@@ -8,7 +8,7 @@ import pytest
 
 from folio.cli.errors import UserError
 from folio.cli.files import (
-    LOCK,
+    LOCK_FILE,
     lock_folder,
     move_aside,
     read_text,
@@ -82,7 +82,7 @@ def test_a_folder_has_one_writer_at_a_time():
     for _ in range(2):  # the second time, after a release
         with lock_folder("new/out"), pytest.raises(UserError, match="another process .* new/out"):
             lock_folder("new/out").__enter__()
-    assert set(os.listdir("new/out")) <= {LOCK}
+    assert set(os.listdir("new/out")) <= {LOCK_FILE}
     Path("file").touch()
     with pytest.raises(UserError, match="file/out"):
         lock_folder("file/out").__enter__()

@@ -1,18 +1,39 @@
-"""Settings from config files and flags, and `--help`."""
+"""Settings: parsing and checking values, config files and flags, and `--help`."""
 
+import reprlib
 import shlex
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fields import Settings
 
 from folio.cli.errors import UserError
-from folio.cli.settings import changed_settings, load_settings
+from folio.cli.settings import changed_settings, check_value, load_settings, parse_value, setting
 
-NAMES = [field.name for field in fields(Settings)]
+
+@dataclass(frozen=True)
+class Settings:
+    """One setting of each type."""
+
+    device: str = setting("auto", "where to compute", group="Machine", scope="machine")
+    compile: Literal["auto"] | bool = setting("auto", "whether to compile", scope="machine")
+    steps: int = setting(100, "updates to make", "[0, inf)", group="Run")
+    warmup: int | None = setting(None, "updates until the full rate")
+    rate: float = setting(0.5, "learning rate", "(0, 1]")
+    shift: float = setting(0.0, "added to the loss", "(-inf, inf)")
+    bias: bool = setting(False, "whether layers have one")
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of norm")
+    name: str | None = setting(None, "of the run", scope="display")
+
+    def __post_init__(self):
+        if self.warmup and self.warmup > self.steps:
+            raise ValueError(f"warmup={self.warmup} is longer than steps={self.steps}")
+
+
+FIELDS = {field.name: field for field in fields(Settings)}
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +50,59 @@ def error_of(*argv):
     with pytest.raises(UserError) as caught:
         load_settings(Settings, argv)
     return str(caught.value)
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("steps", "7", 7),
+        ("warmup", "-3", -3),
+        ("warmup", "None", None),
+        ("rate", "1", 1.0),
+        ("shift", "-1.5e-3", -1.5e-3),
+        ("bias", "true", True),
+        ("compile", "False", False),
+        ("compile", "auto", "auto"),
+        ("norm", "rmsnorm", "rmsnorm"),
+        ("name", "", ""),
+    ],
+)
+def test_text_is_parsed_to_the_type_of_the_field(name, text, value):
+    parsed = parse_value(FIELDS[name], text, "HERE")
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("steps", "1.5", "must be int, not '1.5'"),
+        ("steps", "9223372036854775808", "must be a 64-bit integer, not 9223372036854775808"),
+        ("rate", "fast", "must be float, not 'fast'"),
+        ("rate", "nan", "must be in (0, 1], not nan"),
+        ("shift", "1e400", "must be in (-inf, inf), not inf"),
+        ("steps", 1.0, "must be int, not 1.0"),
+        ("steps", True, "must be int, not True"),
+        ("steps", -1, "must be in [0, inf), not -1"),
+        ("warmup", [1, 2], "must be int or None, not [1, 2]"),
+        ("rate", 0, "must be in (0, 1], not 0.0"),
+        ("bias", 1, "must be True or False, not 1"),
+        ("compile", 1, "must be auto, True or False, not 1"),
+        ("norm", "batchnorm", "must be layernorm or rmsnorm, not 'batchnorm'"),
+        ("name", [1] * 10**6, "must be str or None, not [1, 1, 1, 1, 1, 1, ...]"),
+    ],
+    ids=reprlib.repr,
+)
+def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, reason):
+    function = parse_value if isinstance(value, str) else check_value
+    with pytest.raises(UserError) as caught:
+        function(FIELDS[name], value, "HERE")
+    assert str(caught.value) == f"HERE {reason}"
+
+
+# Flags and config files
 
 
 @pytest.mark.parametrize(
@@ -70,27 +144,27 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
     assert changed_settings(load_settings(Settings, order)) == expected
 
 
-def resolve(device):
+def resolve_device(device):
     if device == "cuda":
         raise UserError("no CUDA GPU")
     return "mps" if device == "auto" else device
 
 
 @pytest.mark.parametrize(
-    ("argv", "seen"),
+    ("argv", "device"),
     [
         (["read.py"], "mps"),
         (["read.py", "--device=cpu"], "cpu"),
         (["cuda.py", "--device=cpu", "read.py"], "cpu"),
     ],
 )
-def test_a_config_file_reads_the_resolved_device(argv, seen):
+def test_a_config_file_reads_the_resolved_device(argv, device):
     config_file("name = device", "read.py")
     config_file("device = 'cuda'", "cuda.py")
-    settings = load_settings(Settings, argv, {"device": resolve})
-    assert (settings.name, settings.device) == (seen, seen)
+    settings = load_settings(Settings, argv, {"device": resolve_device})
+    assert (settings.name, settings.device) == (device, device)
     with pytest.raises(UserError, match="^no CUDA GPU$"):
-        load_settings(Settings, [*argv, "--device=cuda"], {"device": resolve})
+        load_settings(Settings, [*argv, "--device=cuda"], {"device": resolve_device})
 
 
 @pytest.mark.parametrize(
@@ -107,10 +181,11 @@ def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
     assert error_of(config_file(text)).startswith(message)
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+# Invalid arguments
 
 
-# Unknown names
+def test_settings_that_contradict_each_other_are_an_error():
+    assert error_of("--warmup=5", "--steps=4") == "warmup=5 is longer than steps=4"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +197,7 @@ scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | 
         ("steps=5", ["steps=5", "--name=value"]),
         ("config/shakespear_char.py", ["config/shakespear_char.py", "config/shakespeare_char.py?"]),
         ("x" * 300, ["x" * 300, "config/eval_gpt2.py"]),
-        ("config/shakespeare_char.py", ["out_dir"]),  # found, but of train.py
+        ("config/shakespeare_char.py", ["out_dir"]),  # a file that exists, for train.py
     ],
 )
 def test_an_unknown_argument_is_an_error_with_a_hint(argument, names):
@@ -131,10 +206,11 @@ def test_an_unknown_argument_is_an_error_with_a_hint(argument, names):
     assert all(name in message for name in names)
 
 
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 arguments = (
     st.text(st.characters())
-    | st.builds("--{}".format, st.sampled_from(NAMES))
-    | st.builds("--{}={}".format, st.sampled_from([*NAMES, "other"]), scalars)
+    | st.builds("--{}".format, st.sampled_from([*FIELDS]))
+    | st.builds("--{}={}".format, st.sampled_from([*FIELDS, "other"]), scalars)
 )
 
 
@@ -144,8 +220,8 @@ def test_any_arguments_give_settings_or_a_user_error(argv):
         settings = load_settings(Settings, argv)
     except UserError:
         return
-    again = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
-    assert load_settings(Settings, again) == settings
+    flags = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
+    assert load_settings(Settings, flags) == settings
 
 
 # Help

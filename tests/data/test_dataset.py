@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK
+from folio.cli.files import LOCK_FILE
 from folio.data import dataset
 from folio.data.dataset import DATA, DatasetSize, dataset_size, load_dataset
 from folio.data.tokenizer import ByteTokenizer, CharTokenizer
@@ -59,7 +59,7 @@ def test_format_of_the_files():
         "val": {"tokens": 2, "bytes": 3, "crc32": zlib.crc32(b"\0\0\3\0")},
     }
     names = {path.name for path in Path("data/own").iterdir()}
-    assert names - {LOCK} == {"meta.json", "train.bin", "val.bin"}
+    assert names - {LOCK_FILE} == {"meta.json", "train.bin", "val.bin"}
 
 
 def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_bytes):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK
+from folio.cli.files import LOCK_FILE
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import ByteTokenizer
 from folio.data.writer import dataset_writer
@@ -36,7 +36,7 @@ def write_old():
 
 
 def contents():
-    return {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.name != LOCK}
+    return {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.name != LOCK_FILE}
 
 
 def kill_at(number, monkeypatch):

@@ -76,7 +76,7 @@ def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, 
         if one["split"] == "val":
             assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
             assert two["train_loss"] == pytest.approx(one["train_loss"], abs=1e-5)
-    one, two = tiny.saved("last.pt", "one"), tiny.saved("last.pt", "two")
+    one, two = tiny.load("last.pt", "one"), tiny.load("last.pt", "two")
     assert one["model"].keys() == two["model"].keys()
     for name, weight in one["model"].items():
         torch.testing.assert_close(two["model"][name], weight, atol=1e-5, rtol=0)
@@ -101,8 +101,8 @@ def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(ve
     for size, parallel, stop_at in sections:
         losses = trained(size, parallel=parallel, stop_at=stop_at, init_from="auto", **settings)
     assert differences(losses, whole).max() < 1e-5
-    best = tiny.saved("last.pt")["best_val_loss"]
-    assert best == pytest.approx(tiny.saved("last.pt", "whole")["best_val_loss"], abs=1e-5)
+    best = tiny.load("last.pt")["best_val_loss"]
+    assert best == pytest.approx(tiny.load("last.pt", "whole")["best_val_loss"], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(verse):
     os.kill(ranks.processes[1].pid, signal.SIGINT)
     statuses, (main, other) = ranks.wait()
     assert statuses == [128 + signal.SIGTERM, 128 + signal.SIGINT]
-    assert f"stopped at step {tiny.saved('last.pt')['iter_num']}" in main
+    assert f"stopped at step {tiny.load('last.pt')['iter_num']}" in main
     assert other == ""
 
 
@@ -190,10 +190,10 @@ def test_if_a_process_is_killed_the_others_end_with_a_message(verse, rank, paral
     assert statuses[1 - rank] == 2
     last = errors[1 - rank].strip().splitlines()[-1]
     assert last.startswith(f"train.py: rank {1 - rank}: another process of the run has ended")
-    step = tiny.saved("last.pt")["iter_num"]
+    step = tiny.load("last.pt")["iter_num"]
     losses = trained(1, init_from="resume", gradient_accumulation_steps=2, max_iters=step + 3)
     assert math.isfinite(losses[-1])
-    assert tiny.saved("last.pt")["iter_num"] == step + 3
+    assert tiny.load("last.pt")["iter_num"] == step + 3
 
 
 def wait_for(path):

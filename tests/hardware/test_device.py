@@ -66,7 +66,7 @@ def test_bfloat16_is_used_where_the_hardware_has_it(machine_with, monkeypatch):
     for unit in ("avx512_bf16", "amx_bf16", "bf16"):
         for supported, dtype in ((True, "bfloat16"), (False, "float32")):
             capabilities = {"avx512_f": True, unit: supported}
-            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=capabilities: found)
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda value=capabilities: value)
             assert resolve_dtype("auto", "cpu") == dtype
     assert resolve_dtype("auto", "mps") == "float32"
 
@@ -99,7 +99,7 @@ def test_the_peak_of_a_known_card_is_from_its_data_sheet(card, half, single, mac
 @pytest.mark.parametrize("card", SIMILAR_CARDS)
 def test_the_peak_of_a_card_with_a_similar_name_is_measured(card, machine_with, monkeypatch):
     machine_with(cards=1, card=card)
-    monkeypatch.setattr(device, "_measured_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr(device, "_measure_peak", lambda device, dtype: 1e12)
     expected = (1e12, "measured with a matrix product")
     assert Machine("cuda", "bfloat16", False, "").peak == expected
 

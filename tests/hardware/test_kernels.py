@@ -12,7 +12,7 @@ from folio.hardware.kernels import apply_dropout, explicit_attention, use_fast_k
 from model import CausalSelfAttention, GPTConfig
 
 
-def causal_attention(q, k, v, window, kernel=kernels.attention):
+def causal_attention(q, k, v, window, kernel=kernels.fast_attention):
     """Calls CausalSelfAttention.attend with a kernel."""
     module = CausalSelfAttention(GPTConfig(n_head=1, n_embd=2, window=window))
     module.kernel = kernel
@@ -20,7 +20,7 @@ def causal_attention(q, k, v, window, kernel=kernels.attention):
 
 
 def explicit(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-    """Arguments as for kernels.attention, which calls explicit_attention for bfloat16 only."""
+    """Arguments as for kernels.fast_attention, which calls explicit_attention for bfloat16 only."""
     T = q.shape[2]
     causal = torch.full((1, T, T), -math.inf).triu(1)
     mask = causal if is_causal else attn_mask.repeat(len(q), 1, 1)
@@ -30,7 +30,9 @@ def explicit(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
 # Attention
 
 
-@pytest.mark.parametrize("kernel", [F.scaled_dot_product_attention, kernels.attention, explicit])
+@pytest.mark.parametrize(
+    "kernel", [F.scaled_dot_product_attention, kernels.fast_attention, explicit]
+)
 @pytest.mark.parametrize("window", [0, 1, 4, 5, 40])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4)], ids=str)
 def test_attention_and_its_gradients_follow_the_definition(shape, window, kernel):

@@ -87,8 +87,8 @@ def losses_and_gradients(recomputes, dtype, **changes):
 @pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"position": "rotary"}], ids=str)
 def test_losses_gradients_and_dropout_are_the_same(changes, dtype, tolerance):
     losses, gradients, state = losses_and_gradients(False, dtype, **changes)
-    found, recomputed, end = losses_and_gradients(True, dtype, **changes)
-    torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+    other_losses, recomputed, end = losses_and_gradients(True, dtype, **changes)
+    torch.testing.assert_close(other_losses, losses, rtol=1e-6, atol=0)
     for ours, expected in zip(recomputed, gradients, strict=True):
         assert (ours - expected).norm() <= tolerance * expected.norm()
     assert torch.equal(end, state)
@@ -99,7 +99,7 @@ def saved_bytes(recomputes):
     model = GPT(GPTConfig(vocab_size=10, n_layer=6, n_head=2, n_embd=64, block_size=32))
     if recomputes:
         recompute_activations(model)
-    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
 
     def pack(tensor):

@@ -10,15 +10,20 @@ import torch
 import sample
 from folio.cli.errors import UserError
 from folio.data.tokenizer import CharTokenizer
-from folio.inference import compiled as aot
-from folio.inference.completion import load_trained
+from folio.inference.compiled import (
+    BATCH_HINT,
+    COMPILING_HINT,
+    CompiledStep,
+    cache_folder,
+    compiled_path,
+)
 from folio.inference.generate import KVCache, decode_one
+from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_initial
 
 TEXT = ["--init_from=ckpt.pt", "--device=cpu", "--dtype=float32", "--max_new_tokens=30"]
 ONE = [*TEXT, "--num_samples=1"]
 COMPILED = [*ONE, "--compile"]
-HINT = f"{aot.HINT}\n"
 
 
 @pytest.fixture
@@ -36,23 +41,22 @@ def run(capsys, flags):
     capsys.readouterr()
     sample.main(flags)
     out, err = capsys.readouterr()
-    usual = r"ckpt.pt.*|machine: cpu .*|.* tokens/s; first token after .*"
-    lines = [line for line in err.splitlines(keepends=True) if not re.fullmatch(usual, line[:-1])]
-    return out, "".join(lines)
+    usual_lines = r"ckpt.pt.*|machine: cpu .*|.* tokens/s; first token after .*"
+    return out, re.sub(rf"(?m)^({usual_lines})\n", "", err)
 
 
-def stored_path(dtype="float32"):
-    return aot.stored_path(load_trained(load_initial("ckpt.pt"), "cpu", dtype))
+def path_of(dtype="float32"):
+    return compiled_path(load_trained(load_initial("ckpt.pt"), "cpu", dtype))
 
 
 def test_the_file_depends_on_checkpoint_data_type_and_threads(cache):
-    paths = [stored_path(), stored_path("bfloat16")]
+    paths = [path_of(), path_of("bfloat16")]
     torch.set_num_threads(2)
-    paths.append(stored_path())
+    paths.append(path_of())
     torch.set_num_threads(1)
     os.utime("ckpt.pt", ns=(1, 1))
-    paths.append(stored_path())
-    assert len({*paths, stored_path()}) == len(paths)
+    paths.append(path_of())
+    assert len({*paths, path_of()}) == len(paths)
     assert {path.parent for path in paths} == {cache}
 
 
@@ -60,12 +64,12 @@ def test_the_file_depends_on_checkpoint_data_type_and_threads(cache):
 def test_the_folder_is_the_users_and_nobody_else_can_write_to_it(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification ignores
     monkeypatch.setenv("HOME", str(folder))
-    path = aot.cache_folder()
+    path = cache_folder()
     assert path == folder / ".cache" / "folio"
     assert path.stat().st_mode & 0o777 == 0o700
     path.chmod(0o777)
     with pytest.raises(UserError, match="other users"):
-        aot.cache_folder()
+        cache_folder()
 
 
 @pytest.mark.slow
@@ -75,12 +79,14 @@ def test_batches_are_not_compiled_for_and_a_failure_is_one_line(cache, capsys, m
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
     expected, _ = run(capsys, ONE)
-    assert run(capsys, [*TEXT, "--compile"])[1] == f"{aot.BATCH_HINT}\n"
-    stored_path().write_text("damaged")
+    assert run(capsys, [*TEXT, "--compile"])[1] == f"{BATCH_HINT}\n"
+    path_of().write_text("damaged")
     out, messages = run(capsys, COMPILED)
     assert out == expected
     assert messages.startswith("loading the compiled step failed; continuing without it (")
-    assert messages.endswith(f"{HINT}compilation failed; continuing without it (no compiler)\n")
+    assert messages.endswith(
+        f"{COMPILING_HINT}\ncompilation failed; continuing without it (no compiler)\n"
+    )
 
 
 @pytest.mark.slow
@@ -92,19 +98,17 @@ def test_a_step_is_compiled_after_the_text_and_generates_the_same(cache, capsys)
     expected, _ = run(capsys, ONE)
     out, messages = run(capsys, COMPILED)
     assert out == expected
-    assert re.fullmatch(rf"{HINT}compiled in \d+ s\n", messages)
+    assert re.fullmatch(rf"{COMPILING_HINT}\ncompiled in \d+ s\n", messages)
     kept = {path.name for path in cache.iterdir()}
-    assert kept == {stored_path().name, "0.pt2", "1.pt2", "2.pt2"}
+    assert kept == {path_of().name, "0.pt2", "1.pt2", "2.pt2"}
     assert run(capsys, COMPILED) == (expected, "using the step that an earlier run compiled\n")
     model = load_trained(load_initial("ckpt.pt")).model
-    step = aot.CompiledStep(stored_path(), model.config)
+    step = CompiledStep(path_of(), model.config)
     caches = [KVCache(model.config, 1, "cpu", length=9) for _ in range(2)]
     earlier = model.config.receptive_field
     ids = torch.nn.functional.pad(tiny.random_ids(model, 1), (earlier, 0))
     for position in range(8):
-        tail, place = ids[:, position : position + earlier + 1], torch.tensor([position])
-        logits, theirs = (
-            decode(model, each, tail, place, position + 1)
-            for decode, each in zip((step, decode_one), caches, strict=True)
-        )
-        assert torch.allclose(logits, theirs, atol=1e-5)
+        tail = ids[:, position : position + earlier + 1]
+        arguments = tail, torch.tensor([position]), position + 1
+        expected = decode_one(model, caches[0], *arguments)
+        assert torch.allclose(step(model, caches[1], *arguments), expected, atol=1e-5)

@@ -1,5 +1,7 @@
 """Cached generation, with the model without a cache as reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from tiny import SHAPES, SWITCHES, random_ids, random_model
 
 from folio.hardware.compile import optimize_for_inference, step_accelerator
 from folio.hardware.device import Machine
-from folio.inference.generate import KVCache, decode_one, generate, prefill, token_nll
+from folio.inference.generate import KVCache, decode_one, generate, prefill
 from folio.inference.sampling import Controls
 
 GREEDY = Controls(temperature=0.0)
@@ -29,20 +31,18 @@ def last_logits(model, ids):
 def generate_uncached(model, prompt, count, stride=1):
     """Returns the `count` most likely ids; when the context is full, it drops `stride` tokens."""
     size = model.config.block_size
-    context, found = prompt[-size:], []
+    context, generated = prompt[-size:], []
     for _ in range(count):
-        found.append(last_logits(model, context).argmax().item())
-        context = [*context, found[-1]]
+        generated.append(last_logits(model, context).argmax().item())
+        context = [*context, generated[-1]]
         if len(context) > size:
             context = context[stride:]
-    return found
+    return generated
 
 
-def generate_cached(
-    model, prompts, count, controls=GREEDY, seeds=None, context_stride=1, **arguments
-):
-    seeds = seeds or range(len(prompts))
-    steps = generate(model, prompts, seeds, controls, count, context_stride, **arguments)
+def generate_cached(model, prompts, count, controls=GREEDY, context_stride=1, **arguments):
+    controls = replace(controls, max_new_tokens=count, context_stride=context_stride)
+    steps = generate(model, prompts, range(len(prompts)), controls, **arguments)
     return torch.stack([ids for ids, _ in steps], dim=1).tolist()
 
 
@@ -66,8 +66,8 @@ def test_cached_logits_equal_uncached_logits_at_every_position(changes, is_tenso
             prefill(model, cache, idx[:, :prefilled], range(len(idx)))
         for position in range(prefilled, model.config.block_size):
             tail = F.pad(idx, (earlier, 0))[:, position : position + earlier + 1]
-            place = torch.full((len(idx),), position) if is_tensor else position
-            logits = decode_one(model, cache, tail, place)
+            positions = torch.full((len(idx),), position) if is_tensor else position
+            logits = decode_one(model, cache, tail, positions)
             assert (logits - expected[:, position]).abs().max() < 1e-5
 
 
@@ -107,9 +107,9 @@ def test_many_prompts_are_read_in_several_passes():
 def test_repetition_penalty_applies_to_tokens_beyond_the_context():
     model, text = random_model(), [1, 2, 3]
     controls = Controls(temperature=0.0, repetition_penalty=1.3)
-    found = generate_cached(model, [text], 30, controls)[0]
-    assert found != generate_cached(model, [text], 30)[0]
-    for token in found:
+    ids = generate_cached(model, [text], 30, controls)[0]
+    assert ids != generate_cached(model, [text], 30)[0]
+    for token in ids:
         logits = last_logits(model, text[-model.config.block_size :])
         for seen in set(text):
             logits[seen] = logits[seen] / 1.3 if logits[seen] > 0 else logits[seen] * 1.3
@@ -145,7 +145,7 @@ def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
 @pytest.mark.parametrize("controls", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
 @pytest.mark.parametrize(
     ("changes", "compile"),
-    [*((each, False) for each in SHAPES), ({}, True), (SWITCHES, True)],
+    [*((changes, False) for changes in SHAPES), ({}, True), (SWITCHES, True)],
     ids=str,
 )
 def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
@@ -155,31 +155,3 @@ def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
     model = optimize_for_inference(random_model(**changes).cuda())
     arguments = {"context_stride": 4, "accelerate": accelerate}
     assert generate_cached(model, prompts, 30, controls, **arguments) == expected
-
-
-# Scores
-
-
-@pytest.mark.parametrize("length", [2, 9, 40])
-@pytest.mark.parametrize("stride", [1, 3, 50])
-def test_each_token_is_scored_in_the_first_window_that_contains_it(length, stride):
-    model = random_model()
-    size = model.config.block_size
-    ids = random_ids(model, rows=1, length=length)[0]
-    found = token_nll(model, ids, stride)
-    assert found.shape == (length - 1,)
-    step = min(stride, size, length - 1)
-    start = 0
-    for at in range(1, length):
-        while at - start > size:
-            start = min(start + step, max(0, length - 1 - size))
-        expected = -last_logits(model, ids[start:at].tolist()).log_softmax(0)[ids[at]]
-        assert found[at - 1] == pytest.approx(expected.item(), abs=1e-5)
-
-
-def test_a_long_text_is_scored_in_several_passes():
-    model = random_model()
-    ids = random_ids(model, rows=1, length=5000)[0]
-    windows = ids.unfold(0, 8, 1)[:-1]  # > 2^14 tokens
-    expected = F.cross_entropy(model.logits(windows)[:, -1], ids[8:], reduction="none")
-    assert torch.allclose(token_nll(model, ids, stride=1)[7:], expected, atol=1e-5)

@@ -39,8 +39,8 @@ def test_frequencies_equal_probabilities(temperature):
 )
 def test_tokens_that_the_controls_exclude_are_never_drawn(controls, kept):
     """The probabilities are 0.169, 0.459, 0.094 and 0.278."""
-    found = frequencies([0.0, 1.0, -0.587, 0.5], **controls)
-    assert set(found.nonzero().flatten().tolist()) == kept
+    drawn = frequencies([0.0, 1.0, -0.587, 0.5], **controls).nonzero()
+    assert set(drawn.flatten().tolist()) == kept
 
 
 def test_top_k_keeps_k_tokens_if_logits_are_equal():
@@ -54,9 +54,9 @@ def test_temperatures_near_zero_are_greedy(temperature):
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
     present = torch.tensor([[True, False, True, False]])
-    found = frequencies([2.0, 2.0, -1.0, -1.0], present=present, repetition_penalty=2.0)
+    actual = frequencies([2.0, 2.0, -1.0, -1.0], present=present, repetition_penalty=2.0)
     expected = torch.tensor([1.0, 2.0, -2.0, -1.0]).softmax(0)
-    assert torch.allclose(found, expected, atol=2e-4)
+    assert torch.allclose(actual, expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])

@@ -10,7 +10,7 @@ from folio.cli.errors import UserError
 from folio.inference.completion import Completion, complete
 from folio.inference.generate import context_start, stride_of
 from folio.inference.sampling import Controls
-from folio.inference.scoring import likely_next, score_text
+from folio.inference.scoring import likely_next, score_text, token_nll
 
 
 @pytest.fixture(params=["exact", "padded"])
@@ -33,15 +33,44 @@ def probability_of(trained, token, context):
 @pytest.mark.parametrize("stride", [None, 1, 3, 50])
 @pytest.mark.parametrize("prompt", ["a", "more than 8 tokens"])
 def test_a_generated_token_has_the_probability_of_the_next_token(trained, prompt, stride):
-    filled = len(prompt)
-    each = Completion(prompt, trained.tokenizer.encode(prompt).tolist(), 1, trained.tokenizer)
-    for _ in complete(trained, [each], Controls(), 25, stride):
+    prompt_ids = trained.tokenizer.encode(prompt).tolist()
+    completion = Completion(prompt, prompt_ids, 1, trained.tokenizer)
+    controls = Controls(max_new_tokens=25, context_stride=stride)
+    for _ in complete(trained, [completion], controls):
         pass
-    ids = each.prompt_ids + each.ids
-    for at, logprob in enumerate(each.logprobs, start=filled):
-        start = context_start(at, 8, stride_of(trained.model, stride), filled)
-        expected = probability_of(trained, ids[at], ids[start:at])
+    ids = prompt_ids + completion.ids
+    for index, logprob in enumerate(completion.logprobs, start=len(prompt)):
+        start = context_start(index, 8, stride_of(trained.model, stride), len(prompt))
+        expected = probability_of(trained, ids[index], ids[start:index])
         assert math.exp(logprob) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 9, 40])
+@pytest.mark.parametrize("stride", [1, 3, 50])
+@torch.no_grad()
+def test_each_token_is_scored_in_the_first_window_that_contains_it(length, stride):
+    model = tiny.random_model()
+    size = model.config.block_size
+    ids = tiny.random_ids(model, rows=1, length=length)[0]
+    losses = token_nll(model, ids, stride)
+    assert losses.shape == (length - 1,)
+    step = min(stride, size, length - 1)
+    start = 0
+    for index in range(1, length):
+        while index - start > size:
+            start = min(start + step, max(0, length - 1 - size))
+        expected = -model.logits(ids[None, start:index])[0, -1].log_softmax(0)[ids[index]]
+        assert losses[index - 1] == pytest.approx(expected.item(), abs=1e-5)
+
+
+@torch.no_grad()
+def test_a_long_text_is_scored_in_several_passes():
+    model = tiny.random_model()
+    ids = tiny.random_ids(model, rows=1, length=5000)[0]
+    windows = ids.unfold(0, 8, 1)[:-1]  # > 2^14 tokens
+    logits = model.logits(windows)[:, -1]
+    expected = torch.nn.functional.cross_entropy(logits, ids[8:], reduction="none")
+    assert torch.allclose(token_nll(model, ids, context_stride=1)[7:], expected, atol=1e-5)
 
 
 # The next token
@@ -51,12 +80,12 @@ def test_likely_next_tokens_are_those_of_the_model(trained):
     ids = list(range(20))
     logits = trained.model.logits(torch.tensor([ids[-8:]]))[0, -1, :37]
     probabilities, tokens = logits.softmax(0).sort(descending=True)
-    found = likely_next(trained, ids, 5)
-    assert [token for token, _ in found] == tokens[:5].tolist()
-    assert [each for _, each in found] == pytest.approx(probabilities[:5].tolist())
-    everything = likely_next(trained, ids, 1000)
-    assert len(everything) == 37
-    assert sum(each for _, each in everything) == pytest.approx(1)
+    likely = likely_next(trained, ids, 5)
+    assert [token for token, _ in likely] == tokens[:5].tolist()
+    assert [probability for _, probability in likely] == pytest.approx(probabilities[:5].tolist())
+    all_tokens = likely_next(trained, ids, 1000)
+    assert len(all_tokens) == 37
+    assert sum(probability for _, probability in all_tokens) == pytest.approx(1)
 
 
 # Texts
@@ -78,9 +107,9 @@ def test_bits_per_byte_exclude_the_first_token_and_end_of_text_tokens(trained, g
     trained.model = tiny.random_model(vocab_size=257)
     trained.tokenizer, text = gpt2_of_bytes, "a<|endoftext|>bc"
     assert score_text(trained, text).totals["tokens"] == 15
-    found = score_text(trained, text, allow_special=True).totals
-    assert found["tokens"] == 3
-    assert found["bits_per_byte"] == pytest.approx(3 * found["loss"] / math.log(2) / 2)
+    totals = score_text(trained, text, allow_special=True).totals
+    assert totals["tokens"] == 3
+    assert totals["bits_per_byte"] == pytest.approx(3 * totals["loss"] / math.log(2) / 2)
     with pytest.raises(UserError, match="has 2 tokens"):
         score_text(trained, "a<|endoftext|>", allow_special=True)
 

@@ -36,13 +36,13 @@ def download(hub, folder):
 
 
 def contents(path):
-    return {each.name: each.read_bytes() for each in Path(path).iterdir()}
+    return {file.name: file.read_bytes() for file in Path(path).iterdir()}
 
 
 @pytest.mark.slow
 def test_downloads_have_no_pickles_and_are_kept(hub, download):
-    found, other = download("org/model", "gpt2@v1")
-    assert contents(found) == contents(other) == EXPECTED
+    folder, other = download("org/model", "gpt2@v1")
+    assert contents(folder) == contents(other) == EXPECTED
     assert hub.downloads() == sorted([*EXPECTED, *EXPECTED])
     assert hub.requests[-1][1].startswith("/openai-community/gpt2/")
     hub.requests.clear()

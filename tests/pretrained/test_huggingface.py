@@ -13,9 +13,16 @@ from safetensors.torch import load_file, save_file
 from folio.checkpoint.format import Checkpoint, Progress, build_model
 from folio.cli.errors import UserError
 from folio.data.tokenizer import BPETokenizer, ByteTokenizer
-from folio.pretrained import huggingface as hf
-from folio.pretrained import tokenizer_files
-from folio.pretrained.huggingface import read_pretrained, write_pretrained
+from folio.pretrained.huggingface import (
+    CONFIG_FILE,
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    TRANSPOSED_SUFFIXES,
+    WEIGHTS_FILE,
+    read_pretrained,
+    write_pretrained,
+)
+from folio.pretrained.tokenizer_files import make_definition
 from model import GPTConfig
 
 pytestmark = [
@@ -53,18 +60,18 @@ def transformers_model(**changes):
 def save(model, path="theirs", **options):
     """Writes a model of transformers, and a tokenizer. Returns the folder."""
     model.save_pretrained(path, **options)
-    Path(path, "tokenizer.json").write_text(tokenizer_files.definition(ByteTokenizer()))
+    Path(path, "tokenizer.json").write_text(make_definition(ByteTokenizer()))
     return Path(path)
 
 
 def rewrite_config(path, **changes):
-    config = json.loads((path / hf.CONFIG).read_text()) | changes
-    (path / hf.CONFIG).write_text(json.dumps(config))
+    config = json.loads((path / CONFIG_FILE).read_text()) | changes
+    (path / CONFIG_FILE).write_text(json.dumps(config))
 
 
 def rewrite_weights(path, change):
     """Replaces the tensors in a folder by change(tensors)."""
-    save_file(change(load_file(path / hf.WEIGHTS)), path / hf.WEIGHTS)
+    save_file(change(load_file(path / WEIGHTS_FILE)), path / WEIGHTS_FILE)
 
 
 def refused(path, *words):
@@ -91,9 +98,9 @@ def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
     expected.loss.backward()
     loss.backward()
     for name, parameter in ours.named_parameters():
-        wanted = theirs.get_parameter(name).grad
-        wanted = wanted.t() if name.endswith(hf.GPT2_TRANSPOSED) else wanted
-        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-5)
+        gradient = theirs.get_parameter(name).grad
+        gradient = gradient.t() if name.endswith(TRANSPOSED_SUFFIXES) else gradient
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():
@@ -112,7 +119,7 @@ def test_shards_are_read_like_one_file():
     one, path = save(theirs, "one"), save(theirs, "shards", max_shard_size="4KB")
     shards = sorted(path.glob("model-*.safetensors"))
     assert len(shards) > 1
-    assert tiny.same(read_pretrained(path).weights, read_pretrained(one).weights)
+    assert tiny.equal(read_pretrained(path).weights, read_pretrained(one).weights)
     shards[0].unlink()
     assert refused(path, "shards", "No such file")
 
@@ -127,7 +134,7 @@ def with_masks(tensors):
 
 
 def with_head(tensors):
-    return tensors | {hf.HEAD: tensors[hf.EMBEDDING].clone()}
+    return tensors | {HEAD_WEIGHT: tensors[EMBEDDING_WEIGHT].clone()}
 
 
 @pytest.mark.parametrize("change", [without_prefix, with_masks, with_head])
@@ -135,7 +142,7 @@ def test_names_in_older_files_are_known(change):
     path = save(transformers_model())
     before = read_pretrained(path).weights
     rewrite_weights(path, change)
-    assert tiny.same(read_pretrained(path).weights, before)
+    assert tiny.equal(read_pretrained(path).weights, before)
 
 
 # Refusals
@@ -157,16 +164,16 @@ def test_names_in_older_files_are_known(change):
 def test_config_of_another_model_is_refused(changes, words):
     path = save(transformers_model())
     rewrite_config(path, **changes)
-    assert refused(path, f"{path}/{hf.CONFIG}", words)
+    assert refused(path, f"{path}/{CONFIG_FILE}", words)
 
 
 def test_weights_that_do_not_fit_are_named():
     path = save(transformers_model())
-    rewrite_weights(path, lambda t: {k: v for k, v in t.items() if k != hf.EMBEDDING})
-    assert refused(path, str(path), hf.EMBEDDING)
+    rewrite_weights(path, lambda t: {k: v for k, v in t.items() if k != EMBEDDING_WEIGHT})
+    assert refused(path, str(path), EMBEDDING_WEIGHT)
 
 
-@pytest.mark.parametrize("name", [hf.CONFIG, hf.WEIGHTS])
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 def test_truncated_files_are_refused(name):
     path = save(transformers_model())
     (path / name).write_bytes((path / name).read_bytes().rstrip()[:-2])
@@ -176,8 +183,8 @@ def test_truncated_files_are_refused(name):
 def test_missing_and_pickled_weights_are_refused():
     assert refused("absent", "absent/config.json")
     path = save(transformers_model())
-    (path / hf.WEIGHTS).rename(path / "pytorch_model.bin")
-    assert refused(path, hf.WEIGHTS, "could execute code", "save_pretrained")
+    (path / WEIGHTS_FILE).rename(path / "pytorch_model.bin")
+    assert refused(path, WEIGHTS_FILE, "could execute code", "save_pretrained")
 
 
 # Writing
@@ -249,7 +256,7 @@ def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes,
     for folder in ("ours", "again"):
         again = read_pretrained(folder)
         assert replace(again.config, dropout=ours.config.dropout) == ours.config
-        assert tiny.same(again.weights, dict(ours.state_dict()))
+        assert tiny.equal(again.weights, dict(ours.state_dict()))
     assert torch.equal(load("again")(idx).logits, theirs(idx).logits)
 
 
@@ -267,7 +274,7 @@ def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):
     new = transformers.AutoModelForCausalLM.from_config(theirs.config, trust_remote_code=True)
     assert new.gpt.lm_head.weight is new.gpt.transformer.wte.weight
     assert 0.015 < new.gpt.transformer.wte.weight.std() < 0.025
-    assert torch.equal(new.gpt.cos, ours.cos)
+    assert torch.equal(new.gpt.rotary.cos, ours.rotary.cos)
 
 
 def test_beams_and_padding_of_a_model_with_its_own_code():

@@ -74,29 +74,29 @@ def test_other_names_are_those_of_models_on_the_hub(name, folder, monkeypatch):
     checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
     write_pretrained("cache", checkpoint, ByteTokenizer())
     monkeypatch.setattr(initial, "pretrained_folder", {name: "cache"}.__getitem__)
-    found = load_initial(name)
-    assert (found.summary, found.config) == (name, model.config)
+    checkpoint = load_initial(name)
+    assert (checkpoint.summary, checkpoint.config) == (name, model.config)
 
 
 # Training
 
 
 def test_a_run_starts_at_step_0_with_the_weights_and_a_fresh_optimizer(run):
-    before = tiny.saved()
+    before = tiny.load()
     train.main(flags())
-    first, last = tiny.log_events("out-b")[1], tiny.saved("last.pt", "out-b")
+    first, last = tiny.log_events("out-b")[1], tiny.load("last.pt", "out-b")
     assert (first["step"], first["loss"]) == (0, pytest.approx(before["best_val_loss"]))
     assert last["optimizer"]["state"][0]["step"] == last["iter_num"] == 6
     assert last["model_args"] == before["model_args"]
     assert {name: last["config"][name] for name in tiny.SHAPE} == tiny.SHAPE
-    assert tiny.same(tiny.saved(), before)
+    assert tiny.equal(tiny.load(), before)
 
 
 def test_a_run_starts_from_nanogpts_checkpoint(folder):
     model = tiny.write_nanogpt_checkpoint(tiny.write_nanogpt_dataset())
     started = new_trainer()
     assert started.progress == Progress()
-    assert tiny.same(started.model.state_dict(), model.state_dict())
+    assert tiny.equal(started.model.state_dict(), model.state_dict())
     assert not started.optimizers["adamw"].state
 
 
@@ -108,10 +108,10 @@ def test_a_run_that_started_from_weights_resumes_exactly(run):
 
 
 def test_a_run_can_start_from_a_checkpoint_in_its_own_folder(run):
-    before = tiny.saved()
+    before = tiny.load()
     train.main(flags(out_dir="out"))
-    assert tiny.same(tiny.saved(out_dir="out.1"), before)
-    assert tiny.saved("last.pt")["iter_num"] == 6
+    assert tiny.equal(tiny.load(out_dir="out.1"), before)
+    assert tiny.load("last.pt")["iter_num"] == 6
 
 
 # The model
@@ -128,7 +128,7 @@ def test_the_settings_have_the_values_of_the_checkpoint(verse):
 def test_a_smaller_block_size_keeps_the_first_positions(run):
     model = new_trainer(block_size=5).model
     positions = model.state_dict()[POSITIONS]
-    assert torch.equal(positions, tiny.saved()["model"][POSITIONS][:5])
+    assert torch.equal(positions, tiny.load()["model"][POSITIONS][:5])
     assert positions.untyped_storage().nbytes() == positions.nbytes  # all of it would be saved
     with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 5"):
         new_trainer(out_dir="out", init_from="resume", block_size=5)  # resuming does not crop
@@ -150,7 +150,7 @@ def test_every_difference_is_named(run):
 
 
 def test_weights_without_a_tokenizer_need_a_vocabulary_of_their_size(run):
-    torch.save(tiny.saved() | {"tokenizer": None}, CKPT)
+    torch.save(tiny.load() | {"tokenizer": None}, CKPT)
     assert new_trainer().progress.step == 0
     tiny.prepare_verse("other", "abcdefghijk" * 50)
     with pytest.raises(UserError, match="vocab_size is 24 in the checkpoint and 11 in the"):
@@ -169,6 +169,6 @@ def test_sampling_from_a_file_equals_sampling_from_its_run(run, capsys):
 
     expected = output_of("--out_dir=out")
     shutil.move(CKPT, "other.pt")
-    found = output_of("--init_from=other.pt")
-    assert found.out == expected.out
-    assert found.err.startswith("other.pt: step 3, best val loss")
+    output = output_of("--init_from=other.pt")
+    assert output.out == expected.out
+    assert output.err.startswith("other.pt: step 3, best val loss")

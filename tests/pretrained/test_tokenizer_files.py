@@ -7,7 +7,11 @@ import pytest
 
 from folio.cli.errors import UserError
 from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
-from folio.pretrained import tokenizer_files
+from folio.pretrained.tokenizer_files import (
+    make_definition,
+    make_tokenizer_files,
+    read_tokenizer,
+)
 
 DIFFICULT = (
     " \n\n\t leading and trailing  \r\n"
@@ -32,8 +36,8 @@ GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
 
 def write_changed(folder, tokenizer, **changes):
     """Writes a tokenizer.json with changes."""
-    plain = json.loads(tokenizer_files.definition(tokenizer)) | changes
-    Path(folder, "tokenizer.json").write_text(json.dumps(plain), encoding="utf-8")
+    fields = json.loads(make_definition(tokenizer)) | changes
+    Path(folder, "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def auto_tokenizer(tmp_path):
     import transformers  # here because it is slow
 
     def load(tokenizer):
-        files = tokenizer_files.contents(tokenizer) | {"config.json": '{"model_type": "gpt2"}'}
+        files = make_tokenizer_files(tokenizer) | {"config.json": '{"model_type": "gpt2"}'}
         for name, text in files.items():
             (tmp_path / name).write_bytes(text.encode())
         return transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -69,7 +73,7 @@ def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path)
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
     theirs.save_pretrained(tmp_path / "saved")
     for folder in (tmp_path, tmp_path / "saved"):  # both are read again
-        assert tokenizer_files.read(folder).to_dict() == tokenizer.to_dict()
+        assert read_tokenizer(folder).to_dict() == tokenizer.to_dict()
 
 
 @pytest.mark.parametrize("kind", ["bpe", GPT2])
@@ -94,16 +98,16 @@ def test_texts_are_not_truncated(tmp_path):
     limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     tokenizer = bpe()
     write_changed(tmp_path, tokenizer, truncation=limit)
-    assert tokenizer_files.read(tmp_path).encode(BOOK).tolist() == tokenizer.encode(BOOK).tolist()
+    assert read_tokenizer(tmp_path).encode(BOOK).tolist() == tokenizer.encode(BOOK).tolist()
 
 
 @pytest.mark.slow
 def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
-    added = json.loads(tokenizer_files.definition(gpt2))["added_tokens"]
+    added = json.loads(make_definition(gpt2))["added_tokens"]
     write_changed(
         tmp_path, gpt2, added_tokens=[*added, added[0] | {"id": 50257, "content": "[PAD]"}]
     )
-    tokenizer = tokenizer_files.read(tmp_path)
+    tokenizer = read_tokenizer(tmp_path)
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end) == ("bpe", 50258, 50256)
     assert tokenizer.encode(DIFFICULT).tolist() == gpt2.encode(DIFFICULT).tolist()
 
@@ -123,10 +127,10 @@ def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
 def test_damaged_and_other_tokenizers_are_refused(changes, tmp_path):
     write_changed(tmp_path, bpe(), **changes)
     with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json: [^\n]*$"):
-        tokenizer_files.read(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UserError, match="^[^\n]*tokenizer.json[^\n]*$"):
-        tokenizer_files.read(tmp_path)
+        read_tokenizer(tmp_path)

@@ -49,7 +49,7 @@ def test_an_export_of_all_switches_works_without_the_repository(verse, capsys):
     (folder / "model.py").write_text("raise SystemExit")  # is not executed
     prepare.main(["--input=verse.txt", "--dataset=again", f"--tokenizer={folder}"])
     assert Path("data/again/train.bin").read_bytes() == Path("data/verse/train.bin").read_bytes()
-    loss = tiny.saved()["best_val_loss"]
+    loss = tiny.load()["best_val_loss"]
     settings = {name: value for name, value in tiny.SETTINGS.items() if name not in tiny.SHAPE}
     settings |= {"out_dir": "out-b", "dataset": "again", "init_from": "exported"}
     train.main([f"--{name}={value}" for name, value in settings.items()])
@@ -59,7 +59,7 @@ def test_an_export_of_all_switches_works_without_the_repository(verse, capsys):
 def test_nanogpt_runs_are_exported(folder):
     model = tiny.write_nanogpt_checkpoint(tiny.write_nanogpt_dataset())
     again = read_pretrained(export_run())
-    assert tiny.same(again.weights, model.state_dict())
+    assert tiny.equal(again.weights, model.state_dict())
     assert again.tokenizer == load_tokenizer("verse").to_dict()
 
 

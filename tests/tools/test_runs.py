@@ -25,7 +25,7 @@ def test_log_of_train_is_read(verse):
     train.main(tiny.flags())
     run = read_run("out")
     assert (run.parameters, run.settings["n_embd"]) == (3632, 16)
-    assert run.best()["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
+    assert run.best()["loss"] == pytest.approx(tiny.load()["best_val_loss"])
     assert [event["tokens"] for event in run.val] == [0, 3 * 32, 6 * 32]
     assert [event["step"] for event in run.train] == list(range(6))
 

@@ -287,7 +287,7 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
     for seed, run in enumerate(runs, 1):
         name = f"n_layer=1,seed={seed}"
         assert run.folder == f"out-sweep/{name}"
-        assert run.val[0]["loss"] == pytest.approx(tiny.saved()["best_val_loss"])
+        assert run.val[0]["loss"] == pytest.approx(tiny.load()["best_val_loss"])
         assert run.val[-1]["step"] == 6
         assert f"{name}: val loss {run.best()['loss']:.4f}" in out
         assert "step 6: train loss" in Path(run.folder, "output.txt").read_text()

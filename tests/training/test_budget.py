@@ -110,7 +110,7 @@ def test_measuring_does_not_change_the_state(verse, optimizer):
     trainer = tiny.new_trainer(optimizer=optimizer, dropout=0.1, minutes=1e-3)
     before = copy.deepcopy(trainer.state_dict())
     assert seconds_per_step(trainer) > 0
-    assert tiny.same(trainer.state_dict(), before)
+    assert tiny.equal(trainer.state_dict(), before)
 
 
 def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):
@@ -118,13 +118,13 @@ def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):
     train.main(tiny.flags(out_dir="out-a", **SHORT, stop_at=7))
     monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.02)  # a busy machine
     train.main(tiny.flags(out_dir="out-a", **SHORT, init_from="resume"))
-    saved = tiny.saved("last.pt", "out-a")
+    saved = tiny.load("last.pt", "out-a")
     assert saved["config"]["max_iters"] == 1000
     assert 7 < saved["fitted_iters"] == saved["iter_num"] < 60
     settings = with_max_iters(saved["fitted_iters"], tiny.settings(**SHORT))
     fewer = {name: getattr(settings, name) for name in SHORT} | {"minutes": None}
     train.main(tiny.flags(out_dir="out-b", **fewer))
-    assert tiny.same(saved["model"], tiny.saved("last.pt", "out-b")["model"])
+    assert tiny.equal(saved["model"], tiny.load("last.pt", "out-b")["model"])
     assert tiny.untimed_log("out-a")[1:] == tiny.untimed_log("out-b")[1:]
 
 
@@ -133,7 +133,7 @@ def test_a_finished_run_continues_after_a_greater_request(verse, monkeypatch, ca
 
     def run(**changes):
         train.main(tiny.flags(**SHORT | {"init_from": "auto"} | changes))
-        return tiny.saved("last.pt")["iter_num"]
+        return tiny.load("last.pt")["iter_num"]
 
     steps = run()
     assert run() == steps

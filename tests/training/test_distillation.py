@@ -45,9 +45,9 @@ def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers():
 def test_a_run_evaluates_and_saves_only_the_model(teacher):
     train.main(tiny.flags(teachers="out-teacher", max_iters=3))
     train.main(tiny.flags(out_dir="out-alone", max_iters=3))
-    saved, alone = (tiny.saved("last.pt", each) for each in ("out", "out-alone"))
+    saved, alone = (tiny.load("last.pt", each) for each in ("out", "out-alone"))
     assert saved["model"].keys() == alone["model"].keys()
-    assert not tiny.same(saved["model"], alone["model"])
+    assert not tiny.equal(saved["model"], alone["model"])
     settings = {"init_from": "resume", "eval_only": True}
     trainer = tiny.new_trainer(teachers="missing", **settings)  # teachers are not read
     loss = trainer.split_loss(trainer.plan.dataset.val).item()
@@ -89,6 +89,6 @@ def test_processes_with_teachers_train_the_same_model_as_one(teacher):
     settings = {"teachers": "out-teacher", "gradient_accumulation_steps": 2}
     for size, out_dir in [(1, "out-one"), (2, "out-two")]:
         trained(size, out_dir=out_dir, **settings)
-    one, two = (tiny.saved("last.pt", each)["model"] for each in ("out-one", "out-two"))
+    one, two = (tiny.load("last.pt", each)["model"] for each in ("out-one", "out-two"))
     for name in one:
         assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name

@@ -125,7 +125,7 @@ def test_muon_equals_torchs(dtype, tolerance):
 
 def saved_step():
     """Returns the step of last.pt, whose weights must be finite."""
-    last = tiny.saved("last.pt")
+    last = tiny.load("last.pt")
     assert all(weight.isfinite().all() for weight in last["model"].values())
     return last["iter_num"]
 
@@ -181,7 +181,7 @@ def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
     norms = [event["grad_norm"] for event in tiny.log_events() if event["split"] == "train"]
     assert norms[0] is None
     assert 0 < norms[-1] < 100
-    assert tiny.saved("last.pt")["scaler"]["scale"] < 2.0**26
+    assert tiny.load("last.pt")["scaler"]["scale"] < 2.0**26
     assert "Infinity" not in Path("out/log.jsonl").read_text()
 
 
@@ -196,4 +196,4 @@ def test_float16_overflow_of_one_optimizer_skips_all(verse):
         trainer.forward_backward(batches.at(0), 0)
         trainer.clip_and_step(torch.tensor(norm), 0.1)
         after = [trainer.model.state_dict(), trainer.state_dict()["optimizers"]]
-        assert tiny.same(after, before) == math.isnan(norm)
+        assert tiny.equal(after, before) == math.isnan(norm)

@@ -9,7 +9,7 @@ import tiny
 
 import train
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK
+from folio.cli.files import LOCK_FILE
 
 WANDB = {"wandb_log": True, "wandb_project": "verses", "wandb_run_name": "first"}
 
@@ -69,7 +69,7 @@ def test_missing_package_is_reported_before_training(verse, monkeypatch, module,
         UserError, match=f"{setting} cannot start: .*run pip install {package}, or set"
     ):
         train.main(tiny.flags(**{setting: True}))
-    assert os.listdir("out") == [LOCK]
+    assert os.listdir("out") == [LOCK_FILE]
 
 
 def scalars(folder):

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from folio.cli import process
-from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class BenchConfig:
         try:
             shlex.split(self.vs or "")
         except ValueError as error:  # an open quote
-            raise UserError(f"--vs={self.vs} is not a command: {error}") from error
+            raise ValueError(f"--vs={self.vs} is not a command: {error}") from error
 
 
 if __name__ == "__main__":

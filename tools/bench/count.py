@@ -5,11 +5,11 @@ from collections import Counter
 
 import torch
 
+from folio.checkpoint.format import empty_model
 from folio.cli.settings import load_settings
 from folio.data.dataset import load_tokenizer
 from folio.hardware.device import resolve_device
 from folio.training.setup import model_config
-from model import GPT
 from tools.plot.table import format_table
 from train import TrainConfig
 
@@ -22,7 +22,7 @@ def print_counts(arguments):
     """
     settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
     tokenizer = load_tokenizer(settings.dataset)  # GPT-2's, if the dataset is not prepared
-    model = GPT.uninitialized(model_config(settings, tokenizer), "meta")
+    model = empty_model(model_config(settings, tokenizer), "meta")
     config = model.config
     print(
         f"{config.n_layer} layers, width {config.n_embd}, {config.block_size:,} tokens of context, "

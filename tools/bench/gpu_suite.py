@@ -21,8 +21,7 @@ from typing import ClassVar
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import ROOT, load_settings, parse_arguments
+from folio.cli.settings import ROOT, load_settings, parse_arguments, setting
 
 TARGET_LOSS = 1.4697  # of nanoGPT's Shakespeare recipe on its validation split, from its README
 VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
@@ -108,9 +107,9 @@ class SuiteConfig:
 
     def __post_init__(self):
         if unknown := set(self.parts.split(",")) - PARTS.keys():
-            raise UserError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
+            raise ValueError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
         if not Path(self.vs_dir, "configurator.py").is_file():  # folio has none
-            raise UserError(f"--vs_dir={self.vs_dir} is not a copy of nanoGPT")
+            raise ValueError(f"--vs_dir={self.vs_dir} is not a copy of nanoGPT")
 
 
 if __name__ == "__main__":

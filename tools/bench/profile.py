@@ -1,8 +1,6 @@
 """Prints the time of each operation of a step of train.py or sample.py."""
 
 import time
-from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 
@@ -10,11 +8,13 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
 from folio.data.batches import Batches
 from folio.hardware.device import device_type, resolve_device
-from folio.inference.compiled import compiled_step
-from folio.inference.completion import load_trained
+from folio.inference.compiled import use_compiled_step
+from folio.inference.completion import complete
+from folio.inference.sampling import Controls
+from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
 from folio.training.setup import make_plan
-from sample import SampleConfig, completions_of, continued, read_inputs
+from sample import SampleConfig, make_completions, read_prompts
 from train import TrainConfig, Trainer
 
 TRAINING_STEPS = 10
@@ -38,18 +38,17 @@ def profile_training(arguments):
 def profile_sampling(arguments):
     """Prints the time of a step of sample.py, one token of each text, by operation."""
     settings = load_settings(SampleConfig, arguments, {"device": resolve_device})
-    settings = replace(settings, stop=None, score=None)
     checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
     trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
-    prompts = read_inputs(settings)
+    controls, prompts = Controls.from_settings(settings), read_prompts(settings)
 
     def generate():
-        batch = list(completions_of(prompts, settings, trained.tokenizer))
-        for _ in continued(trained, settings, batch):
+        batch = list(make_completions(trained.tokenizer, prompts, [], settings))
+        for _ in complete(trained, batch, controls, settings.stream):
             pass
 
-    single = len(prompts) * settings.num_samples == 1
-    with compiled_step(trained, single) if settings.compile else nullcontext():
+    one_text = len(prompts) * settings.num_samples == 1
+    with use_compiled_step(trained, settings.compile, one_text):
         print_profile(trained.machine, generate, settings.max_new_tokens)
 
 

@@ -14,8 +14,7 @@ from typing import Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 USER_NAME = "folio"
 LOCAL_HOSTS = ("127.0.0.1", "localhost")  # only this machine can reach them
@@ -37,9 +36,11 @@ class PlaygroundConfig:
 
     def __post_init__(self):
         if self.password == "":
-            raise UserError("the password is empty")
+            raise ValueError("the password is empty")
         if self.host not in LOCAL_HOSTS and self.password is None:
-            raise UserError(f"--host={self.host} lets others use the page: add --password=PASSWORD")
+            raise ValueError(
+                f"--host={self.host} lets others use the page: add --password=PASSWORD"
+            )
 
 
 if __name__ == "__main__":

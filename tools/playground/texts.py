@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.inference.completion import Completion, load_trained, stop_texts
-from folio.inference.generate import context_start, scoring_starts, stride_of
-from folio.inference.scoring import likely_next, score_text
+from folio.inference.completion import Completion, complete
+from folio.inference.generate import context_start, stride_of
+from folio.inference.sampling import Controls
+from folio.inference.scoring import likely_next, score_text, scoring_starts
+from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_initial
-from sample import continued
+from sample import parse_stop_texts
 from tools.plot.attention import format_token
 
 MAX_ALTERNATIVES = 10
@@ -69,10 +71,11 @@ def branch(text, index, token, settings):
 
 def continue_text(text, settings):
     """Yields a TokenText with the tokens of its continuation, while they are generated."""
-    tokenizer, stops = text.trained.tokenizer, stop_texts(settings.stop)
+    tokenizer, stops = text.trained.tokenizer, parse_stop_texts(settings.stop)
     completion = Completion("".join(text.pieces), text.ids, settings.seed, tokenizer, stops)
     start_time = update_time = time.monotonic()
-    for _ in continued(text.trained, settings, [completion]):
+    controls = Controls.from_settings(settings)
+    for _ in complete(text.trained, [completion], controls, settings.stream):
         now, count = time.monotonic(), len(completion.ids)
         status = f"{count:,} tokens, {count / (now - start_time):,.0f} tokens/s"
         if count == 1 or now > update_time + UPDATE_INTERVAL_S:
@@ -94,11 +97,11 @@ def append_completion(text, completion, settings, status):
     for index in range(prompt_length, prompt_length + len(completion.ids)):
         starts.append(context_start(index, block_size, stride, prompt_length))
     pieces, end = [], len(completion.prompt)
-    confirmed = completion.confirmed()
+    stable_text = completion.stable_text()
     for piece in completion.pieces:
-        pieces.append(confirmed[end : end + len(piece)])
+        pieces.append(stable_text[end : end + len(piece)])
         end += len(piece)
-    pieces[-1] += confirmed[end:]  # an incomplete character
+    pieces[-1] += stable_text[end:]  # an incomplete character
     return TokenText(
         text.trained,
         text.ids + completion.ids,

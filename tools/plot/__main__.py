@@ -14,9 +14,8 @@ from typing import ClassVar, Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
 from folio.cli.files import write_atomically
-from folio.cli.settings import load_settings, parse_arguments
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,15 @@ class PlotConfig:
 
     def __post_init__(self):
         if not self.runs or self.attention and len(self.runs) > 1:
-            raise UserError("specify the run folders to compare, or one with --attention")
+            raise ValueError("specify the run folders to compare, or one with --attention")
 
 
 if __name__ == "__main__":
     process.start(parse_arguments, PlotConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
-from folio.inference.completion import load_trained, read_prompt
+from folio.inference.trained_model import load_trained
+from sample import read_prompt
 from tools.plot.attention import draw_attention
 from tools.plot.losses import draw_losses
 from tools.plot.runs import group_runs, read_runs

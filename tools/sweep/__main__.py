@@ -16,9 +16,8 @@ from typing import ClassVar
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.fields import setting
 from folio.cli.files import is_file, lock_folder
-from folio.cli.settings import changed_settings, names_with_scope, parse_arguments
+from folio.cli.settings import changed_settings, names_with_scope, parse_arguments, setting
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,11 @@ class SweepConfig(TrainConfig, SweepSettings):
     def __post_init__(self):
         super().__post_init__()
         if self.halving and self.minutes:
-            raise UserError("--halving compares runs at the same step: add --minutes=None")
-        refused = names_with_scope(TrainConfig, "files") - {
-            "out_dir",
-            "init_from",
-        }  # presets set out_dir
-        if wrong := sorted(refused & changed_settings(self).keys()):
-            raise UserError(f"a sweep starts and resumes runs automatically: remove {wrong[0]}")
+            raise ValueError("--halving compares runs at the same step: add --minutes=None")
+        allowed = {"out_dir", "init_from"}  # presets set out_dir
+        forbidden = names_with_scope(TrainConfig, "files") - allowed
+        if names := sorted(forbidden & changed_settings(self).keys()):
+            raise ValueError(f"a sweep starts and resumes runs automatically: remove {names[0]}")
 
 
 def main(argv=None):
