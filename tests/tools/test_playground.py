@@ -117,9 +117,8 @@ def run_sample(capsys, prompt, **changes):
 )
 def test_a_text_is_that_of_sample_py(load_model, capsys, gpt2_of_bytes, kind, prompt, changes):
     tiny.write_checkpoint(PATH, tiny.new_tokenizer(kind, tiny.VERSE * 20, 260))
-    assert string(generate_text(load_model, prompt, **changes)) == run_sample(
-        capsys, prompt, **changes
-    )
+    printed = run_sample(capsys, prompt, **changes)
+    assert string(generate_text(load_model, prompt, **changes)) == printed
 
 
 @pytest.mark.parametrize("stride", [4, 1, 3])
@@ -141,7 +140,7 @@ def test_alternatives_are_the_likely_tokens_given_what_the_model_saw(load_model,
 
 def check_alternatives(text):
     for index in range(1, len(text.ids)):
-        likely = dict(likely_next(text.trained, text.ids[text.starts[index] : index], 100))
+        likely = dict(likely_next(text.trained, text.ids[text.starts[index] : index], 999))
         tokens = [token for _, token in list_alternatives(text, index)[1]]
         assert tokens == list(likely)[:10]
         if text.logprobs[index] is not None:
@@ -158,9 +157,8 @@ def test_a_score_is_that_of_sample_py(load_model, capsys, kind):
     text = score(load_model("out"), content)
     assert text.status == capsys.readouterr().out.strip().removeprefix("poem.txt: ")
     assert string(text) == content
-    for index in range(1, len(text.ids)):
-        likely = dict(likely_next(text.trained, text.ids[text.starts[index] : index], 999))
-        assert math.exp(text.logprobs[index]) == pytest.approx(likely[text.ids[index]], abs=1e-5)
+    assert None not in text.logprobs[1:]
+    check_alternatives(text)
 
 
 # The page

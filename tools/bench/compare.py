@@ -19,8 +19,9 @@ from tools.plot.table import format_table
 def compare_commands(settings):
     """Measures the commands of a BenchConfig and prints a table of medians."""
     medians = {}
-    for name, runs in measure_alternately(settings).items():
-        medians[name] = compute_medians(runs)
+    for command, runs in measure_alternately(settings).items():
+        names = [name for name in COLUMNS if all(name in figures for figures in runs)]
+        medians[command] = {name: median(figures[name] for figures in runs) for name in names}
     print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
     print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
     if settings.vs:
@@ -50,30 +51,18 @@ def measure_alternately(settings):
     return runs
 
 
-def compute_medians(runs):
-    """Returns the median of each figure that all runs have."""
-    names = [name for name in COLUMNS if all(name in figures for figures in runs)]
-    return {name: median(figures[name] for figures in runs) for name in names}
-
-
 def print_medians(medians):
     """Prints {name of a command: figures} as a Markdown table, with ratios if there are two."""
-    columns = []
-    for name, (heading, _) in COLUMNS.items():
-        cells = [format_figure(name, figures) for figures in medians.values()]
-        if not any(cells):
-            continue
-        if "other" in medians:
-            cells.append(format_ratio(name, medians["folio"], medians["other"]))
-        columns.append([heading, *cells])
-    names = ["", *medians]
+    names = [name for name in COLUMNS if any(name in figures for figures in medians.values())]
+    rows = [["", *(COLUMNS[name][0] for name in names)]]
+    for command, figures in medians.items():
+        rows.append([command, *(format_figure(name, figures) for name in names)])
     if "other" in medians:
-        names.append("folio / other")
-    rows = zip(names, *columns, strict=True)
-    print("", *format_table(list(rows)), sep="\n")
+        rows.append(["folio / other", *(format_ratio(name, medians) for name in names)])
+    print("", *format_table(rows), sep="\n")
 
 
-def format_ratio(name, figures, other):
-    """Returns the ratio of a figure of two commands, empty if it is unknown."""
-    dividend, divisor = figures.get(name), other.get(name)
-    return f"{dividend / divisor:.3f}" if dividend and divisor else ""
+def format_ratio(name, medians):
+    """Returns the ratio of a figure of folio to that of the other command, empty if unknown."""
+    folio, other = medians["folio"].get(name), medians["other"].get(name)
+    return f"{folio / other:.3f}" if folio and other else ""

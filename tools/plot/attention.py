@@ -19,15 +19,10 @@ HEADS_PER_ROW = 4  # of a single layer; several layers have a row each
 
 @torch.inference_mode()
 def compute_attention(model, idx, layers):
-    """Computes the attention weights of the heads of some layers.
+    """Returns {layer: attention weights of its heads} for the layers with these numbers.
 
-    Args:
-        idx: token ids, (T,) int64.
-        layers: their numbers.
-
-    Returns:
-        {layer: weights}, (n_head, T, T) float32 on the CPU. Element [h, t, s] is the weight of
-        position s in the output for position t.
+    idx: (T,) int64 -> weights: (n_head, T, T) float32 on the CPU. Element [h, t, s] is the weight
+    of position s in the output for position t.
     """
     T = len(idx)
     positions = torch.arange(T, device=idx.device)
@@ -47,20 +42,15 @@ def compute_attention(model, idx, layers):
 
 
 def draw_attention(trained, ids, title, layers=None):
-    """Draws a heat map for each head, and the most likely next tokens.
+    """Returns a matplotlib figure of each head's attention and of the most likely next tokens.
 
-    Args:
-        trained: a TrainedModel.
-        ids: the prompt, a nonempty list; the last block_size are used.
-        layers: their numbers. Default: all.
-
-    Returns a matplotlib figure. Raises UserError if a layer does not exist.
+    `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layers` the numbers of the
+    layers to draw. Default: all. Raises UserError if a layer does not exist.
     """
     from matplotlib.figure import Figure
 
     config, tokenizer = trained.model.config, trained.tokenizer
-    if layers is None:
-        layers = range(config.n_layer)
+    layers = range(config.n_layer) if layers is None else layers
     if missing := set(layers or [0]) - set(range(config.n_layer)):
         raise UserError(f"{title}: there is no layer {min(missing)} of {config.n_layer} layers")
     ids = ids[-config.block_size :]

@@ -13,7 +13,7 @@ CUT_FRACTION = 0.1  # of a run, at its start, whose high losses are cut off
 def draw_losses(groups, axis):
     """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES.
 
-    Training has no bits per byte, and thus no curve.
+    There is no training curve of bits per byte, which only evaluations measure.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure

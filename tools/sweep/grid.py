@@ -19,7 +19,7 @@ SPACINGS = {"uniform": np.linspace, "log": np.geomspace}  # of the values of a r
 
 
 class Grid:
-    """The settings of a command line in which some have several values.
+    """The settings of a command line that gives several values to some of them.
 
     Attributes:
         first: the settings with the first value of each.

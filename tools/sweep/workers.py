@@ -25,9 +25,9 @@ from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read_run
 from train import TrainConfig
 
-OUTPUT_NAME = "output.txt"  # what train.py prints, in the folder of the run
+OUTPUT_NAME = "output.txt"  # in the folder of the run, with what train.py prints
 POLL_INTERVAL_S = 0.1
-# Settings of train.py that a sweep passes on to its runs
+# Settings that a sweep passes on to train.py
 RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
 
 
@@ -74,9 +74,9 @@ def select_best(combinations, losses, factor):
 def rung_steps(settings, factor):
     """Returns the step of each rung, at which runs are compared; the last is max_iters.
 
-    With halving, the others are at about 1/5 of it, because high learning rates look worse than
-    they are before, and at 1/3. They are multiples of eval_interval, so that a run that stops there
-    evaluates there.
+    With halving, two earlier rungs are at about 1/5 of max_iters, before which high learning rates
+    look worse than they are, and 1/3. They are multiples of eval_interval, so that a run that stops
+    at a rung evaluates there.
     """
     total, interval = settings.max_iters, settings.eval_interval
     if not factor:
