@@ -11,6 +11,8 @@ import train
 from folio.cli.errors import UserError
 from tools import export
 from tools.bench import __main__ as bench
+from tools.bench import compare
+from tools.bench.measure import COLUMNS, SEPARATOR, measure_command, read_figures
 
 TRAINING = """
 import sys, time
@@ -31,25 +33,25 @@ if sys.argv[1] == "3":
 @pytest.fixture
 def scripts(folder, monkeypatch):
     """A folder with another command, and a train.py in place of folio's."""
-    monkeypatch.setattr(bench, "ROOT", Path())
+    monkeypatch.setattr(compare, "ROOT", Path())
     for name in ("other.py", "train.py"):
         Path(name).write_text(TRAINING)
 
 
 def test_lines_of_a_nanogpt_training_are_read(scripts):
-    figures = bench.measure([sys.executable, "other.py", "0"], target=3.0)
+    figures = measure_command([sys.executable, "other.py", "0"], target=3.0)
     assert figures["step_ms"] == 133.0  # median of 110.5, 115.5, ..., 155.5
     assert figures["tokens_per_s"] == pytest.approx(10_000)
     assert figures["val_loss"] == 1.9
     assert 0 < figures["to_target_s"] < figures["seconds"] - 0.05  # the first of the two
     assert 0.004 < figures["memory_gib"] < 4
-    assert "to_target_s" not in bench.measure([sys.executable, "other.py", "0"], target=1.8)
+    assert "to_target_s" not in measure_command([sys.executable, "other.py", "0"], target=1.8)
 
 
 def test_sampling_speed_is_estimated_from_times_between_texts():
-    lines = [(seconds, bench.SEPARATOR) for seconds in (5.0, 7.0, 9.0)]
-    for flags, rate in ((["--max_new_tokens=100"], 50.0), ([], 250.0)):
-        assert bench.read_figures(lines, ["sample.py", *flags]) == {"tokens_per_s": rate}
+    lines = [(seconds, SEPARATOR) for seconds in (5.0, 7.0, 9.0)]
+    for flags, speed in ((["--max_new_tokens=100"], 50.0), ([], 250.0)):
+        assert read_figures(lines, ["sample.py", *flags]) == {"tokens_per_s": speed}
 
 
 def test_figures_are_medians_of_alternating_runs(scripts, capsys):
@@ -85,7 +87,7 @@ def test_mistakes_are_reported_before_the_first_run(scripts, capfd, flags, messa
     with pytest.raises((UserError, OSError), match=message):
         bench.main([*flags, "--", "0"])
     assert "run 1" not in capfd.readouterr().out
-    assert {each.name for each in Path().iterdir()} == {"other.py", "train.py"}
+    assert {path.name for path in Path().iterdir()} == {"other.py", "train.py"}
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def test_measuring_train_py_reports_every_figure(verse, capsys):
     header, _, row = capsys.readouterr().out.splitlines()[-3:]
     headings = {cell.strip() for cell in header.split("|")[2:-1]}
     of_others = {"s to first token", "GPU memory, GiB"}
-    assert headings == {heading for heading, _ in bench.COLUMNS.values()} - of_others
+    assert headings == {heading for heading, _ in COLUMNS.values()} - of_others
     assert all(cell.strip() for cell in row.split("|")[1:-1])
 
 
@@ -121,7 +123,7 @@ def test_sampling_is_measured_and_profiled_and_compared_with_transformers(verse,
     transformers_sample.main(["--init_from=hf", *flags])
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("40 tokens in ")
-    assert bench.read_figures([(1.0, line)], [])["tokens_per_s"]
+    assert read_figures([(1.0, line)], [])["tokens_per_s"]
     with pytest.raises(UserError, match="--init_from=none"):
         transformers_sample.main(["--init_from=none", *flags])
 
@@ -133,7 +135,7 @@ def test_counts_of_parts_add_up(folder, capsys, changes):
     assert "vocabulary of 50,304 (gpt2 tokenizer)" in head
     assert re.match(r"\| part +\| parameters \| FLOPs per token \|", columns)
     cells = [[cell.strip().replace(",", "") for cell in row.split("|")[2:4]] for row in rows]
-    *parts, total = [list(map(int, each)) for each in cells]
+    *parts, total = [list(map(int, row)) for row in cells]
     assert list(map(sum, zip(*parts, strict=True))) == total
     model = tiny.random_model(**tiny.SHAPE, **changes, vocab_size=50_304, bias=False)
     assert total == [model.num_params(), model.flops_per_token() / 3]

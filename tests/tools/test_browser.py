@@ -21,7 +21,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not BROWSER, reason="there is no Chromium")]
 ENDLESS = 1_000_000  # tokens, which take many minutes
-SECONDS = 30  # for anything on the page, on a loaded machine
+TIMEOUT_S = 30  # for anything on the page, on a loaded machine
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ class Page:
 
     def __init__(self, browser, url):
         self.tab, self.hosts, self.problems = browser.new_page(), set(), []
-        self.tab.set_default_timeout(1000 * SECONDS)
+        self.tab.set_default_timeout(1000 * TIMEOUT_S)
         self.tab.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
         self.tab.on("pageerror", lambda error: self.problems.append(str(error)))
         self.tab.goto(url)
@@ -86,7 +86,7 @@ class Page:
 
     def eventually(self, condition):
         """Waits until condition() is true, while the browser goes on."""
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < end, f"still not true; the text is {self.text()!r}"
             self.tab.wait_for_timeout(50)
@@ -96,8 +96,8 @@ class Page:
 
     def says(self, message):
         """Waits until the page has a message that starts so."""
-        found = self.tab.get_by_text(re.compile(f"^{re.escape(message)}")).locator("visible=true")
-        found.first.wait_for()
+        messages = self.tab.get_by_text(re.compile(f"^{re.escape(message)}"))
+        messages.locator("visible=true").first.wait_for()
 
     def select_token(self, index):
         """Selects a token of the text; returns the labels of its alternatives."""
@@ -111,7 +111,7 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     process, url = server
     page = Page(browser, url)
 
-    def sampled(run="out-a", **settings):
+    def run_sample(run="out-a", **settings):
         """Returns what sample.py prints with these settings."""
         capsys.readouterr()
         flags = [f"--{name}={value}" for name, value in settings.items()]
@@ -125,14 +125,14 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     page.says("out-a/ckpt.pt: step 20")
     page.button("more settings ▼").click()
     page.generate(prompt=prompt, **settings)
-    text = sampled(start=prompt, **settings)
+    text = run_sample(start=prompt, **settings)
     page.shows(text)
     page.says("40 tokens, ")
     labels = page.select_token(20)
     assert len(labels) == 10
     choice = next(label for label in labels if label[0] not in (text[20], "\\", "␣"))
     page.tab.get_by_text(choice, exact=True).click()
-    text = sampled(start=text[:20] + choice[0], **settings)
+    text = run_sample(start=text[:20] + choice[0], **settings)
     page.shows(text)
 
     # A mistake is explained and loses nothing.
@@ -146,7 +146,7 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     page.eventually(lambda: len(page.text()) > 60)
     other = Page(browser, url)
     other.generate(max_new_tokens=20, seed=4)
-    other.shows(sampled(max_new_tokens=20, seed=4))
+    other.shows(run_sample(max_new_tokens=20, seed=4))
     with page.tab.expect_response("**/cancel"):
         page.button("Stop").click()
     stopped = page.text()
@@ -176,14 +176,14 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     page.generate(max_new_tokens=10, prompt="Shall", top_p="", stop="")
     settings |= {"max_new_tokens": 10, "top_k": 200, "top_p": 1.0, "start": "Shall"}
     del settings["stop"]
-    page.shows(sampled(**settings))
+    page.shows(run_sample(**settings))
     page.open("Compare")
     page.field("prompt").fill("Thou")
     page.field("second model").click()
     page.tab.get_by_role("option", name="out-new").click()
     page.button("Generate with both").click()
     for number, run in enumerate(("out-a", "out-b")):
-        page.shows(sampled(run, **settings | {"start": "Thou"}), number)
+        page.shows(run_sample(run, **settings | {"start": "Thou"}), number)
 
     # Losses are updated while runs are trained.
     def is_listed(*cells):
@@ -193,22 +193,22 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     page.open("Runs")
     page.eventually(lambda: is_listed("out-a") and is_listed("out-b"))
     image = page.tab.locator(".matplotlib img >> visible=true")
-    drawn = image.get_attribute("src")
+    source = image.get_attribute("src")
     with open("out-b/log.jsonl", "a") as log:
         event = {"split": "val", "step": 30, "tokens": 960, "loss": 0.1234, "elapsed_s": 4.0}
         log.write(f"{json.dumps(event)}\n")
     page.eventually(lambda: is_listed("out-b", "0.1234"))
-    page.eventually(lambda: image.get_attribute("src") != drawn)
+    page.eventually(lambda: image.get_attribute("src") != source)
 
     # A model that a run has saved again is loaded again. Ctrl-C ends the server.
     shutil.copy("out-b/ckpt.pt", "out-a/ckpt.pt")
     page.open("Text")
     page.generate()
-    page.shows(sampled("out-b", **settings))
+    page.shows(run_sample("out-b", **settings))
     page.generate(max_new_tokens=ENDLESS)
     page.eventually(lambda: len(page.text()) > 60)
     assert page.problems == []
     assert page.hosts == {url.split("/")[2]}  # nothing is requested from elsewhere
     process.send_signal(signal.SIGINT)
-    assert process.wait(SECONDS) == 130
+    assert process.wait(TIMEOUT_S) == 130
     assert process.stderr.read() == "tools.playground: interrupted\n"

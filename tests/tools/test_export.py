@@ -50,8 +50,8 @@ def test_an_export_of_all_switches_works_without_the_repository(verse, capsys):
     prepare.main(["--input=verse.txt", "--dataset=again", f"--tokenizer={folder}"])
     assert Path("data/again/train.bin").read_bytes() == Path("data/verse/train.bin").read_bytes()
     loss = tiny.load()["best_val_loss"]
-    known = {name: value for name, value in tiny.SETTINGS.items() if name not in tiny.SHAPE}
-    settings = known | {"out_dir": "out-b", "dataset": "again", "init_from": "exported"}
+    settings = {name: value for name, value in tiny.SETTINGS.items() if name not in tiny.SHAPE}
+    settings |= {"out_dir": "out-b", "dataset": "again", "init_from": "exported"}
     train.main([f"--{name}={value}" for name, value in settings.items()])
     assert tiny.log_events("out-b")[1]["loss"] == pytest.approx(loss)
 

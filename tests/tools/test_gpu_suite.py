@@ -1,4 +1,4 @@
-"""tools.gpu_suite: its commands, and a part at toy size on a CPU."""
+"""tools.bench.gpu_suite: its commands, and a part at toy size on a CPU."""
 
 import json
 import shutil
@@ -8,11 +8,11 @@ import pytest
 import tiny
 
 from folio.cli.errors import UserError
-from folio.cli.settings import load_settings
+from folio.cli.settings import ROOT, load_settings
 from folio.data.dataset import load_dataset
 from sample import SampleConfig
-from tools.bench import __main__ as bench
 from tools.bench import gpu_suite
+from tools.bench.measure import describe_machine
 from train import TrainConfig
 
 NANOGPT = [  # what a stand-in for its train.py prints
@@ -36,16 +36,17 @@ def nanogpt(verse):
 
 def test_every_command_has_valid_settings(nanogpt, text_size):
     settings = load_settings(gpu_suite.SuiteConfig, ["--vs_dir=nanoGPT"])
-    found = []
+    config_of_script = {f"{ROOT}/train.py": TrainConfig, f"{ROOT}/sample.py": SampleConfig}
+    checked = 0
     for measurements in gpu_suite.PARTS.values():
         for name, template in measurements.items():
-            command = gpu_suite.command_of(name, template, settings)
+            command = gpu_suite.build_command(name, template, settings)
             assert not any("{" in word for word in command)
-            for script, config in ("/train.py", TrainConfig), ("/sample.py", SampleConfig):
-                for place in (n for n, word in enumerate(command) if word.endswith(script)):
-                    load_settings(config, command[place + 1 :], {"device": lambda _: "cuda"})
-                    found.append(name)
-    assert len(found) > 18
+            for index, word in enumerate(command):
+                if config := config_of_script.get(word):
+                    load_settings(config, command[index + 1 :], {"device": lambda _: "cuda"})
+                    checked += 1
+    assert checked > 18
 
 
 @pytest.mark.slow
@@ -55,15 +56,15 @@ def test_a_part_is_measured_and_only_failed_commands_are_repeated(nanogpt, capsy
     out = capsys.readouterr().out
     assert "curve-nanogpt: env -C nanoGPT " in out
     assert " ended with status 3" in out
-    assert bench.where() in out
+    assert describe_machine() in out
     result, failed = (Path(f"out-gpu-suite/curve-{name}.json") for name in ("folio", "nanogpt"))
-    before = result.stat().st_mtime_ns
+    written_ns = result.stat().st_mtime_ns
     assert json.loads(result.read_text())["figures"].keys() >= {"val_loss", "tokens_per_s"}
     assert not failed.exists()
 
     (nanogpt / "train.py").write_text("\n".join(f"print({line!r})" for line in NANOGPT))
     gpu_suite.main(flags)
-    assert result.stat().st_mtime_ns == before
+    assert result.stat().st_mtime_ns == written_ns
     assert json.loads(failed.read_text())["figures"]["tokens_per_s"] == 8000
     assert "| curve-nanogpt | " in capsys.readouterr().out
     tokens = load_dataset("random_tokens").train

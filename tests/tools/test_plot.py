@@ -1,4 +1,4 @@
-"""tools.plot, table and attention: comparing runs in a table and a plot, drawing attention."""
+"""tools.plot: comparing runs in a table and a plot, drawing attention."""
 
 import copy
 import io
@@ -17,23 +17,24 @@ from folio.cli.settings import load_settings
 from folio.hardware.compile import optimize_for_inference
 from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
-from tools.plot import attention, runs
-from tools.plot.runs import grouped
-from tools.plot.table import aligned, compared
+from tools.plot.attention import NEXT_TOKENS, compute_attention, draw_attention
+from tools.plot.losses import MAX_TRAINING_POINTS, draw_losses
+from tools.plot.runs import group_runs, read_runs
+from tools.plot.table import compare_groups, format_table
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def groups_of(*folders, measure="loss"):
-    return grouped(runs.read_all(folders), measure)
+def read_groups(*folders, measure="loss"):
+    return group_runs(read_runs(folders), measure)
 
 
 # Tables
 
 
-def table(*folders):
-    return aligned(compared(groups_of(*folders)))
+def make_table(*folders):
+    return format_table(compare_groups(read_groups(*folders)))
 
 
 TABLE = """\
@@ -49,7 +50,7 @@ def test_table_has_best_run_first_and_only_settings_that_differ():
     write_run("out-a", [4.0, 2.5, 2.0, 2.25])
     write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
     write_run("out-c", [])
-    assert table("out-a", "out-b", "out-c") == TABLE.splitlines()
+    assert make_table("out-a", "out-b", "out-c") == TABLE.splitlines()
 
 
 REPEATED_TABLE = """\
@@ -65,7 +66,7 @@ def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
     for name, losses in {"a": [1.49, 1.5, 1.51], "b": [1.61, 1.6, 1.59], "c": [1.51]}.items():
         for seed, loss in enumerate(losses):
             write_run(f"out-s/{name},seed={seed}", [4.0 + seed, loss], seed=seed, n_head=name)
-    lines = table("out-s")
+    lines = make_table("out-s")
     assert lines[0].endswith("| n_head |")
     width = REPEATED_TABLE.index("\n")
     assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
@@ -79,14 +80,14 @@ def test_table_of_bits_per_byte_has_their_best_first(capsys):
     head, _, *rows, _ = capsys.readouterr().out.splitlines()
     assert "| best val bits per byte |" in head
     cells = [row.split("|") for row in rows]
-    assert [each[1].strip() for each in cells] == ["out-b", "out-a", "out-c"]
-    assert [each[2].strip() for each in cells] == ["1.2500", "2.0000", ""]
+    assert [row[1].strip() for row in cells] == ["out-b", "out-a", "out-c"]
+    assert [row[2].strip() for row in cells] == ["1.2500", "2.0000", ""]
 
 
 # Loss curves
 
 
-def drawn(figure):
+def read_curves(figure):
     """Returns {label in the legend: points of each line of its color}."""
     [axes] = figure.axes
     legend, curves = axes.get_legend(), {}
@@ -102,7 +103,7 @@ def drawn(figure):
 def test_picture_has_curves_of_each_run(axis, x):
     write_run("out-a", [4.0, 2.0, 2.25])
     write_run("out-b", [4.0, 3.5])
-    curves = drawn(plot.draw_losses(groups_of("out-a", "out-b"), axis))
+    curves = read_curves(draw_losses(read_groups("out-a", "out-b"), axis))
     training, validation, best = curves["out-a"]
     assert curves["out-b"][1] == [[x[0], 4.0], [x[1], 3.5]]
     assert validation == [[x[0], 4.0], [x[1], 2.0], [x[2], 2.25]]
@@ -113,10 +114,9 @@ def test_picture_has_curves_of_each_run(axis, x):
 def test_picture_of_bits_per_byte_has_the_runs_that_have_them():
     write_run("out-a", [4.0, 2.0])
     write_run("out-b", [3.0, 1.0], bits=[2.5, 1.5])
-    found = groups_of("out-a", "out-b", measure="bits_per_byte")
-    figure = plot.draw_losses(found, "steps")
-    validation, best = drawn(figure)["out-b"]
-    assert list(drawn(figure)) == ["out-b"]
+    figure = draw_losses(read_groups("out-a", "out-b", measure="bits_per_byte"), "steps")
+    validation, best = read_curves(figure)["out-b"]
+    assert list(read_curves(figure)) == ["out-b"]
     assert (validation, best) == ([[0, 2.5], [10, 1.5]], [[10, 1.5]])
     assert figure.axes[0].get_ylabel() == "bits per byte"
     with pytest.raises(UserError, match="the runs have no bits per byte yet"):
@@ -128,8 +128,8 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds():
     write_run("out-s/n=2,seed=2", [6.0, 4.0, 3.0])
     write_run("out-s/n=2,seed=3", [])
     write_run("out-s/n=4,seed=1", [5.0, 4.0])
-    figure = plot.draw_losses(groups_of("out-s"), "steps")
-    training, validation, best = drawn(figure)["out-s/n=2,seed=*"]
+    figure = draw_losses(read_groups("out-s"), "steps")
+    training, validation, best = read_curves(figure)["out-s/n=2,seed=*"]
     assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
     assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
     assert best == [validation[1]]
@@ -141,11 +141,11 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds():
 def test_long_training_curves_are_averaged():
     name = "out-$\\frac$"  # is no formula
     write_run(name, [4 + (-1) ** n for n in range(1000)])
-    figure = plot.draw_losses(groups_of(name), "steps")
+    figure = draw_losses(read_groups(name), "steps")
     figure.savefig(io.BytesIO())
-    training = drawn(figure)[name][0]
-    assert len(training) == plot.POINTS
-    assert [loss for _, loss in training] == pytest.approx([3.9] * plot.POINTS)
+    training = read_curves(figure)[name][0]
+    assert len(training) == MAX_TRAINING_POINTS
+    assert [loss for _, loss in training] == pytest.approx([3.9] * MAX_TRAINING_POINTS)
 
 
 def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
@@ -188,20 +188,20 @@ def test_attention_weights_are_those_of_the_model(changes):
     idx = tiny.random_ids(model, rows=1)[0]
     config, T = model.config, len(idx)
     layers = range(config.n_layer)
-    found = attention.attention_weights(model, idx, layers)
+    weights_of_layer = compute_attention(model, idx, layers)
     packed = optimize_for_inference(copy.deepcopy(model))
-    assert sorted(found) == [*layers]
-    for layer, weights in found.items():
+    assert sorted(weights_of_layer) == [*layers]
+    for layer, weights in weights_of_layer.items():
         assert weights.shape == (config.n_head, T, T)
         assert torch.allclose(weights.sum(dim=-1), torch.ones(config.n_head, T))
         assert (weights.triu(1) == 0).all()
         if config.window:
             assert (weights.tril(-config.window) == 0).all()
-        [(_, same)] = attention.attention_weights(packed, idx, [layer]).items()
-        assert torch.allclose(same, weights, atol=1e-5)
+        packed_weights = compute_attention(packed, idx, [layer])[layer]
+        assert torch.allclose(packed_weights, weights, atol=1e-5)
 
 
-def heads_of(figure):
+def find_heads(figure):
     return [axes for axes in figure.get_axes() if axes.get_title().startswith("layer")]
 
 
@@ -209,9 +209,9 @@ def test_picture_of_attention_is_labeled(verse):
     train.main(tiny.flags(max_iters=1, n_layer=2, out_dir="out-x"))
     prompt = "--start=thee to a day\n"  # longer than the context of 8 tokens
     settings = load_settings(plot.PlotConfig, ["--attention", "out-x", prompt])
-    figure = plot.draw_attention("out-x", settings)
-    assert len(heads_of(figure)) == 4
-    for axes in heads_of(figure):
+    figure = plot.plot_attention("out-x", settings)
+    assert len(find_heads(figure)) == 4
+    for axes in find_heads(figure):
         assert [label.get_text() for label in axes.get_xticklabels()] == [*"o␣a␣day", "\\n"]
     plot.main(["--attention", "out-x", prompt, "--layer=1", "--out=one.png"])
     assert Path("one.png").read_bytes().startswith(b"\x89PNG")
@@ -225,8 +225,8 @@ def test_picture_of_attention_is_labeled(verse):
 def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
     trained.model.bfloat16()
     with ThreadPoolExecutor(1) as pool:
-        figure = pool.submit(attention.draw, trained, list(range(30)), "a title").result()
-    assert len(heads_of(figure)) == 4
+        figure = pool.submit(draw_attention, trained, list(range(30)), "a title").result()
+    assert len(find_heads(figure)) == 4
     bars = figure.get_axes()[-1]
     widths = [patch.get_width() for patch in bars.patches]
-    assert widths == [p for _, p in likely_next(trained, list(range(30)), attention.TOP)]
+    assert widths == [p for _, p in likely_next(trained, list(range(30)), NEXT_TOKENS)]

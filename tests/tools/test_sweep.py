@@ -21,9 +21,10 @@ from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
 from folio.cli.settings import ROOT
 from folio.data.dataset import load_dataset
-from tools.plot import runs
+from tools.plot.runs import read_runs
 from tools.sweep import __main__ as sweep
 from tools.sweep import workers
+from tools.sweep.grid import Grid
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -35,36 +36,36 @@ def write(text, name="a.py"):
 
 def flags(**settings):
     """Returns arguments for a sweep of the tiny model."""
-    return [each for each in tiny.flags(**settings) if not each.startswith("--out_dir")]
+    return [flag for flag in tiny.flags(**settings) if not flag.startswith("--out_dir")]
 
 
 # Combinations
 
 
-def settings_of(*argv):
+def combine(*argv):
     """Returns {name of the run: settings} of the runs of all combinations."""
-    combinations = sweep.Grid(argv).combinations()
-    return {folder.name: settings for each in combinations for folder, settings in each}
+    combinations = Grid(sweep.SweepConfig, argv).combinations()
+    return {folder.name: settings for runs in combinations for folder, settings in runs}
 
 
-def values(*argv):
+def combine_values(*argv):
     """Returns the names with several values, and their values in each run."""
-    names = sweep.Grid(argv).names
-    return names, [tuple(getattr(s, name) for name in names) for s in settings_of(*argv).values()]
+    names = Grid(sweep.SweepConfig, argv).names
+    return names, [tuple(getattr(s, name) for name in names) for s in combine(*argv).values()]
 
 
 def test_flags_and_config_files_are_combined():
     file = write("n_layer = [1, 2]\ndropout = (0.1, 0)")
     expected = ["n_layer", "dropout"], [(1, 0.1), (1, 0.0), (2, 0.1), (2, 0.0)]
-    assert values(file) == expected
-    assert values("--n_layer=1,2", "--dropout", "0.1,0") == expected
+    assert combine_values(file) == expected
+    assert combine_values("--n_layer=1,2", "--dropout", "0.1,0") == expected
 
 
 def test_rightmost_argument_takes_precedence():
     file = write("n_layer = [1, 2, 3]\ndropout = [0.1, 0]")
-    assert values(file, "--dropout=0.3")[1] == [(0.3, 1), (0.3, 2), (0.3, 3)]
-    assert values("--dropout=0.3,0.4", file, "--n_layer=7")[1] == [(0.1, 7), (0.0, 7)]
-    assert values(file, "--dropout=0", "--n_layer=7,8")[1] == [(0.0, 7), (0.0, 8)]
+    assert combine_values(file, "--dropout=0.3")[1] == [(0.3, 1), (0.3, 2), (0.3, 3)]
+    assert combine_values("--dropout=0.3,0.4", file, "--n_layer=7")[1] == [(0.1, 7), (0.0, 7)]
+    assert combine_values(file, "--dropout=0", "--n_layer=7,8")[1] == [(0.0, 7), (0.0, 8)]
 
 
 @pytest.mark.parametrize(
@@ -79,38 +80,38 @@ def test_rightmost_argument_takes_precedence():
     ],
 )
 def test_values_of_every_type(argument, expected):
-    [name], found = values(argument)
-    assert found == [(value,) for value in expected]
-    assert not any("/" in run for run in settings_of(argument))
+    _, values = combine_values(argument)
+    assert values == [(value,) for value in expected]
+    assert not any("/" in run for run in combine(argument))
 
 
 def test_config_file_reads_values_of_its_combination(capsys):
-    found = settings_of("--n_layer=2,4", write("print('hello')\nn_embd = 64 * n_layer"))
-    assert [(each.n_layer, each.n_embd) for each in found.values()] == [(2, 128), (4, 256)]
+    runs = combine("--n_layer=2,4", write("print('hello')\nn_embd = 64 * n_layer"))
+    assert [(run.n_layer, run.n_embd) for run in runs.values()] == [(2, 128), (4, 256)]
     assert capsys.readouterr().out == "hello\n"  # once
     file = write("n_embd = [n_layer, 2 * n_layer]")
-    assert values("--n_layer=3,5", file)[1] == [(3, 3), (3, 6), (5, 5), (5, 10)]
+    assert combine_values("--n_layer=3,5", file)[1] == [(3, 3), (3, 6), (5, 5), (5, 10)]
 
 
 def test_random_combinations_are_reproducible_and_nested():
     argv = ["--n_layer=1,2,3,4,5", "--n_head=1,2,3,4"]
     counts = (1, 5, 15, 19, 20, 21)
-    drawn = [set(settings_of(*argv, f"--trials={count}")) for count in counts]
-    assert [len(each) for each in drawn] == [1, 5, 15, 19, 20, 20]
-    assert all(few <= more for few, more in pairwise(drawn))
+    name_sets = [set(combine(*argv, f"--trials={count}")) for count in counts]
+    assert [len(names) for names in name_sets] == [1, 5, 15, 19, 20, 20]
+    assert all(smaller <= larger for smaller, larger in pairwise(name_sets))
 
 
 def test_values_of_ranges_are_drawn_evenly():
     file = write("n_layer = 'uniform:10:20'")
-    found = list(settings_of(file, "--learning_rate=log:1e-4:1e-2", "--trials=200").values())
-    assert len(found) == 200
-    assert {each.n_layer for each in found} == set(range(10, 21))
-    assert all(1e-4 <= each.learning_rate <= 1e-2 for each in found)
-    assert 80 < sum(each.learning_rate < 1e-3 for each in found) < 120  # the geometric mean
+    runs = list(combine(file, "--learning_rate=log:1e-4:1e-2", "--trials=200").values())
+    assert len(runs) == 200
+    assert {run.n_layer for run in runs} == set(range(10, 21))
+    assert all(1e-4 <= run.learning_rate <= 1e-2 for run in runs)
+    assert 80 < sum(run.learning_rate < 1e-3 for run in runs) < 120  # the geometric mean
 
 
 @pytest.mark.parametrize(
-    ("argv", "wrong"),
+    ("argv", "message"),
     [
         ([], "--learning_rate=1e-3,3e-4"),  # an example of several values
         (["--seed=1,2", "--out_dir=x"], "--out_dir"),
@@ -130,12 +131,12 @@ def test_values_of_ranges_are_drawn_evenly():
         (["--learning_rate=log:a:1"], "log:a:1"),
     ],
 )
-def test_mistakes_are_reported_before_training(argv, wrong, verse):
+def test_mistakes_are_reported_before_training(argv, message, verse):
     write("warmup_iters = [1, 'x']")
     write("warmup_iters = range(10**9)", "b.py")
     with pytest.raises(UserError) as caught:
         sweep.main([*flags(), *argv])
-    assert wrong in str(caught.value)
+    assert message in str(caught.value)
     assert not Path("out-sweep").exists()
 
 
@@ -146,11 +147,8 @@ def test_rungs_are_multiples_of_the_evaluation_interval():
     settings = tiny.settings(max_iters=1000, eval_interval=150)
     assert workers.rung_steps(settings, 3) == [150, 300, 1000]
     assert workers.rung_steps(settings, None) == [1000]
-    assert workers.rung_steps(tiny.settings(max_iters=1000, eval_interval=200), 2) == [
-        200,
-        400,
-        1000,
-    ]
+    settings = tiny.settings(max_iters=1000, eval_interval=200)
+    assert workers.rung_steps(settings, 2) == [200, 400, 1000]
     with pytest.raises(UserError, match="eval_interval=201"):
         workers.rung_steps(tiny.settings(max_iters=1000, eval_interval=201), 3)
 
@@ -158,8 +156,8 @@ def test_rungs_are_multiples_of_the_evaluation_interval():
 # Training
 
 
-class FakeTraining:
-    """Writes the log and the checkpoint of each run at once, instead of training it."""
+class FakeWorkers:
+    """Write the log and the checkpoint of each run at once, instead of training it."""
 
     def __init__(self):
         self.loss_of = lambda settings: 1.0  # None: the run fails
@@ -177,19 +175,20 @@ class FakeTraining:
         with open(folder / "log.jsonl", "a") as log:
             log.write(f"{json.dumps(start)}\n{json.dumps(event)}\n")
         model, progress = tiny.random_model(), Progress(stop_at, stop_at, stop_at, loss)
-        saved = Checkpoint(model.config, model.state_dict(), progress, dataclasses.asdict(settings))
-        saved.data = load_dataset(settings.dataset).fingerprint
-        save_checkpoint(folder / "last.pt", saved)
+        settings_dict = dataclasses.asdict(settings)
+        checkpoint = Checkpoint(model.config, model.state_dict(), progress, settings_dict)
+        checkpoint.data = load_dataset(settings.dataset).fingerprint
+        save_checkpoint(folder / "last.pt", checkpoint)
         shutil.copy(folder / "last.pt", folder / "ckpt.pt")
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
 
 @pytest.fixture
 def fake(verse, monkeypatch):
-    """A FakeTraining that sweeps use."""
-    fake = FakeTraining()
-    monkeypatch.setattr(workers, "start", fake.start)
-    monkeypatch.setattr(workers, "POLL_SECONDS", 0)
+    """The FakeWorkers that sweeps use."""
+    fake = FakeWorkers()
+    monkeypatch.setattr(workers, "start_worker", fake.start)
+    monkeypatch.setattr(workers, "POLL_INTERVAL_S", 0)
     return fake
 
 
@@ -230,13 +229,13 @@ def test_runs_share_cores_and_gpus(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(workers.torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 2)
-    assert workers.environment("cpu", 0, 1) == {}
-    assert workers.environment("cpu", 1, 3) == {"OMP_NUM_THREADS": "2"}
+    assert workers.worker_environment("cpu", 0, 1) == {}
+    assert workers.worker_environment("cpu", 1, 3) == {"OMP_NUM_THREADS": "2"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpus = [workers.environment("cuda", n, 3)["CUDA_VISIBLE_DEVICES"] for n in range(3)]
+    gpus = [workers.worker_environment("cuda", n, 3)["CUDA_VISIBLE_DEVICES"] for n in range(3)]
     assert gpus == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert workers.environment("cuda", 1, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert workers.worker_environment("cuda", 1, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
 
 
 # Processes
@@ -264,27 +263,28 @@ def wait_for(condition, seconds=60):
 @pytest.mark.parametrize("tool", ["bench", "bench.gpu_suite", "playground", "plot", "sweep"])
 def test_tools_answer_help_and_signals_while_torch_is_imported(tool):
     write(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n", "torch.py")
-    out, err = (helped := start("--help", tool=tool)).communicate()
-    assert (helped.returncode, err) == (0, "")
+    process = start("--help", tool=tool)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
     name = "gpu_suite.py" if "." in tool else f"tools.{tool}"
     assert out.startswith(f"usage: {name} ")
-    stopped = start(*(["out-a"] if tool == "plot" else []), tool=tool)
-    assert stopped.communicate() == ("", "")
-    assert stopped.returncode == 143
+    process = start(*(["out-a"] if tool == "plot" else []), tool=tool)
+    assert process.communicate() == ("", "")
+    assert process.returncode == 143
 
 
 @pytest.mark.slow
 def test_combinations_are_trained_and_compared_and_failures_reported(verse, capsys):
     train.main(tiny.flags())
     model = tuple(f"--{name}=" for name in tiny.SHAPE)
-    argv = [each for each in flags() if not each.startswith(model)]
+    argv = [flag for flag in flags() if not flag.startswith(model)]
     argv += ["--init_from=out/ckpt.pt", "--n_layer=1,2", "--seed=1,2", "--jobs=2"]
     with pytest.raises(UserError, match="2 of 4 runs failed: .*n_layer is 1 in the checkpoint"):
         sweep.main(argv)
     out = capsys.readouterr().out
     assert "n_layer=2,seed=1: failed: train.py: out/ckpt.pt" in out
-    found = runs.read_all(["out-sweep"])
-    for seed, run in enumerate(found, 1):
+    runs = read_runs(["out-sweep"])
+    for seed, run in enumerate(runs, 1):
         name = f"n_layer=1,seed={seed}"
         assert run.folder == f"out-sweep/{name}"
         assert run.val[0]["loss"] == pytest.approx(tiny.load()["best_val_loss"])
@@ -293,7 +293,7 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
         assert "step 6: train loss" in Path(run.folder, "output.txt").read_text()
     head, _, row = out[out.index("| run") :].splitlines()
     head, row = ([cell.strip() for cell in line.split("|")[1:4]] for line in (head, row))
-    mean = sum(run.best()["loss"] for run in found) / 2
+    mean = sum(run.best()["loss"] for run in runs) / 2
     assert head == ["run", "best val loss", "seeds"]
     assert (row[0], row[2]) == ("out-sweep/n_layer=1,seed=*", "2")
     assert row[1].startswith(f"{mean:.4f} ± ")
@@ -306,15 +306,15 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
 def test_interrupted_sweep_continues_to_the_same_results(verse):
     settings = {"max_iters": 500, "eval_interval": 100}
     argv = [*flags(**settings, dropout="0,0.1"), "--jobs=2", "--halving=3"]
-    stopped = start(*argv)
+    process = start(*argv)
     wait_for(Path("out-sweep/dropout=0.0/last.pt").exists)
-    os.killpg(stopped.pid, signal.SIGINT)  # as Ctrl-C, which reaches the runs, too
-    _, err = stopped.communicate()
-    assert stopped.returncode == 130
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C, which reaches the runs, too
+    _, err = process.communicate()
+    assert process.returncode == 130
     assert err == "tools.sweep: stopped; to continue, run the same command\n"
     with lock_folder("out-sweep/dropout=0.0"):  # its process has ended
         pass
     sweep.main(argv)
-    [best] = [run for run in runs.read_all(["out-sweep"]) if run.val[-1]["step"] == 500]
+    [best] = [run for run in read_runs(["out-sweep"]) if run.val[-1]["step"] == 500]
     train.main(tiny.flags(**settings, dropout=best.settings["dropout"]))
     assert tiny.differences("out", best.folder) == []

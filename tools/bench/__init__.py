@@ -1,1 +1,1 @@
-"""Compares commands and counts a model's work. Start reading in `__main__.py`."""
+"""Times commands, profiles steps and counts FLOPs. Start reading in `__main__.py`."""

@@ -23,8 +23,8 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.settings import ROOT, load_settings, parse_arguments, setting
 
-TARGET = 1.4697  # validation loss of nanoGPT's Shakespeare recipe, from its README
-VOCABULARIES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
+TARGET_LOSS = 1.4697  # of nanoGPT's Shakespeare recipe on its validation split, from its README
+VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
 
 # {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
 # and {out}, folders. train.py gets --out_dir={out}/NAME.
@@ -118,30 +118,31 @@ if __name__ == "__main__":
 import numpy as np
 
 from folio.cli.files import write_atomically
-from tools.bench.__main__ import measure, shown, where
-from tools.plot.table import aligned
+from tools.bench.measure import describe_machine, format_figures, measure_command
+from tools.plot.table import format_table
 
 
 def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
     for data in (Path("data"), Path(settings.vs_dir, "data")):
-        for name, vocab_size in VOCABULARIES.items():
+        for name, vocab_size in VOCAB_SIZES.items():
             write_random_tokens(data / name, vocab_size)
     rows = [("measurement", "figures")]
     for part in settings.parts.split(","):
         for name, template in PARTS[part].items():
-            command = command_of(name, template, settings)
+            command = build_command(name, template, settings)
             try:
-                figures = figures_of(Path(settings.results, f"{name}.json"), command)
-                rows.append((name, shown(figures)))
-                print(": ".join(rows[-1]), flush=True)
+                figures = measure_once(command, Path(settings.results, f"{name}.json"))
+                line = format_figures(figures)
+                rows.append((name, line))
+                print(f"{name}: {line}", flush=True)
             except (UserError, OSError) as error:
                 rows.append((name, "failed"))
                 print(f"{name}: {error}", flush=True)
-    print("", where(), "", *aligned(rows), sep="\n")
+    print("", describe_machine(), "", *format_table(rows), sep="\n")
 
 
-def command_of(name, template, settings):
+def build_command(name, template, settings):
     """Returns the command of a measurement as a list."""
     folders = {"folio": ROOT, "nanogpt": settings.vs_dir, "out": Path(settings.results).resolve()}
     command = [word.format(python=sys.executable, **folders) for word in template.split()]
@@ -150,25 +151,25 @@ def command_of(name, template, settings):
     return command
 
 
-def figures_of(path, command):
-    """Returns the figures of a command from a file, or measures them and writes the file."""
+def measure_once(command, path):
+    """Returns the figures of a command. Writes them to a file, or reads them if it exists."""
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["figures"]
-    figures = measure(command, target=TARGET)
+    figures = measure_command(command, target=TARGET_LOSS)
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as [file]:
-        content = {"machine": where(), "command": command, "figures": figures}
+        content = {"machine": describe_machine(), "command": command, "figures": figures}
         file.write(json.dumps(content, indent=1).encode())
     return figures
 
 
 def write_random_tokens(folder, vocab_size):
-    """Writes random token ids, each of which is a character, in nanoGPT's format."""
+    """Writes a dataset of random token ids in nanoGPT's format. Each id is a character."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = np.random.default_rng(0).integers(vocab_size, size=2**21, dtype=np.uint16)
     ids.tofile(folder / "train.bin")
     ids[: 2**17].tofile(folder / "val.bin")
-    itos = dict(enumerate(map(chr, range(vocab_size))))
+    itos = {i: chr(i) for i in range(vocab_size)}
     stoi = {character: i for i, character in itos.items()}
     meta = {"vocab_size": vocab_size, "itos": itos, "stoi": stoi}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))

@@ -41,14 +41,17 @@ def main(argv=None):
     ids = torch.zeros(settings.num_samples, 1, dtype=torch.int64, device=settings.device)
     extend(ids, 1)  # a warmup
     start = time.monotonic()
-    left, size = settings.max_new_tokens, model.config.max_position_embeddings
-    while left:
-        ids = ids if ids.shape[1] < size else ids[:, -(size // 2) :]
-        count = min(left, size - ids.shape[1])
+    remaining = settings.max_new_tokens
+    context = model.config.max_position_embeddings
+    while remaining:
+        if ids.shape[1] >= context:
+            ids = ids[:, -(context // 2) :]
+        count = min(remaining, context - ids.shape[1])
         ids = extend(ids, count)
-        left -= count
+        remaining -= count
     ids.cpu()  # waits for the device
-    seconds, tokens = time.monotonic() - start, settings.num_samples * settings.max_new_tokens
+    seconds = time.monotonic() - start
+    tokens = settings.num_samples * settings.max_new_tokens
     print(f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s")
 
 

@@ -16,8 +16,8 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings, parse_arguments, setting
 
-USER = "folio"
-LOCAL = ("127.0.0.1", "localhost")  # only this machine can reach them
+USER_NAME = "folio"
+LOCAL_HOSTS = ("127.0.0.1", "localhost")  # only this machine can reach them
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PlaygroundConfig:
     out_dir: str = setting("out", "run that is selected first", scope="files")
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine")
     port: int | None = setting(None, "port; None: the first free one from 7860 on", "[1, 65535]")
-    password: str | None = setting(None, f"password of the page; the user name is {USER}")
+    password: str | None = setting(None, f"password of the page; the user name is {USER_NAME}")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -37,7 +37,7 @@ class PlaygroundConfig:
     def __post_init__(self):
         if self.password == "":
             raise ValueError("the password is empty")
-        if self.host not in LOCAL and self.password is None:
+        if self.host not in LOCAL_HOSTS and self.password is None:
             raise ValueError(
                 f"--host={self.host} lets others use the page: add --password=PASSWORD"
             )
@@ -53,28 +53,30 @@ from folio.hardware.device import resolve_device
 
 def main(argv=None):
     settings = load_settings(PlaygroundConfig, argv, {"device": resolve_device})
-    if not (run := RunDir(settings.out_dir)).exists():
-        run.load_best()  # whose error lists the runs
-    if missing := [name for name in ("gradio", "matplotlib") if not find_spec(name)]:
-        raise UserError(f"the playground needs {missing[0]}: pip install gradio matplotlib")
+    run_dir = RunDir(settings.out_dir)
+    if not run_dir.exists():
+        run_dir.load_best()  # raises an error that lists the runs
+    for name in ("gradio", "matplotlib"):
+        if not find_spec(name):
+            raise UserError(f"the playground needs {name}: pip install gradio matplotlib")
     print(f"open {serve(settings)} in a browser; Ctrl-C stops the server", flush=True)
     threading.Event().wait()
 
 
 def serve(settings):
     """Starts the server in other threads. Returns the URL of the page."""
-    # gradio would try 100 ports, 5 s each, for an address that is not this machine's.
+    # Fails at once if the address is not this machine's; gradio would try 100 ports, 5 s each.
     socket.create_server((settings.host, settings.port or 0)).close()
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # gradio calls only its own server
-    from tools.playground.page import THEME, build
-    from tools.playground.texts import model_loader
+    from tools.playground.page import THEME, build_page
+    from tools.playground.texts import make_model_loader
 
-    newest = model_loader(settings.device, settings.dtype)
-    page = build(newest, settings.device, str(RunDir(settings.out_dir).folder))
+    load_model = make_model_loader(settings.device, settings.dtype)
+    page = build_page(load_model, settings.device, str(RunDir(settings.out_dir).folder))
     page.launch(
         server_name=settings.host,
         server_port=settings.port,
-        auth=(USER, settings.password) if settings.password else None,
+        auth=(USER_NAME, settings.password) if settings.password else None,
         share=False,
         quiet=True,
         prevent_thread_lock=True,

@@ -1,4 +1,4 @@
-"""The playground's page: its components and events. tools/texts.py computes the texts."""
+"""The playground's page: its components and events. texts.py computes the texts."""
 
 import html
 import math
@@ -14,32 +14,32 @@ from folio.cli.settings import load_settings
 from folio.hardware.memory import explain_out_of_memory
 from sample import SampleConfig
 from tools.playground import texts
-from tools.plot.__main__ import AXES, LABELS, draw_losses
-from tools.plot.attention import draw
-from tools.plot.runs import grouped, nested, read_all
-from tools.plot.table import compared
+from tools.plot.attention import draw_attention
+from tools.plot.losses import AXES, LABELS, draw_losses
+from tools.plot.runs import find_nested_runs, group_runs, read_runs
+from tools.plot.table import compare_groups
 
-CONTROLS = ("temperature", "max_new_tokens", "seed")  # settings of sample.py
-MORE_CONTROLS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_stride", "stop")
-SECONDS = 5  # between two updates of the losses
-ADVICE = "use --device=cpu, or a smaller model or shorter text"
-MOST_CURVES = 8  # of the best runs
-OTHERS = "select a token of the text to see which others were likely"
-# Options of events. They are private because the description of a public API, with the names of
-# runs, would be served without a password.
-EVENT = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
+MAIN_SETTINGS = ("temperature", "max_new_tokens", "seed")  # of sample.py
+MORE_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_stride", "stop")
+LOSSES_INTERVAL_S = 5  # between two updates
+MEMORY_ADVICE = "use --device=cpu, or a smaller model or shorter text"
+MAX_CURVES = 8  # of the best runs
+ALTERNATIVES_LABEL = "select a token of the text to see which others were likely"
+# Events are private because the description of a public API, with the names of runs, would be
+# served without a password.
+EVENT_OPTIONS = {"show_progress": "hidden", "concurrency_limit": None, "api_visibility": "private"}
 # Fonts of the system: others would be downloaded.
 THEME = gr.themes.Default(
     primary_hue="teal", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
 )
-BANDS = {  # lowest probability: text, color
-    0.5: ("50–100%", "#e3f1ec"),
-    0.2: ("20–50%", "#fdf1c0"),
-    0.05: ("5–20%", "#fddca6"),
-    0.01: ("1–5%", "#fbbd97"),
-    0.0: ("below 1%", "#f1998c"),
-}
-SPANS = [f'<span style="background: {color}">{text}</span>' for text, color in BANDS.values()]
+BANDS = (  # of the probability of a token: lowest, text, color
+    (0.5, "50–100%", "#e3f1ec"),
+    (0.2, "20–50%", "#fdf1c0"),
+    (0.05, "5–20%", "#fddca6"),
+    (0.01, "1–5%", "#fbbd97"),
+    (0.0, "below 1%", "#f1998c"),
+)
+SPANS = [f'<span style="background: {color}">{text}</span>' for _, text, color in BANDS]
 LEGEND = f'<p class="legend">probability {"".join(SPANS)}</p>'
 # gr.HighlightedText breaks lines inside words, so texts are HTML.
 TOKENS_CSS = """
@@ -59,30 +59,41 @@ element.addEventListener("click", event => {
 """
 
 
-def build(newest, device, folder):
+def build_page(load_model, device, folder):
     """Returns the page. The model of the run in `folder` is selected.
 
-    `newest` returns the model of a run; see tools.texts.model_loader.
+    `load_model` returns the model of a run; see tools.playground.texts.make_model_loader.
+    """
+    in_thread = make_thread_decorator(device)
+    with gr.Blocks(title="folio", analytics_enabled=False) as page:
+        with gr.Tab("Text") as text_tab:
+            settings = add_text_tab(page, in_thread, load_model, folder)
+        with gr.Tab("Compare") as compare_tab:
+            add_compare_tab(in_thread, load_model, folder, settings)
+        with gr.Tab("Runs") as runs_tab:
+            add_runs_tab(in_thread, runs_tab, [text_tab, compare_tab])
+    return page
+
+
+def make_thread_decorator(device):
+    """Returns a decorator that runs generator functions in one thread.
+
+    It shows an error on the page. Several generators, such as those of two tabs, alternate.
     """
     # A thread that calls torch on a CPU has its own OpenMP threads. If several have, there are more
     # of them than cores, and generation takes twice as long.
     thread = ThreadPoolExecutor(1)
 
-    def step(items):
-        with explain_out_of_memory(device, ADVICE):
+    def next_item(items):
+        with explain_out_of_memory(device, MEMORY_ADVICE):
             return next(items, None)
 
-    def computed(generator):
-        """Runs a generator function in the thread, and shows an error on the page.
-
-        Several generators, such as those of two tabs, alternate.
-        """
-
+    def in_thread(generator):
         @wraps(generator)
         def run(*args):
             items = generator(*args)
             try:
-                while (item := thread.submit(step, items).result()) is not None:
+                while (item := thread.submit(next_item, items).result()) is not None:
                     yield item
             except (UserError, OSError) as error:
                 message = html.escape(str(error), quote=False)
@@ -92,192 +103,191 @@ def build(newest, device, folder):
 
         return run
 
-    with gr.Blocks(title="folio", analytics_enabled=False) as page:
-        with gr.Tab("Text") as text:
-            settings = text_tab(page, computed, newest, folder)
-        with gr.Tab("Compare") as compare:
-            compare_tab(computed, newest, folder, settings)
-        with gr.Tab("Runs") as runs:
-            runs_tab(computed, runs, [text, compare])
-    return page
+    return in_thread
 
 
-def text_tab(page, computed, newest, folder):
+def add_text_tab(page, in_thread, load_model, folder):
     """Generates or scores a text, and explains its tokens. Returns the inputs of the settings."""
-    text, picked = gr.State(), gr.State()  # a TokenText, and one with the index of a token
+    text = gr.State()  # a TokenText
+    selection = gr.State()  # a TokenText, and the index of the token to replace
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
-            model, summary = model_list("model", folder), gr.HTML(padding=False)
+            model, summary = add_model_list("model", folder), gr.HTML(padding=False)
             with gr.Tab("Generate"):
                 prompt = gr.Textbox(label="prompt", lines=3, placeholder="empty: a line break")
                 with gr.Row():
                     start = gr.Button("Generate", variant="primary")
                     stop = gr.Button("Stop")
                 with gr.Row():
-                    settings = list(map(control, CONTROLS))
+                    settings = [add_setting(name) for name in MAIN_SETTINGS]
                 with gr.Accordion("more settings", open=False):
-                    settings += map(control, MORE_CONTROLS)
+                    settings += [add_setting(name) for name in MORE_SETTINGS]
             with gr.Tab("Score"):
                 pasted = gr.Textbox(label="text", lines=8)
-                start_score = gr.Button("Score", variant="primary")
+                start_scoring = gr.Button("Score", variant="primary")
         with gr.Column(scale=3, min_width=320):
-            view, status = tokens_view(), gr.HTML(padding=False)
-            others = gr.Radio([], label=OTHERS)
+            tokens, status = add_tokens(), gr.HTML(padding=False)
+            alternatives = gr.Radio([], label=ALTERNATIVES_LABEL)
             with gr.Accordion("Attention", open=False):
                 with gr.Row():
                     layer = gr.Number(0, label="layer", precision=0)
                     start_attention = gr.Button("Draw the attention of each head")
                 figure = gr.Plot(show_label=False)
 
-    @computed
+    @in_thread
     def describe(folder):
-        yield html.escape(newest(folder).checkpoint.summary)
+        yield html.escape(load_model(folder).checkpoint.summary)
 
-    @computed
+    @in_thread
     def generate(folder, prompt, *values):
-        yield from map(shown, texts.generate(newest(folder), prompt, settings_of(values)))
+        for text in texts.generate(load_model(folder), prompt, read_settings(values)):
+            yield show(text)
 
-    @computed
-    def branch(picked, choice, *values):
-        yield from map(shown, texts.branch(*picked, choice, settings_of(values)))
+    @in_thread
+    def branch(selection, token, *values):
+        for text in texts.branch(*selection, token, read_settings(values)):
+            yield show(text)
 
-    @computed
+    @in_thread
     def score(folder, pasted):
-        yield shown(texts.score(newest(folder), pasted))
+        yield show(texts.score(load_model(folder), pasted))
 
-    def shown(text):
-        return text, *text_html(text), gr.Radio([], value=None, label=OTHERS)
+    def show(text):
+        return text, *render_text(text), gr.Radio([], value=None, label=ALTERNATIVES_LABEL)
 
-    @computed
-    def pick(text, event: gr.SelectData):
-        label, found = texts.alternatives(text, event.index)
-        yield (text, event.index), gr.Radio(found, value=None, label=label)
+    @in_thread
+    def select(text, event: gr.SelectData):
+        label, choices = texts.list_alternatives(text, event.index)
+        yield (text, event.index), gr.Radio(choices, value=None, label=label)
 
-    @computed
-    def attention(text, layer):
+    @in_thread
+    def explain(text, layer):
         if not text:
             raise UserError("generate or score a text first")
         layer = int(layer or 0)  # None: empty
-        yield draw(text.trained, text.ids, f"layer {layer}", [layer])
+        yield draw_attention(text.trained, text.ids, f"layer {layer}", [layer])
 
-    outputs, starts = [text, view, status, others], [start.click, prompt.submit]
-    gr.on([page.load, model.change, *starts], describe, model, summary, **EVENT)
-    generating = gr.on(starts, generate, [model, prompt, *settings], outputs, **EVENT)
-    choice = [picked, others, *settings]
-    branching = others.input(branch, choice, outputs, cancels=[generating], **EVENT)
-    start_score.click(score, [model, pasted], outputs, cancels=[generating], **EVENT)
-    view.select(pick, text, [picked, others], **EVENT)
-    start_attention.click(attention, [text, layer], figure, **EVENT)
+    outputs, starts = [text, tokens, status, alternatives], [start.click, prompt.submit]
+    gr.on([page.load, model.change, *starts], describe, model, summary, **EVENT_OPTIONS)
+    generating = gr.on(starts, generate, [model, prompt, *settings], outputs, **EVENT_OPTIONS)
+    inputs = [selection, alternatives, *settings]
+    branching = alternatives.input(branch, inputs, outputs, cancels=[generating], **EVENT_OPTIONS)
+    start_scoring.click(score, [model, pasted], outputs, cancels=[generating], **EVENT_OPTIONS)
+    tokens.select(select, text, [selection, alternatives], **EVENT_OPTIONS)
+    start_attention.click(explain, [text, layer], figure, **EVENT_OPTIONS)
     stop.click(None, cancels=[generating, branching])
-    gr.on([*starts, start_score.click], None, cancels=[branching])
+    gr.on([*starts, start_scoring.click], None, cancels=[branching])
     return settings
 
 
-def compare_tab(computed, newest, folder, settings):
+def add_compare_tab(in_thread, load_model, folder, settings):
     """Continues a prompt with two models, with the same settings."""
     prompt = gr.Textbox(label="prompt", lines=2, placeholder="empty: a line break")
     with gr.Row():
         start = gr.Button("Generate with both", variant="primary")
         stop = gr.Button("Stop")
     gr.Markdown("The seed and the other settings are those of the tab Text.")
-    lists, sides = [], []
+    models, outputs = [], []
     with gr.Row():
         for label in ("first model", "second model"):
             with gr.Column(min_width=320):
-                lists.append(model_list(label, folder))
-                sides += [tokens_view(), gr.HTML(padding=False)]
+                models.append(add_model_list(label, folder))
+                outputs += [add_tokens(), gr.HTML(padding=False)]
 
-    @computed
+    @in_thread
     def compare(first, second, prompt, *values):
-        settings = settings_of(values)
-        for text in texts.generate(newest(first), prompt, settings):
-            yield *text_html(text), gr.skip(), gr.skip()
-        for text in texts.generate(newest(second), prompt, settings):
-            yield gr.skip(), gr.skip(), *text_html(text)
+        settings = read_settings(values)
+        for text in texts.generate(load_model(first), prompt, settings):
+            yield *render_text(text), gr.skip(), gr.skip()
+        for text in texts.generate(load_model(second), prompt, settings):
+            yield gr.skip(), gr.skip(), *render_text(text)
 
-    running = start.click(compare, [*lists, prompt, *settings], sides, **EVENT)
-    stop.click(None, cancels=[running])
+    comparing = start.click(compare, [*models, prompt, *settings], outputs, **EVENT_OPTIONS)
+    stop.click(None, cancels=[comparing])
 
 
-def runs_tab(computed, tab, other_tabs):
+def add_runs_tab(in_thread, tab, other_tabs):
     """Compares the losses of runs, also while they are trained, as long as the tab is open."""
-    known = gr.State()  # what is shown: sizes of logs, axes
+    displayed = gr.State()  # sizes of logs, and the axes
     with gr.Row():
         x = gr.Radio(list(AXES), value="steps", label="x axis")
         y = gr.Radio(list(LABELS), value="loss", label="y axis and table")
-    plot = gr.Plot(label=f"the best {MOST_CURVES} runs")
+    plot = gr.Plot(label=f"the best {MAX_CURVES} runs")
     table = gr.Dataframe(label="all runs, the best first", interactive=False)
-    timer = gr.Timer(SECONDS, active=False)
+    timer = gr.Timer(LOSSES_INTERVAL_S, active=False)
 
-    @computed
-    def refresh(known, x, y):
-        logs = [RunDir(folder).log for folder in nested()]
+    @in_thread
+    def update(displayed, x, y):
+        logs = [RunDir(folder).log for folder in find_nested_runs()]
         sizes = {str(log.parent): log.stat().st_size for log in logs if log.exists()}
-        if known == (sizes, x, y):
+        if displayed == (sizes, x, y):
             yield [gr.skip()] * 3
             return
-        groups = grouped(read_all(sizes), y)
-        header, *rows = compared(groups) if groups else [["run"]]
-        drawn = [group for group in groups if group.evaluated][:MOST_CURVES]
-        figure = draw_losses(drawn, x) if drawn else None
+        groups = group_runs(read_runs(sizes), y)
+        header, *rows = compare_groups(groups) if groups else [["run"]]
+        best_groups = [group for group in groups if group.evaluated_runs][:MAX_CURVES]
+        figure = draw_losses(best_groups, x) if best_groups else None
         yield (sizes, x, y), gr.Dataframe(rows, headers=header), figure
 
     changes = [tab.select, timer.tick, x.input, y.input]
-    gr.on(changes, refresh, [known, x, y], [known, table, plot], **EVENT)
-    tab.select(lambda: gr.Timer(active=True), None, timer, **EVENT)
-    for other in other_tabs:
-        other.select(lambda: gr.Timer(active=False), None, timer, **EVENT)
+    gr.on(changes, update, [displayed, x, y], [displayed, table, plot], **EVENT_OPTIONS)
+    tab.select(lambda: gr.Timer(active=True), None, timer, **EVENT_OPTIONS)
+    for other_tab in other_tabs:
+        other_tab.select(lambda: gr.Timer(active=False), None, timer, **EVENT_OPTIONS)
 
 
 # Components
 
 
-def model_list(label, folder):
+def add_model_list(label, folder):
     """Returns a list of runs with a model, `folder` selected. Opening it reads it again."""
 
-    def choices(selected):
-        trained = {str(each) for each in nested() if RunDir(each).exists()}
-        return sorted(trained | {selected})  # which may be elsewhere, or deleted
+    def list_models(selected):
+        folders = {str(path) for path in find_nested_runs() if RunDir(path).exists()}
+        folders.add(selected)  # which may be elsewhere, or deleted
+        return gr.Dropdown(sorted(folders), value=selected, label=label)
 
-    runs = gr.Dropdown(choices(folder), value=folder, label=label)
-    runs.focus(lambda selected: gr.Dropdown(choices(selected)), runs, runs, **EVENT)
-    return runs
+    models = list_models(folder)
+    models.focus(list_models, models, models, **EVENT_OPTIONS)
+    return models
 
 
-def control(name):
+def add_setting(name):
     """Returns the input for a setting of sample.py, as text."""
     [field] = [field for field in fields(SampleConfig) if field.name == name]
-    info, bounds = field.metadata["explanation"], field.metadata["bounds"]
-    info += f"; in {bounds}" if bounds else ""
+    info = field.metadata["explanation"]
+    if bounds := field.metadata["bounds"]:
+        info += f"; in {bounds}"
     return gr.Textbox(str(field.default), label=name, info=info)
 
 
-def settings_of(values):
+def read_settings(values):
     """Returns the SampleConfig with the texts of the inputs; an empty one is the default."""
-    pairs = zip(CONTROLS + MORE_CONTROLS, values, strict=True)
+    pairs = zip(MAIN_SETTINGS + MORE_SETTINGS, values, strict=True)
     flags = [f"--{name}={value}" for name, value in pairs if value]
     return load_settings(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
 
 
-def tokens_view():
+def add_tokens():
     """Returns the component for the tokens of a text; `select` has the index of a token."""
     style = {"css_template": TOKENS_CSS, "js_on_load": SELECT_JS}
     return gr.HTML(LEGEND, container=True, padding=True, **style)
 
 
-def text_html(text):
+def render_text(text):
     """Returns the tokens of a TokenText, and its status, as HTML.
 
     The color of a token shows its probability, and the tooltip has it.
     """
-    shown = []
+    spans = []
     for piece, logprob in zip(text.pieces, text.logprobs, strict=True):
-        look = ""
+        attributes = ""
         if logprob is not None:
             probability = math.exp(logprob)
-            color = next(color for least, (_, color) in BANDS.items() if probability >= least)
-            look = f' style="background: {color}" title="{texts.percent(probability)}"'
+            percent = texts.format_percent(probability)
+            color = next(color for lowest, _, color in BANDS if probability >= lowest)
+            attributes = f' style="background: {color}" title="{percent}"'
         piece = html.escape(piece).replace("\n", "<span></span>\n")
-        shown.append(f'<span class="token"{look}>{piece}</span>')
-    tokens = f'<div class="tokens"><p>{"".join(shown)}</p></div>'
+        spans.append(f'<span class="token"{attributes}>{piece}</span>')
+    tokens = f'<div class="tokens"><p>{"".join(spans)}</p></div>'
     return LEGEND + tokens, html.escape(text.status)

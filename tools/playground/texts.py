@@ -1,4 +1,4 @@
-"""The playground's models, and what they do with a text: generate, continue, score, explain."""
+"""The models of the playground: loading, generating, branching, scoring and explaining a text."""
 
 import time
 from functools import lru_cache
@@ -13,40 +13,40 @@ from folio.inference.scoring import likely_next, score_text, scoring_starts
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_initial
 from sample import parse_stop_texts
-from tools.plot.attention import label_of
+from tools.plot.attention import format_token
 
-ALTERNATIVES = 10
-MOST_CHARACTERS = 20_000  # of a text to score; a page with more becomes slow
-SECONDS = 0.2  # between two updates of a text that is generated
+MAX_ALTERNATIVES = 10
+MAX_SCORED_CHARACTERS = 20_000  # a page with more becomes slow
+UPDATE_INTERVAL_S = 0.2  # of a text that is generated
 
 
 class TokenText(NamedTuple):
-    """The tokens of a text, in lists of equal length, and the TrainedModel that they are from."""
+    """A text of a TrainedModel. The lists have an item for each token."""
 
     trained: Any
     ids: list
-    pieces: list  # the text that each token adds; a character is added with its last token
-    starts: list  # the first token that the model saw when it predicted the token
+    pieces: list  # the text that the token adds; a character is added with its last token
+    starts: list  # index of the first token that the model saw when it predicted the token
     logprobs: list  # nats; None: not computed
     status: str
 
 
-def model_loader(device, dtype):
-    """Returns a function that returns the TrainedModel of a run as it is now.
+def make_model_loader(device, dtype):
+    """Returns a function that returns the TrainedModel of a run directory as it is now.
 
     It is the best model, or the newest if there is no best. The last two stay in memory.
     """
 
     @lru_cache(maxsize=2)
-    def load(path, changed):
+    def load(path, modified_ns):
         return load_trained(load_initial(path), device, dtype)
 
-    def newest(folder):
-        run = RunDir(folder)
-        path = run.best if run.best.is_file() else run.last
+    def load_model(folder):
+        run_dir = RunDir(folder)
+        path = run_dir.best if run_dir.best.is_file() else run_dir.last
         return load(str(path), path.stat().st_mtime_ns)
 
-    return newest
+    return load_model
 
 
 # Generation
@@ -56,84 +56,96 @@ def generate(trained, prompt, settings):
     """Yields the continuation of a prompt as it grows. An empty one is the tokenizer's default."""
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
     starts = [max(0, index - trained.model.config.block_size) for index in range(len(ids))]
-    pieces = list(map(trained.tokenizer.decoder(), ids))
-    yield from growing(TokenText(trained, ids, pieces, starts, [None] * len(ids), ""), settings)
+    logprobs = [None] * len(ids)
+    text = TokenText(trained, ids, decode_pieces(trained, ids), starts, logprobs, "")
+    yield from continue_text(text, settings)
 
 
-def branch(text, index, choice, settings):
-    """Yields a text whose token `index` is replaced by `choice`, one of alternatives()."""
-    ids = [*text.ids[:index], choice]
-    pieces = list(map(text.trained.tokenizer.decoder(), ids))
+def branch(text, index, token, settings):
+    """Yields the continuation of the text before token `index`, which is replaced by `token`."""
+    trained, ids = text.trained, [*text.ids[:index], token]
     starts, logprobs = text.starts[: index + 1], [*text.logprobs[:index], None]
-    yield from growing(TokenText(text.trained, ids, pieces, starts, logprobs, ""), settings)
+    text = TokenText(trained, ids, decode_pieces(trained, ids), starts, logprobs, "")
+    yield from continue_text(text, settings)
 
 
-def growing(text, settings):
+def continue_text(text, settings):
     """Yields a TokenText with the tokens of its continuation, while they are generated."""
     tokenizer, stops = text.trained.tokenizer, parse_stop_texts(settings.stop)
     completion = Completion("".join(text.pieces), text.ids, settings.seed, tokenizer, stops)
-    started = shown = time.monotonic()
+    start_time = update_time = time.monotonic()
     controls = Controls.from_settings(settings)
     for _ in complete(text.trained, [completion], controls, settings.stream):
         now, count = time.monotonic(), len(completion.ids)
-        status = f"{count:,} tokens, {count / (now - started):,.0f} tokens/s"
-        if count == 1 or now > shown + SECONDS:
-            shown = now
-            yield extended(text, completion, settings, status)
+        status = f"{count:,} tokens, {count / (now - start_time):,.0f} tokens/s"
+        if count == 1 or now > update_time + UPDATE_INTERVAL_S:
+            update_time = now
+            yield append_completion(text, completion, settings, status)
     if completion.stopped != "length":
         status += f"; ended by {completion.stopped!r}"
-    yield extended(text, completion, settings, status)
+    yield append_completion(text, completion, settings, status)
 
 
-def extended(text, completion, settings, status):
+def append_completion(text, completion, settings, status):
     """Returns a text with the tokens of a completion.
 
     The new pieces are without what may be the start of a stop text.
     """
-    model, filled = text.trained.model, len(text.ids)
-    size, stride = model.config.block_size, stride_of(model, settings.context_stride)
-    rest, pieces = completion.stable_text()[len(completion.prompt) :], []
+    model, prompt_length = text.trained.model, len(text.ids)
+    block_size, stride = model.config.block_size, stride_of(model, settings.context_stride)
+    starts = []
+    for index in range(prompt_length, prompt_length + len(completion.ids)):
+        starts.append(context_start(index, block_size, stride, prompt_length))
+    pieces, end = [], len(completion.prompt)
+    stable_text = completion.stable_text()
     for piece in completion.pieces:
-        pieces.append(rest[: len(piece)])
-        rest = rest[len(piece) :]
-    pieces[-1] += rest  # an incomplete character
-    indices = range(filled, filled + len(pieces))
+        pieces.append(stable_text[end : end + len(piece)])
+        end += len(piece)
+    pieces[-1] += stable_text[end:]  # an incomplete character
     return TokenText(
         text.trained,
         text.ids + completion.ids,
         text.pieces + pieces,
-        text.starts + [context_start(index, size, stride, filled) for index in indices],
+        text.starts + starts,
         text.logprobs + completion.logprobs,
         status,
     )
+
+
+def decode_pieces(trained, ids):
+    """Returns the text that each token adds."""
+    return list(map(trained.tokenizer.decoder(), ids))
 
 
 # Explanation
 
 
 def score(trained, string):
-    """Returns a text with the probabilities of its tokens."""
-    if len(string) > MOST_CHARACTERS:
+    """Returns the TokenText of a string, with the probabilities of its tokens."""
+    if len(string) > MAX_SCORED_CHARACTERS:
         raise UserError(f"the text has {len(string):,} characters: use sample.py --score=FILE")
     scored = score_text(trained, string)
-    pieces = list(map(trained.tokenizer.decoder(), scored.ids))
+    pieces = decode_pieces(trained, scored.ids)
     starts = [0, *scoring_starts(trained.model, len(scored.ids))]
     return TokenText(trained, scored.ids, pieces, starts, scored.logprobs, scored.summary)
 
 
-def alternatives(text, index):
+def list_alternatives(text, index):
     """Returns (title, [(label, id), ...]): the most likely tokens in place of token `index`.
 
-    The label has the model's probability, which ignores the settings.
+    The label has the model's probability before temperature, top_k and so on.
     """
     if not index:
         return "the model does not predict the first token", []
     tokenizer = text.trained.tokenizer
-    likely = likely_next(text.trained, text.ids[text.starts[index] : index], ALTERNATIVES)
-    choices = [(f"{label_of(tokenizer, each)}  {percent(share)}", each) for each, share in likely]
-    label = label_of(tokenizer, text.ids[index])
-    return f"likely tokens in place of {label}; select one to continue from there", choices
+    context = text.ids[text.starts[index] : index]
+    choices = []
+    for token, probability in likely_next(text.trained, context, MAX_ALTERNATIVES):
+        label = f"{format_token(tokenizer, token)}  {format_percent(probability)}"
+        choices.append((label, token))
+    replaced = format_token(tokenizer, text.ids[index])
+    return f"likely tokens in place of {replaced}; select one to continue from there", choices
 
 
-def percent(probability):
+def format_percent(probability):
     return f"{probability:.1%}" if probability >= 0.001 else "<0.1%"

@@ -17,11 +17,6 @@ from folio.cli.errors import UserError
 from folio.cli.files import write_atomically
 from folio.cli.settings import load_settings, parse_arguments, setting
 
-AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
-LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
-POINTS = 100  # of a training curve; more steps are averaged, because losses of batches are noisy
-START = 0.1  # fraction of a run whose high losses are cut off
-
 
 @dataclass(frozen=True)
 class PlotConfig:
@@ -51,94 +46,39 @@ class PlotConfig:
 if __name__ == "__main__":
     process.start(parse_arguments, PlotConfig)  # --help must not wait for torch
 
-import numpy as np
-
 from folio.checkpoint.run_dir import RunDir
 from folio.inference.trained_model import load_trained
 from sample import read_prompt
-from tools.plot import attention
-from tools.plot.runs import grouped, read_all
-from tools.plot.table import aligned, compared
+from tools.plot.attention import draw_attention
+from tools.plot.losses import draw_losses
+from tools.plot.runs import group_runs, read_runs
+from tools.plot.table import compare_groups, format_table
 
 
 def main(argv=None):
     settings = load_settings(PlotConfig, argv)
     if not settings.attention:
-        groups = grouped(read_all(settings.runs), settings.y)
-        print("\n".join(aligned(compared(groups))), flush=True)
+        groups = group_runs(read_runs(settings.runs), settings.y)
+        print("\n".join(format_table(compare_groups(groups))), flush=True)
     if not find_spec("matplotlib"):
         raise UserError("plots need matplotlib: pip install matplotlib")
     if settings.attention:
-        path, figure = "attention.png", draw_attention(*settings.runs, settings)
+        default_path, figure = "attention.png", plot_attention(settings.runs[0], settings)
     else:
-        path, figure = "runs.png", draw_losses(groups, settings.x)
-    path = settings.out or path
+        default_path, figure = "runs.png", draw_losses(groups, settings.x)
+    path = settings.out or default_path
     with write_atomically(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
 
 
-def draw_attention(folder, settings):
+def plot_attention(folder, settings):
     """Returns a matplotlib figure for the best model of a run. `settings` is a PlotConfig."""
     prompt = read_prompt(settings.start)
     trained = load_trained(RunDir(folder).load_best())
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
     layers = None if settings.layer is None else [settings.layer]
-    return attention.draw(trained, ids, folder, layers)
-
-
-def draw_losses(groups, axis):
-    """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES.
-
-    Training has no bits per byte, and thus no curve.
-    """
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    measure = groups[0].measure
-    groups = [group for group in groups if group.evaluated]
-    if not groups:
-        name = measure.replace("_", " ")
-        raise UserError(f"there is nothing to draw: the runs have no {name} yet")
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
-    highest = []
-    for number, group in enumerate(groups):
-        color = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / len(groups))
-        if measure == "loss":
-            train = averaged(group.curve("train", AXES[axis])[:2])
-            axes.plot(*train, color=color, alpha=0.35, linewidth=1)
-        val = group.curve("val", AXES[axis])
-        draw_validation(axes, *val, color=color, label=group.name)
-        x, loss, _ = val
-        highest.append(loss[x >= x.min() + START * np.ptp(x)].max())
-    axes.set_ylim(top=1.02 * max(highest))
-    axes.grid(alpha=0.25)
-    faint = "faint: training; " * (measure == "loss")
-    title = f"line: validation; {faint}dot: best"
-    is_repeated = any(len(group.runs) > 1 for group in groups)
-    title += "\nmeans over seeds; band: ± standard deviation" * is_repeated
-    legend = axes.legend(title=title, frameon=False)
-    for name in legend.get_texts():
-        name.set_parse_math(False)  # a folder's name can contain $
-    return figure
-
-
-def draw_validation(axes, x, loss, spread, color, label):
-    """Draws the validation losses of a group, means and standard deviations, (evaluations,)."""
-    best = loss.argmin()
-    axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
-    axes.plot(x[best], loss[best], "o", color=color)
-    if spread.any():
-        axes.fill_between(x, loss - spread, loss + spread, color=color, alpha=0.2, linewidth=0)
-
-
-def averaged(points):
-    """Returns a curve, (2, points), with neighboring points averaged so that POINTS remain."""
-    if points.shape[1] <= POINTS:
-        return points
-    pieces = np.array_split(points, POINTS, axis=1)
-    return np.stack([piece.mean(axis=1) for piece in pieces], axis=1)
+    return draw_attention(trained, ids, folder, layers)
 
 
 if __name__ == "__main__":

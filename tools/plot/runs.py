@@ -1,4 +1,4 @@
-"""Runs as read from their logs, and groups of runs that differ only in their seed."""
+"""Runs as recorded in their logs, and groups of runs that differ only in their seed."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.files import is_file
 
-SEED = re.compile(r"\bseed=\d+")  # in the name of a folder
+SEED_PATTERN = re.compile(r"\bseed=\d+")  # in the name of a folder
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Run:
     parameters: int = 0
     train: list = field(default_factory=list)  # events of training steps
     val: list = field(default_factory=list)  # events of evaluations
-    seconds: float | None = None  # that the run has taken
+    seconds: float | None = None  # of training so far
 
     def best(self, measure="loss"):
         """Returns the evaluation with the lowest `measure`, which all must have."""
@@ -37,15 +37,15 @@ class Run:
 # Reading
 
 
-def read(folder):
+def read_run(folder):
     """Returns the Run in a folder. Raises UserError if it has no log."""
     path = RunDir(folder).log
     if not is_file(path):
-        available = ", ".join(map(str, inside("."))) or "none"
+        available = ", ".join(map(str, find_runs("."))) or "none"
         raise UserError(f"there is no log {path}; available runs: {available}")
     run = Run(str(Path(folder)))  # without a slash at the end
     for line in path.read_bytes().splitlines():
-        # skips a line that is incomplete, because a process is writing it, or of another program
+        # Skips a line that a process is still writing, or that another program has written.
         with suppress(ValueError, KeyError, TypeError):
             add_event(run, json.loads(line))
     return run
@@ -63,24 +63,28 @@ def add_event(run, event):
             getattr(run, split).append(event)
 
 
-def inside(folder):
+def read_runs(folders):
+    """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
+    runs = []
+    for folder in folders:
+        is_run = is_file(RunDir(folder).log)
+        paths = [] if is_run else find_runs(folder)
+        runs += map(read_run, paths or [folder])
+    return runs
+
+
+def find_runs(folder):
     """Returns the folders in `folder` that contain a log, sorted."""
     return [path for path in RunDir.find(folder) if RunDir(path).log.exists()]
 
 
-def nested():
+def find_nested_runs():
     """Returns the folders of runs in this folder and in its sweeps, sorted; not hidden ones."""
-    children = [each for each in Path(".").iterdir() if each.is_dir() and each.name[0] != "."]
-    found = {path for parent in (".", *children) for path in RunDir.find(parent)}
-    return sorted(path for path in found if path.name[0] != ".")
-
-
-def read_all(folders):
-    """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
-    paths = []
-    for folder in folders:
-        paths += [folder] if is_file(RunDir(folder).log) else inside(folder) or [folder]
-    return [read(path) for path in paths]
+    paths = set(RunDir.find("."))
+    for folder in Path(".").iterdir():
+        if folder.is_dir() and not folder.name.startswith("."):
+            paths.update(RunDir.find(folder))
+    return sorted(path for path in paths if not path.name.startswith("."))
 
 
 # Grouping
@@ -95,17 +99,17 @@ class Group:
     measure: str = "loss"  # or bits_per_byte, which compares runs with different tokenizers
 
     @property
-    def evaluated(self):
+    def evaluated_runs(self):
         """The runs that have been evaluated, with a value of the measure."""
         return [run for run in self.runs if run.val and self.measure in run.val[0]]
 
     @property
     def losses(self):
         """The best validation loss of each evaluated run."""
-        return [run.best(self.measure)[self.measure] for run in self.evaluated]
+        return [run.best(self.measure)[self.measure] for run in self.evaluated_runs]
 
     @property
-    def mean(self):
+    def mean_loss(self):
         """The mean of the losses; infinity if there are none."""
         return fmean(self.losses) if self.losses else math.inf
 
@@ -114,30 +118,33 @@ class Group:
         return {str(run.settings.get(name, "")) for run in self.runs}
 
     def curve(self, split, key):
-        """Returns means of `key` and the losses, and the latter's standard deviation, (3, events).
+        """Computes the mean curve of the evaluated runs, of which there must be at least one.
 
-        They are over the evaluated runs, of which there must be one, for the first event of the
-        split, "train" or "val", the second, and so on, as far as all runs have come.
+        Args:
+            split: "train" or "val".
+            key: of the events, for the x axis.
+
+        Returns means of `key`, means of the losses and their standard deviations, (3, events), for
+        as many events as all these runs have.
         """
-        runs = [getattr(run, split) for run in self.evaluated]
-        points = [
-            [(event[key], event[self.measure]) for event in each]
-            for each in zip(*runs, strict=False)
-        ]
-        points = np.array(points, float).reshape(len(points), len(runs), 2)
-        spread = points[..., 1].std(axis=1, ddof=int(len(runs) > 1))
-        return np.stack([*points.mean(axis=1).T, spread])
+        logs = [getattr(run, split) for run in self.evaluated_runs]
+        length = min(map(len, logs))
+        x = np.array([[event[key] for event in log[:length]] for log in logs])
+        loss = np.array([[event[self.measure] for event in log[:length]] for log in logs])
+        deviation = loss.std(axis=0, ddof=int(len(logs) > 1))
+        return np.stack([x.mean(axis=0), loss.mean(axis=0), deviation])
 
 
-def grouped(runs, measure="loss"):
+def group_runs(runs, measure="loss"):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
     Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are a group.
     """
-    found = defaultdict(list)
+    runs_of_pattern = defaultdict(list)
     for run in runs:
-        found[SEED.sub("seed=*", run.folder)].append(run)
+        runs_of_pattern[SEED_PATTERN.sub("seed=*", run.folder)].append(run)
     groups = []
-    for pattern, each in found.items():
-        groups.append(Group(pattern if len(each) > 1 else each[0].folder, each, measure))
-    return sorted(groups, key=lambda group: group.mean)
+    for pattern, similar_runs in runs_of_pattern.items():
+        name = pattern if len(similar_runs) > 1 else similar_runs[0].folder
+        groups.append(Group(name, similar_runs, measure))
+    return sorted(groups, key=lambda group: group.mean_loss)

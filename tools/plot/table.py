@@ -1,65 +1,72 @@
-"""Tables: aligned Markdown, and the table that compares groups of runs."""
+"""Tables in Markdown, and the table that compares groups of runs."""
 
 from statistics import median, stdev
 
-FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # after the loss
+FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # columns after the loss
 
 
-def compared(groups):
+def compare_groups(groups):
     """Returns the rows of a table of groups, which are sorted, the best first.
 
-    The first row is the header. The columns are the loss, other figures, and the settings that
-    differ, except those that differ within a group. Losses are means and standard deviations over
-    seeds, padded to equal lengths; the other figures are medians.
+    The first row is the header. The columns are the loss, FIGURES, and the settings in which the
+    groups differ. Losses are means and standard deviations over seeds, padded to equal lengths; the
+    other figures are medians.
     """
     is_repeated = any(len(group.runs) > 1 for group in groups)
-    losses = [f"best val {groups[0].measure}".replace("_", " "), *["seeds"] * is_repeated]
-    names = _differing(groups)
-    rows = [["run", *losses, *FIGURES, *names]]
+    header = ["run", f"best val {groups[0].measure}".replace("_", " ")]
+    if is_repeated:
+        header.append("seeds")
+    settings = find_differing_settings(groups)
+    rows = [[*header, *FIGURES, *settings]]
     for group in groups:
-        settings = [[*group.values(name)][0] for name in names]
-        rows.append([group.name, *_loss(group, is_repeated), *_medians(group), *settings])
+        row = [group.name, format_loss(group, is_repeated)]
+        if is_repeated:
+            row.append(str(len(group.losses)))
+        row += compute_figures(group)
+        row += [next(iter(group.values(name))) for name in settings]
+        rows.append(row)
     return rows
 
 
-def _differing(groups):
-    """Returns the settings that have one value in each group, but not in all."""
+def find_differing_settings(groups):
+    """Returns the names of settings that have one value in each group, but not the same in all."""
     names = dict.fromkeys(name for group in groups for run in group.runs for name in run.settings)
-    values = {name: [group.values(name) for group in groups] for name in names}
-    return [
-        name
-        for name, sets in values.items()
-        if all(len(each) == 1 for each in sets) and len(set().union(*sets)) > 1
-    ]
+    differing = []
+    for name in names:
+        values = [group.values(name) for group in groups]
+        if max(map(len, values)) == 1 and len(set.union(*values)) > 1:
+            differing.append(name)
+    return differing
 
 
-def _loss(group, is_repeated):
-    """Returns the cells of the loss and, for a table with repeated runs, the number of seeds."""
-    mean = f"{group.mean:.4f}" if group.losses else ""
+def format_loss(group, is_repeated):
+    """Returns the mean loss of a group and, for a table with repeated runs, its deviation."""
+    mean = f"{group.mean_loss:.4f}" if group.losses else ""
     if not is_repeated:
-        return [mean]
-    spread = f" ± {stdev(group.losses):.4f}" if len(group.losses) > 1 else " " * 9
-    return [mean + spread, str(len(group.losses))]
+        return mean
+    deviation = f" ± {stdev(group.losses):.4f}" if len(group.losses) > 1 else " " * 9
+    return mean + deviation
 
 
-def _medians(group):
-    """Returns the cells of FIGURES."""
+def compute_figures(group):
+    """Returns the cells of FIGURES: medians over the runs of a group."""
     figures = (
-        [run.best(group.measure)["step"] for run in group.evaluated],
+        [run.best(group.measure)["step"] for run in group.evaluated_runs],
         [run.seconds for run in group.runs if run.seconds],
         [event["tokens_per_s"] for run in group.runs for event in run.train],
         [run.parameters for run in group.runs],
-        [run.val[-1]["step"] for run in group.evaluated],
+        [run.val[-1]["step"] for run in group.evaluated_runs],
     )
     return [f"{median(values):,.0f}" if values else "" for values in figures]
 
 
-def aligned(rows):
+def format_table(rows):
     """Returns the lines of a Markdown table. The first row is the header, the first column text."""
     widths = [max(2, *map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = []
-    for first, *rest in (rows[0], rule, *rows[1:]):
-        numbers = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append(f"| {' | '.join([first.ljust(widths[0]), *numbers])} |")
+    for row in (rows[0], rule, *rows[1:]):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -1,4 +1,4 @@
-"""Processes of train.py that train the runs of a sweep, several at a time.
+"""Workers, which are processes of train.py that train the runs of a sweep, several at a time.
 
 With halving, only the best combinations are trained to the end: Jamieson and Talwalkar 2016,
 "Non-stochastic Best Arm Identification and Hyperparameter Optimization".
@@ -22,18 +22,17 @@ from folio.cli.errors import UserError
 from folio.cli.files import is_file
 from folio.cli.process import Interrupted, StopSignal
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
-from tools.plot.runs import read
+from tools.plot.runs import read_run
 from train import TrainConfig
 
-OUTPUT = "output.txt"  # what train.py prints, in the folder of the run
-POLL_SECONDS = 0.1
-RUN_SETTINGS = names_with_scope(
-    TrainConfig, "run", "machine", "display"
-)  # that runs take from the sweep
+OUTPUT_NAME = "output.txt"  # in the folder of the run, with what train.py prints
+POLL_INTERVAL_S = 0.1
+# Settings that a sweep passes on to train.py
+RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
 
 
 class Task(NamedTuple):
-    """A run that is trained up to a step, or to its end if that comes first."""
+    """A run to train up to a step, or to its end if that comes first."""
 
     folder: Path
     settings: TrainConfig
@@ -43,7 +42,7 @@ class Task(NamedTuple):
 # Halving
 
 
-def train_all(combinations, factor, jobs):
+def train_combinations(combinations, factor, jobs):
     """Trains combinations, `jobs` runs at a time. Returns the folders of the runs that failed.
 
     Args:
@@ -53,25 +52,31 @@ def train_all(combinations, factor, jobs):
     """
     failed = []
     for rung in range(3 if factor else 1):
-        tasks = [
-            Task(folder, settings, rung_steps(settings, factor)[rung])
-            for combination in combinations
-            for folder, settings in combination
-        ]
+        tasks = []
+        for combination in combinations:
+            for folder, settings in combination:
+                tasks.append(Task(folder, settings, rung_steps(settings, factor)[rung]))
         losses = train_runs(tasks, jobs)
         failed += [folder for folder, loss in losses.items() if loss == math.inf]
-        means = {each: fmean(losses[folder] for folder, _ in each) for each in combinations}
-        best = sorted(means, key=means.get)[: max(1, len(means) // (factor or 1))]
-        combinations = [each for each in best if math.isfinite(means[each])]
+        combinations = select_best(combinations, losses, factor or 1)
     return failed
 
 
-def rung_steps(settings, factor):
-    """Returns the steps at which a run is compared with others, the last of which is max_iters.
+def select_best(combinations, losses, factor):
+    """Returns the best 1 / factor of the combinations, except those with a run that failed."""
+    means = {}
+    for combination in combinations:
+        means[combination] = fmean(losses[folder] for folder, _ in combination)
+    best = sorted(combinations, key=means.get)[: max(1, len(combinations) // factor)]
+    return [combination for combination in best if math.isfinite(means[combination])]
 
-    With halving, the others are about 1/5 of it, before which high learning rates look worse than
-    they are, and 1/3. They are multiples of eval_interval, so that a run that stops there evaluates
-    there.
+
+def rung_steps(settings, factor):
+    """Returns the step of each rung, at which runs are compared; the last is max_iters.
+
+    With halving, two earlier rungs are at about 1/5 of max_iters, before which high learning rates
+    look worse than they are, and 1/3. They are multiples of eval_interval, so that a run that stops
+    at a rung evaluates there.
     """
     total, interval = settings.max_iters, settings.eval_interval
     if not factor:
@@ -84,71 +89,94 @@ def rung_steps(settings, factor):
     return [total // 5 // interval * interval, round(total / 3 / interval) * interval, total]
 
 
-# Processes
+# Workers
 
 
 def train_runs(tasks, jobs):
     """Trains the runs of tasks, up to `jobs` at a time, even if one fails.
 
     Returns {folder: best validation loss up to the step, infinity if the run failed}. After a stop
-    signal, waits until the processes have saved their state, and raises Interrupted.
+    signal, waits until the workers have saved their state, and raises Interrupted.
     """
-    losses, active = {task.folder: known_loss(task) for task in tasks}, {}
+    losses = {task.folder: read_earlier_loss(task) for task in tasks}
     waiting = deque(task for task in tasks if losses[task.folder] is None)
-    total = len(waiting)
-    free = list(range(min(jobs, total)))  # numbers of jobs
-    with StopSignal() as stop:
-        try:
-            while (waiting or active) and not stop:
-                while waiting and free:
-                    task, number = waiting.popleft(), free.pop()
-                    variables = environment(task.settings.device, number, jobs)
-                    active[number] = task, start(task, variables)
-                time.sleep(POLL_SECONDS)
-                for number, (task, process) in list(active.items()):
-                    if process.poll() is not None:
-                        del active[number]
-                        free.append(number)
-                        place = f"{total - len(waiting) - len(active)} of {total}"
-                        losses[task.folder] = end(task, process.returncode, place)
-        finally:
-            for _, process in active.values():
-                process.terminate()
-            for _, process in active.values():
-                process.wait()
+    total, ended = len(waiting), 0
+    with StopSignal() as stop, WorkerPool(jobs) as pool:
+        while (waiting or pool.workers) and not stop:
+            while waiting and len(pool.workers) < jobs:
+                pool.start(waiting.popleft())
+            time.sleep(POLL_INTERVAL_S)
+            for task, status in pool.remove_ended():
+                ended += 1
+                losses[task.folder] = report_loss(task, status, f"{ended} of {total}")
     if stop:
         raise Interrupted(stop.number, "stopped; to continue, run the same command")
     return losses
 
 
-def start(task, variables):
+class WorkerPool:
+    """Up to `jobs` workers. Leaving the context stops them and waits for them."""
+
+    def __init__(self, jobs):
+        self.jobs = jobs
+        self.workers = {}  # {number below jobs: (task, process)}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for _, process in self.workers.values():
+            process.terminate()
+        for _, process in self.workers.values():
+            process.wait()
+
+    def start(self, task):
+        number = next(number for number in range(self.jobs) if number not in self.workers)
+        variables = worker_environment(task.settings.device, number, self.jobs)
+        self.workers[number] = task, start_worker(task, variables)
+
+    def remove_ended(self):
+        """Removes the workers that have ended. Yields (task, exit status) of each."""
+        for number, (task, process) in list(self.workers.items()):
+            if process.poll() is not None:
+                del self.workers[number]
+                yield task, process.returncode
+
+
+def start_worker(task, variables):
     """Starts train.py with a task. Returns the subprocess.Popen.
 
-    `variables` are added to its environment. What it prints is appended to OUTPUT.
+    `variables` are added to its environment. What it prints is appended to OUTPUT_NAME.
     """
     command = [sys.executable, str(ROOT / "train.py"), *train_flags(task)]
-    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     task.folder.mkdir(exist_ok=True)
-    with open(task.folder / OUTPUT, "ab") as output:
-        return subprocess.Popen(command, stdout=output, **streams, env=os.environ | variables)
+    with open(task.folder / OUTPUT_NAME, "ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | variables,
+        )
 
 
 def train_flags(task):
     """Returns the flags of train.py that start or resume the run of a task."""
     folder, settings, step = task
-    flags = {
-        name: value for name, value in changed_settings(settings).items() if name in RUN_SETTINGS
-    }
+    changed = changed_settings(settings)
+    flags = {name: value for name, value in changed.items() if name in RUN_SETTINGS}
     if settings.wandb_log:
-        flags = {"wandb_run_name": folder.name} | flags
-    init_from = "resume" if RunDir(folder).exists() else settings.init_from
-    flags |= {"out_dir": folder, "init_from": init_from, "overwrite": True}
-    flags |= {"stop_at": step} if step < settings.max_iters else {}
+        flags.setdefault("wandb_run_name", folder.name)
+    flags["out_dir"] = folder
+    flags["init_from"] = "resume" if RunDir(folder).exists() else settings.init_from
+    flags["overwrite"] = True
+    if step < settings.max_iters:
+        flags["stop_at"] = step
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def environment(device, number, jobs):
-    """Returns variables that divide CPU cores or GPUs between `jobs` processes, for one of them."""
+def worker_environment(device, number, jobs):
+    """Returns environment variables that give worker `number` of `jobs` its cores or its GPU."""
     variables = {}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // jobs))
@@ -159,27 +187,28 @@ def environment(device, number, jobs):
     return variables
 
 
-def end(task, status, place):
-    """Returns the loss of a run whose process has ended, and prints it after `place`."""
+def report_loss(task, status, progress):
+    """Prints and returns the loss of a run whose worker has ended, infinity if it failed."""
     name = task.folder.name
     if status:
-        print(f"{place}: {name}: failed: {last_line(task.folder)} (status {status})", flush=True)
+        line = last_line(task.folder)
+        print(f"{progress}: {name}: failed: {line} (status {status})", flush=True)
         return math.inf
-    loss = best_loss(task)
-    print(f"{place}: {name}: val loss {loss:.4f}, trained to step {task.step:,}", flush=True)
+    loss = read_best_loss(task)
+    print(f"{progress}: {name}: val loss {loss:.4f}, trained to step {task.step:,}", flush=True)
     return loss
 
 
 def last_line(folder):
-    """Returns the last line that a process has printed."""
-    return (folder / OUTPUT).read_text(errors="replace").strip().rpartition("\n")[2]
+    """Returns the last line that a worker has printed."""
+    return (folder / OUTPUT_NAME).read_text(errors="replace").strip().rpartition("\n")[2]
 
 
 # Losses
 
 
-def known_loss(task):
-    """Returns best_loss(task), or None if the run has not been trained so far.
+def read_earlier_loss(task):
+    """Returns the best loss of a run that an earlier sweep has trained up to the step, else None.
 
     Raises UserError if its checkpoint is damaged.
     """
@@ -188,9 +217,9 @@ def known_loss(task):
         return None
     progress = load_checkpoint(RunDir(folder).last, optimizers=False).progress
     is_done = progress.evaluated >= step or progress.is_finished(settings)
-    return best_loss(task) if is_done else None
+    return read_best_loss(task) if is_done else None
 
 
-def best_loss(task):
+def read_best_loss(task):
     """Returns the best validation loss of a run up to the step of a task."""
-    return min(event["loss"] for event in read(task.folder).val if event["step"] <= task.step)
+    return min(event["loss"] for event in read_run(task.folder).val if event["step"] <= task.step)

@@ -1,0 +1,144 @@
+"""Runs a command and reads its figures, such as the time per step, in what it prints."""
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from folio.cli.errors import UserError
+from folio.cli.settings import ROOT
+
+COLUMNS = {  # figure: (heading in the table, format)
+    "step_ms": ("ms/step", ".2f"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "mfu": ("MFU (%)", ".1f"),
+    "to_target_s": ("s to target", ".1f"),
+    "val_loss": ("best val loss", ".4f"),
+    "first_s": ("s to first token", ".2f"),
+    "seconds": ("whole process, s", ".2f"),
+    "memory_gib": ("memory, GiB", ".2f"),
+    "gpu_memory_gib": ("GPU memory, GiB", ".2f"),
+}
+PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are a warmup
+    r"iter \d{2,}: loss \d+\.?\d*, time (?P<step_ms>\d+\.?\d*)ms",
+    r"iter \d{2,}: .* mfu (?P<mfu>\d+\.?\d*)%",
+    r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
+    r"tokens per iteration will be: (?P<tokens_per_step>[\d,]+)",  # nanoGPT
+    r"step \d+: train loss \d+\.?\d*, val loss (?P<val_loss>\d+\.?\d*)",
+    r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
+    r"; first token after (?P<first_s>\d+\.?\d*) s",
+    r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
+)
+MINIMUMS = ("val_loss", "to_target_s")  # of other figures, the median is reported
+SEPARATOR = "---------------"  # printed after each text
+
+
+# Measuring
+
+
+def measure_command(command, folder=".", target=None):
+    """Runs a command in a folder, and returns its figures, {name: value}.
+
+    `target` is the validation loss of "to_target_s". Raises OSError if the command cannot be
+    started, and UserError if it fails.
+    """
+    start = time.perf_counter()
+    lines = []  # of output, with the seconds since the start
+    child = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # times are those of printing
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        for line in child.stdout:
+            lines.append((time.perf_counter() - start, line.strip()))
+        _, status, usage = os.wait4(child.pid, 0)
+    except BaseException:  # such as Interrupted
+        child.terminate()
+        raise
+    seconds = time.perf_counter() - start
+    if code := os.waitstatus_to_exitcode(status):
+        tail = " / ".join(line for _, line in lines[-5:])
+        raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")
+    figures = read_figures(lines, command, target)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
+    # On Linux, at least the peak of this process, which the command inherits.
+    figures["memory_gib"] = usage.ru_maxrss * unit / 2**30
+    figures["seconds"] = seconds
+    return figures
+
+
+def read_figures(lines, command, target=None):
+    """Returns the figures in lines of output, [(seconds, line), ...]; see `measure_command`."""
+    values = defaultdict(list)
+    for seconds, line in lines:
+        for pattern in PATTERNS:
+            match = re.search(pattern, line)
+            if not match:
+                continue
+            name = match.lastgroup
+            value = float(match[name].replace(",", ""))
+            values[name].append(value)
+            if name == "val_loss" and target is not None and value <= target:
+                values["to_target_s"].append(seconds)
+    figures = {}
+    for name, numbers in values.items():
+        figures[name] = min(numbers) if name in MINIMUMS else median(numbers)
+    tokens_per_step = figures.pop("tokens_per_step", None)
+    if "tokens_per_s" not in figures:  # nanoGPT prints no speed
+        if tokens_per_step and "step_ms" in figures:
+            figures["tokens_per_s"] = tokens_per_step / figures["step_ms"] * 1e3
+        elif speed := estimate_sampling_speed(lines, command):
+            figures["tokens_per_s"] = speed
+    return figures
+
+
+def estimate_sampling_speed(lines, command):
+    """Returns tokens per second between the first and the last text; None if there is only one."""
+    ends = [seconds for seconds, line in lines if line == SEPARATOR]
+    if len(ends) < 2:
+        return None
+    flag = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
+    tokens_per_text = int(flag[1]) if flag else 500  # the default
+    return (len(ends) - 1) * tokens_per_text / (ends[-1] - ends[0])
+
+
+# Reporting
+
+
+def format_figures(figures):
+    """Returns figures, {name: value}, as a line."""
+    names = [name for name in COLUMNS if name in figures]
+    return "; ".join(f"{COLUMNS[name][0]} {format_figure(name, figures)}" for name in names)
+
+
+def format_figure(name, figures):
+    """Returns a figure as text, empty if it is missing."""
+    return format(figures[name], COLUMNS[name][1]) if name in figures else ""
+
+
+def describe_machine():
+    """Returns the date, the machine, the versions and the commit of a measurement."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu = re.search(r"model name\s*: (.*)", cpuinfo)
+    git = "git describe --always --dirty"  # in a shell, because git may not be installed
+    commit = subprocess.run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of "
+        f"{cpu[1] if cpu else platform.machine()}, {gpu}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"commit {commit.strip() or 'unknown'}"
+    )

@@ -1,0 +1,69 @@
+"""Plots of the loss curves of runs."""
+
+import numpy as np
+
+from folio.cli.errors import UserError
+
+AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
+LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+MAX_TRAINING_POINTS = 100  # more are averaged, because losses of batches are noisy
+CUT_FRACTION = 0.1  # of a run, at its start, whose high losses are cut off
+
+
+def draw_losses(groups, axis):
+    """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES.
+
+    There is no training curve of bits per byte, which only evaluations measure.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    measure = groups[0].measure
+    groups = [group for group in groups if group.evaluated_runs]
+    if not groups:
+        name = measure.replace("_", " ")
+        raise UserError(f"there is nothing to draw: the runs have no {name} yet")
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
+    highest = []
+    for number, group in enumerate(groups):
+        color = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / len(groups))
+        if measure == "loss":
+            x, loss, _ = group.curve("train", AXES[axis])
+            axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
+        x, loss, deviation = group.curve("val", AXES[axis])
+        draw_validation(axes, x, loss, deviation, color, group.name)
+        highest.append(loss[x >= x.min() + CUT_FRACTION * np.ptp(x)].max())
+    axes.set_ylim(top=1.02 * max(highest))
+    axes.grid(alpha=0.25)
+    legend = axes.legend(title=legend_title(groups), frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a folder's name can contain $
+    return figure
+
+
+def draw_validation(axes, x, loss, deviation, color, label):
+    """Draws the validation losses of a group, means and standard deviations, (evaluations,)."""
+    best = loss.argmin()
+    axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
+    axes.plot(x[best], loss[best], "o", color=color)
+    if deviation.any():
+        low, high = loss - deviation, loss + deviation
+        axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def legend_title(groups):
+    title = "line: validation; "
+    if groups[0].measure == "loss":
+        title += "faint: training; "
+    title += "dot: best"
+    if any(len(group.runs) > 1 for group in groups):
+        title += "\nmeans over seeds; band: ± standard deviation"
+    return title
+
+
+def shorten(values):
+    """Returns values, (points,), as the means of at most MAX_TRAINING_POINTS neighboring ones."""
+    if len(values) <= MAX_TRAINING_POINTS:
+        return values
+    return np.array([part.mean() for part in np.array_split(values, MAX_TRAINING_POINTS)])
