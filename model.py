@@ -21,13 +21,12 @@ from torch import nn
 class GPTConfig:
     """The architecture of a GPT. Raises ValueError for an invalid one.
 
-    OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`. With `n_layer=0` and
-    no `smear` or `ngrams`, logits depend only on the last token and its position.
+    OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`.
     """
 
     block_size: int = 1024  # context length in tokens
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64 for faster products
-    n_layer: int = 12
+    n_layer: int = 12  # 0: no attention; logits depend on the last token and its position only
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
@@ -47,8 +46,8 @@ class GPTConfig:
         check_config(self)
 
     @property
-    def receptive_field(self):
-        """Preceding tokens that the embedding of a token depends on, none in GPT-2."""
+    def preceding_tokens(self):
+        """Number of preceding tokens that the embedding of a token depends on, 0 in GPT-2."""
         return self.smear + max(self.ngrams - 1, 0)
 
 
@@ -64,7 +63,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
-        self.qk_norm = NORMS[config.norm] if config.qk_norm else None
+        self.qk_norm = NORMS[config.norm] if config.qk_norm else None  # None in GPT-2
         self.kernel = F.scaled_dot_product_attention
 
     def forward(self, x, rotation=None, attend=None):
@@ -74,16 +73,16 @@ class CausalSelfAttention(nn.Module):
         qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head)  # (B, T, 3, H, D)
         q, k, v = qkv.unbind(dim=2)  # (B, T, H, D) each
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
-        if self.qk_norm or rotation:
+        if self.qk_norm or rotation:  # not in GPT-2
             q, k = normalize_and_rotate(q, k, self.qk_norm, rotation)
-        y = self.attend(q, k, v) if attend is None else attend(q, k, v)  # (B, H, T, D)
+        y = (attend or self.causal_attention)(q, k, v)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
         return self.resid_dropout(self.c_proj(y))
 
-    def attend(self, q, k, v):
+    def causal_attention(self, q, k, v):
         """Each token attends to itself and the tokens before it. (B, H, T, D) each -> the same."""
         dropout = self.dropout if self.training else 0.0
-        if 0 < self.window < q.shape[2]:
+        if 0 < self.window < q.shape[2]:  # not in GPT-2
             return windowed_attention(q, k, v, self.window, self.kernel, dropout)
         return self.kernel(q, k, v, dropout_p=dropout, is_causal=True)
 
@@ -94,7 +93,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         fc_width = proj_width = 4 * config.n_embd
-        if config.activation == "swiglu":  # halves the width
+        if config.activation == "swiglu":  # not in GPT-2; returns half of its width
             fc_width, proj_width = swiglu_widths(config.n_embd)
         self.c_fc = nn.Linear(config.n_embd, fc_width, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
@@ -103,7 +102,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         """x: (B, T, C) -> (B, T, C)."""
-        x = self.activation(self.c_fc(x))  # (B, T, 4 C)
+        x = self.activation(self.c_fc(x))  # (B, T, 4 C) in GPT-2
         return self.dropout(self.c_proj(x))
 
 
@@ -132,7 +131,7 @@ class GPT(nn.Module):
         modules = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}  # of tokens
         if config.position == "learned":
             modules["wpe"] = nn.Embedding(config.block_size, config.n_embd)  # of positions
-        if config.receptive_field:
+        if config.preceding_tokens:  # not in GPT-2
             modules["context"] = LocalContext(config)
         modules["drop"] = nn.Dropout(config.dropout)
         modules["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -154,6 +153,7 @@ class GPT(nn.Module):
 
         Args:
             assign: assign(parameter, values) sets a parameter, on any device, to a CPU tensor.
+                Values are drawn on the CPU, so that they are the same on every device.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -168,12 +168,12 @@ class GPT(nn.Module):
             assign(parameter, values)
 
     def forward(self, idx, targets, temperature=1.0):
-        """Returns the mean cross-entropy in nats per token, a scalar.
+        """Returns the loss: the mean cross-entropy in nats per token, a scalar.
 
         idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored. Logits are
         divided by the temperature (Agarwala et al. 2020, "Temperature check").
         """
-        logits = self.lm_head(self.trunk(idx) / temperature)  # (B, T, V)
+        logits = self.lm_head(self.trunk(idx) / temperature)  # (B, T, V); lm_head is linear
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def logits(self, idx):
@@ -181,7 +181,10 @@ class GPT(nn.Module):
         return self.lm_head(self.trunk(idx))
 
     def trunk(self, idx, positions=None, attend=None):
-        """Returns the hidden states after the final norm, (B, T', C).
+        """Returns the hidden states after the final norm: all of GPT-2 but the output head.
+
+        In training, idx is the only argument and the result is (B, T, C). With a KV cache, only the
+        last T' tokens of idx are computed, and the result is (B, T', C).
 
         Args:
             idx: (B, T) int64, T <= block_size. Raises ValueError otherwise.
@@ -195,10 +198,10 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens do not fit block_size={self.config.block_size}")
         if positions is None:
             positions = torch.arange(T, device=idx.device)
-        if self.config.receptive_field:  # smear or ngrams
+        if self.config.preceding_tokens:  # smear or ngrams
             x = self.transformer.context(self.embed, idx, positions)
         else:
-            x = self.embed(idx[:, -positions.shape[-1] :], positions)  # of the last T' tokens
+            x = self.embed(idx[:, -positions.shape[-1] :], positions)  # all tokens in training
         x = self.transformer.drop(x)  # (B, T', C)
         rotation = self.rotary(positions) if self.rotary else None
         for layer, block in enumerate(self.transformer.h):
@@ -226,6 +229,7 @@ class GPT(nn.Module):
         T, window = self.config.block_size, self.config.window
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         pairs = windowed_pairs(T, window) if 0 < window < T else T * T  # of a query and a key
+        # For each pair, a score takes C multiplications, and a weighted sum of values C more.
         attention = self.config.n_layer * 2 * self.config.n_embd * pairs / T
         return 3 * 2 * (weights + attention)
 
@@ -360,7 +364,7 @@ class LocalContext(nn.Module):
 
     `ngrams` adds embeddings of n-grams, hashed (Pagnoni et al. 2024, "Byte Latent
     Transformer", section 3.2.1). `smear` is a causal depthwise convolution (So et al. 2021,
-    "Primer", apply it to queries, keys and values).
+    "Primer", where it is applied to queries, keys and values).
     """
 
     def __init__(self, config):
@@ -371,11 +375,12 @@ class LocalContext(nn.Module):
             self.ngrams[str(n)] = nn.Embedding(ngram_rows(config.vocab_size, n), config.n_embd)
         self.smear = None
         if config.smear:
-            self.smear = nn.ParameterDict({"weight": torch.empty(config.smear, config.n_embd)})
+            weight = torch.empty(config.smear, config.n_embd)
+            self.smear = nn.ParameterDict({"weight": weight})  # smear.weight in checkpoints
 
     def forward(self, embed, idx, positions):
         """Returns the embeddings of the last T' tokens, (B, T', C). See GPT.trunk and GPT.embed."""
-        earlier = idx.shape[1] - positions.shape[-1]  # tokens that have no position yet
+        earlier = idx.shape[1] - positions.shape[-1]  # tokens before the first position
         absent = None
         if earlier:
             steps = torch.arange(-earlier, 0, device=idx.device)
@@ -437,6 +442,6 @@ def check_config(config):
         raise ValueError(f"position=rotary needs an even head size n_embd / n_head, not {size}")
     if config.ngrams == 1:
         raise ValueError("ngrams must be 0 or at least 2, not 1")
-    if config.receptive_field >= config.block_size:
+    if config.preceding_tokens >= config.block_size:
         names = f"smear={config.smear} and ngrams={config.ngrams}"
         raise ValueError(f"{names} need more context than block_size={config.block_size}")

@@ -88,7 +88,8 @@ class PrepareConfig:
 
 
 if __name__ == "__main__":
-    process.start(parse_arguments, PrepareConfig)  # a signal during imports prints no traceback
+    # Answers --help and reports wrong flags before the slow imports. main() parses again.
+    process.start(parse_arguments, PrepareConfig)
 
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder, load_dataset

@@ -83,7 +83,8 @@ if __name__ == "__main__":
     # Waiting threads spin this many times, then sleep. The default is 30 times as many and makes
     # sampling several times slower if another process uses the cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    process.start(parse_arguments, SampleConfig)  # --help must not wait for torch
+    # Answers --help and reports wrong flags before the slow imports. main() parses again.
+    process.start(parse_arguments, SampleConfig)
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import read_text
@@ -122,7 +123,7 @@ def main(argv=None):
             completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
             start, first_token_s, tokens = time.monotonic(), None, 0
             while batch := list(islice(completions, batch_size)):
-                for _ in complete(trained, batch, controls, settings.stream):
+                for _ in complete(trained, batch, controls, settings.stream):  # adds tokens
                     first_token_s = first_token_s or time.monotonic() - process.STARTED
                     if settings.stream:
                         print_new(batch[0])

@@ -50,7 +50,7 @@ class TrainConfig:
     batch_size: int = setting(12, "sequences per micro-batch", "[1, inf)")
     block_size: int = setting(1024, "context length in tokens", "[1, inf)")
 
-    n_layer: int = setting(12, "transformer blocks; 0: a bigram model", "[0, inf)", group="Model")
+    n_layer: int = setting(12, "transformer blocks; 0: no attention", "[0, inf)", group="Model")
     n_head: int = setting(12, "attention heads; must divide n_embd", "[1, inf)")
     n_embd: int = setting(768, "width of the residual stream", "[1, inf)")
     dropout: float = setting(0.0, "dropout rate; 0.1 to 0.3 for small datasets", "[0, 1)")
@@ -103,8 +103,9 @@ class TrainConfig:
     def __post_init__(self):
         if not self.out_dir:
             raise ValueError("out_dir must not be empty")
-        if self.decay_lr and (self.min_lr or 0) > (lr := self.learning_rate):
-            raise ValueError(f"min_lr={self.min_lr} must not be greater than learning_rate={lr}")
+        lr, min_lr = self.learning_rate, self.min_lr
+        if self.decay_lr and min_lr is not None and min_lr > lr:
+            raise ValueError(f"min_lr={min_lr} must not be greater than learning_rate={lr}")
 
     @property
     def tokens_per_step(self):
@@ -112,7 +113,8 @@ class TrainConfig:
 
 
 if __name__ == "__main__":
-    process.start(parse_arguments, TrainConfig)  # --help must not wait for torch
+    # Answers --help and reports wrong flags before the slow imports. main() parses again.
+    process.start(parse_arguments, TrainConfig)
 
 import numpy as np
 import torch
@@ -120,7 +122,7 @@ import torch
 from folio.checkpoint.format import Progress
 from folio.checkpoint.saving import Saver
 from folio.data.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts
-from folio.distributed.sharding import average_gradients, full_tensor
+from folio.distributed.sharding import full_tensor, set_gradient_averaging
 from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
 from folio.inference.completion import sample_text
 from folio.training.budget import fit_to_minutes
@@ -144,7 +146,7 @@ def main(argv=None):
         if settings.eval_only:
             print(evaluation_line(trainer.progress.step, trainer.evaluate()))
             return
-        trainer.settings = fit_to_minutes(trainer)
+        trainer.settings = fit_to_minutes(trainer)  # fewer steps if --minutes needs it
         if trainer.progress.is_finished(trainer.settings):
             print_finished(trainer)
         else:
@@ -153,47 +155,47 @@ def main(argv=None):
 
 def train(trainer):
     """Trains until max_iters, until patience is exhausted, or until a stop is requested."""
-    with trainer.stop, Tracking(trainer) as tracking, Saver(trainer, tracking) as saver:
+    with trainer.stop_signal, Tracking(trainer) as tracking, Saver(trainer, tracking) as saver:
         try:
             run_steps(trainer, tracking, saver)
         except process.StopRequested as request:  # the weights are those of the last step
-            saver.save_and_stop(request.number)
-            return
-    print_end(trainer)
+            saver.save_and_stop(request.signal_number)  # None after --stop_at
+        else:
+            print_end(trainer)
 
 
 def run_steps(trainer, tracking, saver):
     """The training loop. Raises StopRequested if it ends before the run is finished."""
     settings, plan, progress = trainer.settings, trainer.plan, trainer.progress
-    batches = Batches(plan.dataset.train, settings, plan.world)
+    batches = Batches(plan.dataset.train, settings, plan.world)  # this process's part of them
     while True:
         step = progress.step
         lr = learning_rate_at(step, settings)
 
         # Evaluate and save. A resumed run does not repeat the evaluation at its first step.
         is_due = step % settings.eval_interval == 0 or step >= settings.max_iters
-        if is_due and progress.evaluated < step:
-            with tracking.pause():
+        if is_due and progress.evaluated_step < step:
+            with tracking.exclude_time():
                 losses = trainer.evaluate()
                 tracking.log_evaluation(step, losses, lr)
-                saver.save_evaluation(losses["loss"])  # to ckpt.pt if it is the best
+                saver.save_evaluation(losses["loss"])  # updates progress; the best to ckpt.pt
         elif settings.checkpoint_interval and step % settings.checkpoint_interval == 0:
-            with tracking.pause():
+            with tracking.exclude_time():
                 saver.save()  # to last.pt
 
-        if step >= (settings.stop_at or math.inf):
+        if settings.stop_at is not None and step >= settings.stop_at:
             raise process.StopRequested
         is_finished = progress.is_finished(settings)  # max_iters is reached, or patience exhausted
         if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
-            with tracking.pause():
+            with tracking.exclude_time():
                 text = sample_text(trainer.model, plan.dataset.tokenizer, settings.seed)
                 tracking.say(f"sample at step {step}:\n{text}\n")
         if is_finished:
             return
 
-        loss, grad_norm = trainer.forward_backward(batches.at(step), step)
+        loss, grad_norm = trainer.forward_backward(batches.at(step), step)  # or StopRequested
         trainer.clip_and_step(grad_norm, lr)
-        tracking.log_step(step, loss, grad_norm, lr)  # raises UserError if the loss is not finite
+        tracking.log_step(step, loss, grad_norm, lr)  # raises UserError if a logged step diverged
         progress.step += 1
 
 
@@ -207,8 +209,8 @@ def learning_rate_at(step, settings):
         return settings.learning_rate * (step + 1) / (settings.warmup_iters + 1)
     if step >= end:
         return low
-    progress = (step - settings.warmup_iters) / (end - settings.warmup_iters)
-    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    fraction = (step - settings.warmup_iters) / (end - settings.warmup_iters)
+    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
 class Trainer:
@@ -227,7 +229,7 @@ class Trainer:
             self.restore(plan.resumed)
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         self.divergence = DivergenceMonitor()
-        self.stop = process.StopSignal()
+        self.stop_signal = process.StopSignal()
 
     def restore(self, checkpoint):
         """Continues with a Checkpoint's moments, loss scale and progress."""
@@ -252,7 +254,7 @@ class Trainer:
         Raises StopRequested after a stop signal. A run reacts to signals only here, so it stops
         between two micro-batches, with the weights of the last complete step.
         """
-        self.stop.check(self.world)
+        self.stop_signal.check(self.world)
         with self.machine.autocast():
             return self.forward(x, y, temperature)
 
@@ -265,7 +267,7 @@ class Trainer:
         count = self.settings.gradient_accumulation_steps // self.world.size
         total = torch.zeros((), device=self.machine.device)
         for number, (x, y) in enumerate(micro_batches, start=1):
-            average_gradients(self.forward, number == count)  # over processes, in the last one
+            set_gradient_averaging(self.forward, number == count)  # only in the last micro-batch
             loss = self.loss(x, y, self.settings.train_temperature) / count
             self.scaler.scale(loss).backward()
             total += loss.detach()
@@ -278,20 +280,22 @@ class Trainer:
         return mean_loss, grad_norm
 
     def clip_and_step(self, grad_norm, lr):
-        """Clips the gradient, whose norm is given, and updates the weights."""
+        """Clips the gradient, whose norm is given, updates the weights, and zeroes the gradient."""
         if self.settings.grad_clip:
             parameters = self.model.parameters()
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, grad_norm)
-        # If found_inf is 1, a step changes nothing. scaler.step() would wait for the GPU.
+        # In place of scaler.step(), which would wait for the GPU: fused AdamW and Muon change
+        # nothing if their found_inf is 1.
         found_inf = (~grad_norm.isfinite()).float() if self.scaler.is_enabled() else None
         # DDP and CUDA graphs keep their gradient tensors.
-        keep = self.world.is_launched or uses_cuda_graphs(self.machine.compile)
+        has_ddp = self.world.is_launched and not self.plan.is_sharded
+        keep = has_ddp or uses_cuda_graphs(self.machine.compile)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_scale"]
             optimizer.found_inf = found_inf
             optimizer.step()
-            optimizer.zero_grad(set_to_none=self.plan.is_sharded or not keep)
+            optimizer.zero_grad(set_to_none=not keep)
         self.scaler.update()
 
     def evaluate(self):
@@ -316,8 +320,8 @@ class Trainer:
     def split_loss(self, split):
         """Returns the mean loss of the evaluated windows of a split, a scalar tensor.
 
-        The processes of a run share the windows. All have as many batches: targets that only fill a
-        batch do not count.
+        The processes of a run share the windows. All compute the same number of batches, so the
+        last ones are filled with repeated windows, whose targets are ignored.
         """
         B, T = self.settings.batch_size, self.settings.block_size
         starts = evaluation_starts(split, self.settings)
@@ -325,14 +329,15 @@ class Trainer:
         total = torch.zeros((), device=self.machine.device)
         self.model.eval()
         for first in range(0, len(starts), self.world.size * B):
-            own = starts[first + self.world.rank * B :][:B]
-            x, y = split.windows(np.resize(own, B), T)
-            loss = self.loss(x, y.masked_fill(rows >= len(own), -1))
-            if len(own):
-                total += loss * len(own)
+            own_starts = starts[first + self.world.rank * B :][:B]
+            x, y = split.windows(np.resize(own_starts, B), T)  # repeats them up to B
+            loss = self.loss(x, y.masked_fill(rows >= len(own_starts), -1))
+            if len(own_starts):
+                total += loss * len(own_starts)
         self.model.train()
         return self.world.sum(total) / len(starts)
 
 
 if __name__ == "__main__":
-    process.run(main, has_threads=True)  # a write that a second Ctrl-C does not wait for
+    # After a second Ctrl-C, the process ends without waiting for the thread that writes a file.
+    process.run(main, has_threads=True)

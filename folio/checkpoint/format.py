@@ -25,6 +25,7 @@ from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig, RotaryEmbedding
 
 FORMAT_VERSION = 1
+PROGRESS_KEYS = {"step": "iter_num", "evaluated_step": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
@@ -43,7 +44,7 @@ class Progress:
     """The progress of a training run."""
 
     step: int = 0  # updates made
-    evaluated: int = -1  # step of the last recorded evaluation
+    evaluated_step: int = -1  # of the last recorded evaluation
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
     elapsed_s: float = 0.0  # wall time of all processes of the run
@@ -51,25 +52,17 @@ class Progress:
 
     def record(self, val_loss):
         """Adds the evaluation at this step. Returns whether it is the best."""
-        self.evaluated, is_best = self.step, val_loss < self.best_val_loss
+        self.evaluated_step, is_best = self.step, val_loss < self.best_val_loss
         if is_best:
             self.best_step, self.best_val_loss = self.step, val_loss
         return is_best
 
-    def is_due(self, interval):
-        """Whether an action with an interval in steps (None: never) is due."""
-        return bool(interval) and self.step % interval == 0
-
-    def needs_evaluation(self, settings):
-        due = self.is_due(settings.eval_interval) or self.step >= settings.max_iters
-        return due and self.evaluated < self.step
-
     def is_finished(self, settings):
         """Whether max_iters is reached and evaluated, or patience is exhausted."""
-        since_best = self.evaluated - self.best_step
+        since_best = self.evaluated_step - self.best_step
         if settings.patience and since_best >= settings.patience * settings.eval_interval:
             return True
-        return min(self.step, self.evaluated) >= settings.max_iters
+        return min(self.step, self.evaluated_step) >= settings.max_iters
 
 
 @dataclass
@@ -105,11 +98,11 @@ def save_checkpoint(path, checkpoint):
         "model": checkpoint.weights,
         **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
         "model_args": _model_args(checkpoint.config),
-        "iter_num": checkpoint.progress.step,
         "config": checkpoint.settings,
         **{name: getattr(checkpoint, name) for name in OPTIONAL_KEYS},
     }
-    content |= {k: v for k, v in dataclasses.asdict(checkpoint.progress).items() if k != "step"}
+    for name, value in dataclasses.asdict(checkpoint.progress).items():
+        content[PROGRESS_KEYS.get(name, name)] = value
     with write_atomically(path) as [file]:
         try:
             torch.save(content, file.name)  # an error of a file object would abort the process
@@ -177,7 +170,7 @@ def _parse(content, path):
         weights=weights,
         progress=Progress(
             step=step,
-            evaluated=evaluated,
+            evaluated_step=evaluated,
             best_step=int(content.get("best_step", evaluated)),
             best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's
             elapsed_s=float(content.get("elapsed_s", 0.0)),

@@ -101,7 +101,7 @@ class Saver:
         message = self.plan.world.from_main(self._result())
         if message:
             progress, before = self.trainer.progress, self.progress_before
-            progress.evaluated = before.evaluated
+            progress.evaluated_step = before.evaluated_step
             progress.best_step, progress.best_val_loss = before.best_step, before.best_val_loss
         return message
 

@@ -30,10 +30,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequested(Exception):  # noqa: N818, no error
-    """A run stops before its end. `number` is that of the signal; None: as the settings say."""
+    """A run stops before its end, after a signal or, if the number is None, at --stop_at."""
 
-    def __init__(self, number=None):
-        self.number = number
+    def __init__(self, signal_number=None):
+        self.signal_number = signal_number
 
 
 def start(function, *args):

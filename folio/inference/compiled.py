@@ -158,7 +158,7 @@ class DecodeStep(nn.Module):
         """Returns the exported program, for any length of `visible`."""
         config = self.model.config
         fixed = [None] * config.n_layer  # the shapes of the cache
-        tail = torch.zeros(1, 1 + config.receptive_field, dtype=torch.int64)
+        tail = torch.zeros(1, 1 + config.preceding_tokens, dtype=torch.int64)
         position, visible = tail[0, :1].clone(), torch.arange(config.block_size)
         example = (tail, position, visible, self.cache.keys, self.cache.values)
         length = torch.export.Dim("length", min=MIN_LENGTH, max=config.block_size)

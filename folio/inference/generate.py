@@ -1,5 +1,9 @@
 """Autoregressive generation with a KV cache: prefill and decode.
 
+A new token does not change the keys and values of earlier tokens, so these are kept in a cache.
+`prefill` computes those of a prompt; `decode_one` computes one new token per row. When a full
+context drops its oldest tokens, all positions change, and the row is prefilled again.
+
 Pure torch, like model.py. A batch has one text per row; a row's `position` is the index of its
 newest token within the context that the model sees.
 """
@@ -47,7 +51,7 @@ def prefill(model, cache, idx, rows):
 
     def attend(layer, q, k, v):
         cache.write(layer, pass_rows, slice(q.shape[2]), k, v)
-        return model.transformer.h[layer].attn.attend(q, k, v)
+        return model.transformer.h[layer].attn.causal_attention(q, k, v)
 
     if not idx.shape[1]:
         return
@@ -62,7 +66,7 @@ def decode_one(model, cache, tail, position, length=None, kernel=F.scaled_dot_pr
 
     Args:
         tail: (B, 1 + n) int64, the newest token of each row, preceded by n earlier tokens, at most
-            config.receptive_field.
+            config.preceding_tokens.
         position: the position of the newest token; the cache holds all before it. An int if it is
             the same for all rows, else (B,) int64.
         length: for a tensor of positions, the number of cache positions that the mask covers.
@@ -150,7 +154,7 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
         prompts: for each text a nonempty list of ids.
         seeds: for each text an int.
         vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
-        accelerate: see folio.hardware.compile.step_accelerator.
+        accelerate: accelerate(step, *arguments) returns a faster step.
         decode: replaces decode_one. It is called with a tensor of positions and a cache of
             block_size + 1 positions.
     """
@@ -172,11 +176,12 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
         ids = sample_next(logits, uniform, controls, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
-    fast_step, rows = None, list(range(len(prompts)))  # rows to prefill
+    fast_step = None
+    rows = list(range(len(prompts)))  # to prefill: all at first, later those that drop tokens
     for uniform in islice(uniforms(seeds, weight.device), controls.max_new_tokens):
         if rows:
             prefill(model, cache, context.before_newest(rows), rows)
-        tail, position = context.newest(config.receptive_field, fixed_shapes)
+        tail, position = context.newest(config.preceding_tokens, fixed_shapes)
         if accelerate:
             fast_step = fast_step or accelerate(step, tail, position, uniform)
             ids, logprobs = fast_step(tail, position, uniform)
@@ -185,7 +190,7 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
         yield ids, logprobs
         if present is not None:
             present.scatter_(1, ids[:, None], True)
-        rows = context.append(ids, stride)  # whose positions have changed
+        rows = context.append(ids, stride)
 
 
 def stride_of(model, context_stride):

@@ -94,7 +94,7 @@ class TensorBoard:
         folder, first = root / time.strftime("%Y%m%d-%H%M%S"), {"train": 0, "val": 0}
         if resumed:  # purge what an earlier process logged after the checkpoint
             folder = max(root.glob("*-*"), default=folder)
-            first = {"train": resumed.progress.step, "val": resumed.progress.evaluated + 1}
+            first = {"train": resumed.progress.step, "val": resumed.progress.evaluated_step + 1}
         self.writers = {k: SummaryWriter(folder / k, purge_step=n) for k, n in first.items()}
 
     def log(self, event, numbers):

@@ -150,7 +150,7 @@ class Tracking:
         return round(self.elapsed_before + time.monotonic() - STARTED, 3)
 
     @contextmanager
-    def pause(self):
+    def exclude_time(self):
         """A context whose time does not count as training time."""
         self._count_time()
         yield
@@ -178,7 +178,7 @@ class Tracking:
         try:
             function(*args, **kwargs)
         except BrokenPipeError:  # Ctrl-C ends a reader such as tee, too
-            self.trainer.stop.request(SIGPIPE)
+            self.trainer.stop_signal.request(SIGPIPE)
         except OSError:  # a full disk
             pass
 

@@ -42,7 +42,7 @@ def train_one_step(kind="adamw", **changes):
 
 def checkpoint_of(model, optimizers=None, **fields):
     states = {name: optimizer.state_dict() for name, optimizer in (optimizers or {}).items()}
-    progress = Progress(step=3, evaluated=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
+    progress = Progress(step=3, evaluated_step=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
     weights = model.state_dict()
     return Checkpoint(model.config, weights, progress, {"dataset": "verse"}, states, **fields)
 

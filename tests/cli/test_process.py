@@ -106,7 +106,7 @@ def test_the_first_signal_is_recorded_and_a_second_ctrl_c_interrupts_at_once():
         assert (bool(stop), stop.number) == (True, signal.SIGTERM)
         with pytest.raises(StopRequested) as caught:
             stop.check(SINGLE_PROCESS)
-        assert caught.value.number == signal.SIGTERM
+        assert caught.value.signal_number == signal.SIGTERM
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -13,10 +13,10 @@ from model import CausalSelfAttention, GPTConfig
 
 
 def causal_attention(q, k, v, window, kernel=kernels.fast_attention):
-    """Calls CausalSelfAttention.attend with a kernel."""
+    """Calls CausalSelfAttention.causal_attention with a kernel."""
     module = CausalSelfAttention(GPTConfig(n_head=1, n_embd=2, window=window))
     module.kernel = kernel
-    return module.attend(q, k, v)
+    return module.causal_attention(q, k, v)
 
 
 def explicit(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):

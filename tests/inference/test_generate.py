@@ -58,7 +58,7 @@ def fixed_shapes(step, *_):
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 def test_cached_logits_equal_uncached_logits_at_every_position(changes, is_tensor):
     model = random_model(**changes)
-    idx, earlier = random_ids(model), model.config.receptive_field
+    idx, earlier = random_ids(model), model.config.preceding_tokens
     expected = model.logits(idx)
     cache = KVCache(model.config, len(idx), "cpu")
     for prefilled in (0, 1, 3):

@@ -70,12 +70,12 @@ def test_speed_excludes_pauses_and_time_left_includes_them(trainer, monkeypatch,
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
     with tracking.Tracking(trainer) as tracker:
-        with tracker.pause():
+        with tracker.exclude_time():
             clock.now += 1000  # the first evaluation
         for step in range(3):
             clock.now += 4
             tracker.log_step(step, 2.5, float("inf"), lr=0.1)
-            with tracker.pause():
+            with tracker.exclude_time():
                 clock.now += 10
     first, second = tiny.log_events()[1:]
     assert (first["step"], second["step"]) == (0, 2)

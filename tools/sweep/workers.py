@@ -216,7 +216,7 @@ def read_earlier_loss(task):
     if not is_file(RunDir(folder).last):
         return None
     progress = load_checkpoint(RunDir(folder).last, optimizers=False).progress
-    is_done = progress.evaluated >= step or progress.is_finished(settings)
+    is_done = progress.evaluated_step >= step or progress.is_finished(settings)
     return read_best_loss(task) if is_done else None
 
 
