@@ -160,8 +160,8 @@ def train(trainer):
             run_steps(trainer, tracking, saver)
         except process.StopRequested as request:  # the weights are those of the last step
             saver.save_and_stop(request.signal_number)  # None after --stop_at
-        else:
-            print_end(trainer)
+            return
+    print_end(trainer)
 
 
 def run_steps(trainer, tracking, saver):
