@@ -159,9 +159,9 @@ def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
     settings |= {"compile": compile, "max_iters": 50}
     one = trained(1, out_dir="one", **settings)
     flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
-    Ranks(1, train.main, flags).results(limit_s=300)  # the compiler is slow at first
-    losses = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
-    assert differences(losses, one).max() < tolerance
+    Ranks(1, train.main, flags).results(timeout_s=300)  # the compiler is slow at first
+    found = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
+    assert differences(found, one).max() < tolerance
 
 
 # Stops and errors

@@ -58,8 +58,7 @@ def test_learning_rate_has_linear_warmup_and_cosine_decay(changes, expected):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
     settings = tiny.settings(optimizer=optimizer)
-    trainer = train.Trainer(tiny_model().config, settings, Machine("cpu", "float32", False, ""))
-    trainer.init_weights()
+    trainer = train.Trainer(tiny.plan_of(tiny_model().config, settings))
     initial = [p.detach().clone() for p in trainer.model.parameters()]
     for lr, is_moving in ((0.0, False), (0.25, True)):
         batch = torch.arange(32).view(4, 8)
