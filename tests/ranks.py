@@ -89,7 +89,7 @@ def in_world(function, *args):
         return function(world, *args)
 
 
-def trained(size, **settings):
+def train_ranks(size, **settings):
     """Trains in `size` processes; 1 is an ordinary process. Returns the losses of the steps."""
     flags = tiny.flags(log_interval=1, **settings)
     if size == 1:

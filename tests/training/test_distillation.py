@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from ranks import trained
+from ranks import train_ranks
 from tiny import random_ids, random_model
 
 import train
@@ -89,6 +89,6 @@ def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
 def test_processes_with_teachers_train_the_same_model_as_one(teacher):
     settings = {"teachers": "out-teacher", "gradient_accumulation_steps": 2}
     for size, out_dir in [(1, "out-one"), (2, "out-two")]:
-        trained(size, out_dir=out_dir, **settings)
+        train_ranks(size, out_dir=out_dir, **settings)
     one, two = (tiny.load("last.pt", folder)["model"] for folder in ("out-one", "out-two"))
     torch.testing.assert_close(two, one, rtol=0, atol=1e-5)
