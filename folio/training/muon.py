@@ -20,10 +20,9 @@ class Muon(torch.optim.Optimizer):
     Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks",
     https://kellerjordan.github.io/posts/muon/. Updates are scaled to the root mean square of
     AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that one
-    learning rate and weight decay suit both.
-
-    The result equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a
-    shape are computed together, because the number of calls limits the speed for small matrices.
+    learning rate and weight decay suit both. The result equals torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw", but all matrices of a shape are computed together, because the
+    number of kernel launches limits the speed for small matrices.
 
     If `found_inf` is a scalar tensor of 1, a step changes nothing, as with torch's fused AdamW.
     """
@@ -99,7 +98,7 @@ def orthogonalize(x):
 def orthogonalize_copies(matrices, world):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
-    Matrices of a shape, transposed or not, form a stack; each process computes a part of it.
+    Matrices of the same shape, some transposed, form a stack; each process computes a part of it.
     """
     groups = group_indices([tuple(sorted(matrix.shape)) for matrix in matrices])
     shares = []
@@ -116,7 +115,7 @@ def orthogonalize_copies(matrices, world):
 def own_share(stack, world):
     """Returns the part of a stack that this process computes: (N, a, b) -> (n, a, b).
 
-    n is N / world.size, rounded up. Zeros fill the parts of the last processes.
+    n is N / world.size, rounded up. The last parts are padded with zeros.
     """
     n = math.ceil(len(stack) / world.size)
     padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
@@ -124,10 +123,7 @@ def own_share(stack, world):
 
 
 def gather_stacks(shares, world):
-    """Returns the stacks of which each process has a share: (n, a, b) -> (world.size * n, a, b).
-
-    All shares of a process are sent at once.
-    """
+    """Returns full stacks: (n, a, b) each -> (world.size * n, a, b), with one communication."""
     received = world.all_gather(torch.cat([share.flatten() for share in shares]))
     parts = received.view(world.size, -1).split([share.numel() for share in shares], dim=1)
     pairs = zip(parts, shares, strict=True)
@@ -135,14 +131,10 @@ def gather_stacks(shares, world):
 
 
 def orthogonalize_shards(shards, parameters, world):
-    """Orthogonalizes matrices that are sharded like parameters. Collective.
+    """Orthogonalizes matrices that are sharded like parameters. Returns local shards. Collective.
 
-    Args:
-        shards: this process's rows of the matrices.
-        parameters: DTensors of the same shapes.
-
-    Returns this process's rows of the results. To save memory, only as many full matrices as there
-    are processes exist at a time.
+    `shards` are this process's rows of the matrices, `parameters` the DTensors. To save memory,
+    only as many full matrices as there are processes exist at a time.
     """
     results = list(shards)
     for indices in group_indices([parameter.shape for parameter in parameters]):

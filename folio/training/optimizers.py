@@ -35,6 +35,7 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
         matrix_group = {"params": matrices, "weight_decay": decay, "lr_scale": 1.0}
         return {"adamw": adamw([matrix_group, vector_group])}
 
+    # Muon takes the matrices of the blocks. AdamW takes the other parameters, in three groups.
     in_tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     hidden = [p for p in matrices if p in in_blocks]
     embeddings = [p for p in matrices if p in in_tables]
@@ -69,7 +70,7 @@ def restore_optimizers(optimizers, checkpoint):
 
 
 def _restore(optimizer, saved, keys):
-    """Loads a state_dict whose tensors are not sharded. `keys` are those of a parameter's state."""
+    """Loads a state_dict of full tensors. `keys` are the names of the tensors of a parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = saved["state"].keys()
     if indices and indices != set(range(len(parameters))):  # empty before the first step
@@ -82,11 +83,11 @@ def _restore(optimizer, saved, keys):
         state[index] = tensors | moments
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group["lr"] = saved_group["lr"]  # a save before the next step stores it again
+        group["lr"] = saved_group["lr"]  # in case the state is saved before the next step
 
 
 def _check_state(index, parameter, tensors, keys):
-    """Raises ValueError unless the state fits; fused AdamW would crash the process otherwise."""
+    """Raises ValueError if the state does not fit, which would make fused AdamW crash."""
     if tensors.keys() != keys:
         raise ValueError(f"parameter {index} has {', '.join(tensors)}")
     for key, value in tensors.items():
@@ -106,16 +107,16 @@ class DivergenceMonitor:
 
     def record(self, step, loss, norm, scaler):
         """Args: loss and norm are scalar tensors; scaler is the GradScaler."""
-        checked = loss + norm
+        must_be_finite = loss + norm
         if scaler.is_enabled():  # an overflow only skips the step while the scale can be reduced
             scale = scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device
-            checked = torch.where(scale > 1, loss, checked)
-        self.unchecked.append((step, loss, norm, checked))
+            must_be_finite = torch.where(scale > 1, loss, must_be_finite)
+        self.unchecked.append((step, loss, norm, must_be_finite))
 
     def check(self):
         """Raises UserError if a recorded step diverged."""
-        for step, loss, norm, checked in self.unchecked:
-            if not math.isfinite(checked):
+        for step, loss, norm, must_be_finite in self.unchecked:
+            if not math.isfinite(must_be_finite):
                 raise self.error(step, f"loss {loss:.3g}, gradient norm {norm:.3g}")
         self.unchecked.clear()
 
