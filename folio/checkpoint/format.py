@@ -56,14 +56,6 @@ class Progress:
             self.best_step, self.best_val_loss = self.step, val_loss
         return is_best
 
-    def is_due(self, interval):
-        """Whether an action with an interval in steps (None: never) is due."""
-        return bool(interval) and self.step % interval == 0
-
-    def needs_evaluation(self, settings):
-        due = self.is_due(settings.eval_interval) or self.step >= settings.max_iters
-        return due and self.evaluated < self.step
-
     def is_finished(self, settings):
         """Whether max_iters is reached and evaluated, or patience is exhausted."""
         since_best = self.evaluated - self.best_step
