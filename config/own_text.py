@@ -38,13 +38,13 @@ beta2 = 0.95
 grad_clip = 0.0
 gradient_accumulation_steps = 1
 
-# Less text is read more often, and needs more dropout against memorization. Tokens that occur
-# fewer than 50 times are memorized sooner.
+# A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
+# occur fewer than 50 times are memorized sooner.
 _rarity = 0.5 if _has_large_vocabulary else min(1, _size.train_tokens / _size.vocab_size / 50)
 _repeats = min(4, _relative_size ** (-0.45 if _relative_size < 1 else -0.2)) * _rarity
 _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more text
 
-# Numbers of parameters are for 65 characters. `_passes` is how often the text is read; for tiny
+# Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
 _has_time = minutes >= 8 * max(1, _relative_size) ** 0.25 and _relative_size >= 0.5
 if device == "cpu" and not _has_time:  # 4.1 M parameters, 3.7 M of them in tables of n-grams

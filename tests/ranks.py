@@ -16,57 +16,65 @@ from folio.distributed.world import process_group
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["ranks", "torch._dynamo"])
-LIMIT_S = 60  # for a test that hangs
+TIMEOUT_S = 60  # for a test that hangs
 
 
 class Ranks:
-    """Processes that run `function(*args)` in the current folder, each with its own rank."""
+    """Processes that call `function(*args)` in the current folder, each with its own rank.
+
+    What rank 0 prints goes to rank0.txt, and so on.
+    """
 
     def __init__(self, size, function, *args):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.pipes, self.processes = [], []
+        self.receivers, self.processes = [], []
+        world = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(size):
+            environment = world | {"RANK": rank, "LOCAL_RANK": rank}
             receiver, sender = CONTEXT.Pipe(duplex=False)
-            call = (sender, os.getcwd(), rank, size, port, function, args)
-            self.pipes.append(receiver)
-            self.processes.append(CONTEXT.Process(target=_run, args=call))
+            call = (os.getcwd(), environment, sender, function, args)
+            self.receivers.append(receiver)
+            self.processes.append(CONTEXT.Process(target=_run_rank, args=call))
             self.processes[-1].start()
-            sender.close()
+            sender.close()  # only the process has it now, so that its end closes the pipe
 
-    def wait(self, limit_s=LIMIT_S):
-        """Returns (exit statuses, errors), each in the order of the ranks."""
-        for each in self.processes:
-            each.join(limit_s)
-            each.kill()  # without effect if it has ended
-        for each in self.processes:
-            each.join()
-        errors = [error_path(rank).read_text() for rank in range(len(self.processes))]
-        return [each.exitcode for each in self.processes], errors
+    def wait(self, timeout_s=TIMEOUT_S):
+        """Returns (exit statuses, outputs), each in the order of the ranks."""
+        for child in self.processes:
+            child.join(timeout_s)
+            child.kill()  # without effect if it has ended
+        for child in self.processes:
+            child.join()
+        outputs = [output_path(rank).read_text() for rank in range(len(self.processes))]
+        return [child.exitcode for child in self.processes], outputs
 
-    def results(self, limit_s=LIMIT_S):
+    def results(self, timeout_s=TIMEOUT_S):
         """Returns what the functions return. All must succeed."""
-        found = []
-        for pipe in self.pipes:
+        results = []
+        for receiver in self.receivers:
             with suppress(EOFError):  # the process has failed
-                found += [pipe.recv()] if pipe.poll(limit_s) else []
-        statuses, errors = self.wait(limit_s)
-        assert not any(statuses), "\n".join(errors)
-        return found
+                if receiver.poll(timeout_s):
+                    results.append(receiver.recv())
+        statuses, outputs = self.wait(timeout_s)
+        assert not any(statuses), "\n".join(outputs)
+        return results
 
 
-def error_path(rank):
+def free_port():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
+
+
+def output_path(rank):
     return Path(f"rank{rank}.txt")
 
 
-def _run(sender, folder, rank, size, port, function, args):
+def _run_rank(folder, environment, sender, function, args):
     os.chdir(folder)
-    descriptor = os.open(error_path(rank), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    output = os.open(output_path(environment["RANK"]), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    for stream in (1, 2):  # standard output and error
+        os.dup2(output, stream)
     sys.argv = ["train.py"]
     torch.set_num_threads(1)
     process.run(lambda: sender.send(function(*args)))
@@ -81,7 +89,7 @@ def in_world(function, *args):
         return function(world, *args)
 
 
-def trained(size, **settings):
+def train_ranks(size, **settings):
     """Trains in `size` processes; 1 is an ordinary process. Returns the losses of the steps."""
     flags = tiny.flags(log_interval=1, **settings)
     if size == 1:

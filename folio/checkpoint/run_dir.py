@@ -1,8 +1,8 @@
-"""The output folder of a run: ckpt.pt, last.pt and log.jsonl.
+"""The run directory, a training run's output folder: ckpt.pt, last.pt and log.jsonl.
 
 ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
 one), which sample.py loads. last.pt is the newest state, from which a run resumes. log.jsonl has
-one JSON object per line, an event of the run.
+one event of the run per line, a JSON object.
 """
 
 import json
@@ -19,7 +19,7 @@ BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
 
 class RunDir:
-    """The output folder of a run. One process at a time may write to it, inside `lock_folder()`.
+    """A run directory. One process at a time may write to it, in the context of lock().
 
     With torchrun, this is rank 0.
     """
@@ -30,12 +30,12 @@ class RunDir:
 
     @staticmethod
     def find(parent="."):
-        """Returns the folders in `parent` that contain a run, sorted."""
+        """Returns the run directories in `parent`, sorted."""
         paths = Path(parent).glob("*/*")
         return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
 
     def exists(self):
-        """Whether the folder contains a checkpoint."""
+        """Whether there is a checkpoint."""
         return is_file(self.last) or is_file(self.best)
 
     # Reading
@@ -61,16 +61,16 @@ class RunDir:
     def _load(self, path, optimizers=True):
         if not is_file(path):
             runs = {str(folder) for folder in self.find()} - {str(self.folder)}
-            hint = f"; available: {', '.join(sorted(runs))}"
-            if not runs:
-                hint = "; train a model first: python train.py config/shakespeare_char.py"
+            hint = "; train a model first: python train.py config/shakespeare_char.py"
+            if runs:
+                hint = f"; available: {', '.join(sorted(runs))}"
             raise UserError(f"there is no checkpoint {path}{suggest(str(self.folder), runs, hint)}")
         return load_checkpoint(path, optimizers)
 
     # Writing
 
     def lock(self):
-        """Returns a context in which no other process can write to the folder."""
+        """Returns a context in which no other process can lock the folder."""
         return lock_folder(self.folder)
 
     def begin(self, settings, resumed=None):
@@ -81,6 +81,7 @@ class RunDir:
         try:
             if resumed:
                 if is_file(self.log) and resumed.log_bytes is not None:
+                    # removes the events of steps that the run repeats
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
                 return None
             if settings.overwrite:
@@ -103,29 +104,29 @@ class RunDir:
         return None
 
     def log_size(self):
-        """Returns the bytes in log.jsonl, or None if it is missing."""
+        """Returns the size of log.jsonl in bytes, or None if it is missing."""
         with suppress(OSError):
             return self.log.stat().st_size
         return None
 
-    def evaluations(self):
-        """Returns (step, training loss, validation loss) of each evaluation in log.jsonl, in order.
+    def read_evaluations(self):
+        """Returns (step, training loss, validation loss) of each evaluation in log.jsonl.
 
-        Skips a line that a full disk has cut.
+        Skips incomplete lines, which a full disk can cause.
         """
-        found = []
+        evaluations = []
         with suppress(OSError):
             for line in self.log.read_bytes().splitlines():
                 with suppress(ValueError):
                     event = json.loads(line)
                     if event["split"] == "val":
-                        found.append((event["step"], event["train_loss"], event["loss"]))
-        return found
+                        evaluations.append((event["step"], event["train_loss"], event["loss"]))
+        return evaluations
 
     def save(self, checkpoint, best):
-        """Writes last.pt or, if `best`, writes ckpt.pt and makes last.pt a link to it.
+        """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.
 
-        Raises UserError if writing fails. If only last.pt cannot be written, it stays older, and a
+        Raises UserError if writing fails. If only the link fails, last.pt stays older, and a
         resumed run repeats the steps since then.
         """
         save_checkpoint(self.best if best else self.last, checkpoint)

@@ -122,16 +122,6 @@ def limit_threads(products):
         torch.set_num_threads(threads)
 
 
-def read_later(value):
-    """Returns a function that returns a scalar as a float, without waiting for later GPU work."""
-    if not getattr(value, "is_cuda", False):
-        return lambda: float(value)
-    copy = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return lambda: event.synchronize() or float(copy)
-
-
 def resolve_device(name):
     """Returns an available device; "auto" becomes cuda, mps or cpu. Raises UserError otherwise."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

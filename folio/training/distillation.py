@@ -1,4 +1,4 @@
-"""Knowledge distillation: training on the predictions of other models in addition to the text.
+"""Knowledge distillation: training on the text and on the predictions of other models.
 
 Hinton et al. 2015, "Distilling the Knowledge in a Neural Network". A model of a small text
 generalizes better if it also learns the mean prediction of other models of that text (Timiryasov
@@ -16,12 +16,12 @@ from folio.checkpoint.format import build_model
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 
-TEMPERATURE = 2.0  # of both predictions
-WEIGHT = 0.5  # of the teachers' predictions in the loss
+SOFT_TARGET_TEMPERATURE = 2.0
+SOFT_TARGET_WEIGHT = 0.5
 
 
 class Distillation(nn.Module):
-    """A GPT with the loss of distillation in training mode, and its own in eval mode."""
+    """A GPT with the loss of distillation in training mode, and cross-entropy in eval mode."""
 
     def __init__(self, model, teachers):
         super().__init__()
@@ -29,18 +29,16 @@ class Distillation(nn.Module):
         self.teachers = nn.ModuleList(teachers).requires_grad_(False)
 
     def forward(self, idx, targets, temperature=1.0):
-        """See GPT.forward. The temperature applies to both parts of the loss.
-
-        In training mode, no target may be -1.
-        """
+        """Returns a loss; see GPT.forward. In training mode, no target may be -1."""
         if not self.model.training:
             return self.model(idx, targets, temperature)
         logits = self.model.lm_head(self.model.trunk(idx) / temperature).flatten(0, 1)
         cross_entropy = F.cross_entropy(logits, targets.flatten())
-        prediction = F.log_softmax(logits.float() / TEMPERATURE, dim=-1)
-        divergence = F.kl_div(prediction, self.soft_targets(idx), reduction="batchmean")
+        softened = F.log_softmax(logits.float() / SOFT_TARGET_TEMPERATURE, dim=-1)
+        divergence = F.kl_div(softened, self.soft_targets(idx), reduction="batchmean")
         # The square compensates for the temperature's effect on the gradient (section 2).
-        return (1 - WEIGHT) * cross_entropy + WEIGHT * TEMPERATURE**2 * divergence
+        weight = SOFT_TARGET_WEIGHT
+        return (1 - weight) * cross_entropy + weight * SOFT_TARGET_TEMPERATURE**2 * divergence
 
     @torch.no_grad()
     def soft_targets(self, idx):
@@ -48,18 +46,16 @@ class Distillation(nn.Module):
         total = 0
         for teacher in self.teachers:  # one at a time, to save memory
             logits = teacher.logits(idx).flatten(0, 1).float()
-            total = total + F.softmax(logits / TEMPERATURE, dim=-1)
+            total = total + F.softmax(logits / SOFT_TARGET_TEMPERATURE, dim=-1)
         return total / len(self.teachers)
 
 
 def load_teachers(settings, config, tokenizer):
-    """Returns the best models of the runs in settings.teachers, a list of GPTs without dropout.
-
-    They are on the CPU.
+    """Returns the best models of the runs in settings.teachers: GPTs on the CPU without dropout.
 
     Args:
         settings: a TrainConfig.
-        config: the GPTConfig of the model that learns from them.
+        config: the GPTConfig of the model to train.
         tokenizer: that of the dataset.
 
     Raises UserError if a run is missing, or if its context or tokenizer does not fit.
@@ -76,14 +72,18 @@ def load_teachers(settings, config, tokenizer):
 
 def _load_teacher(folder, config, tokenizer):
     checkpoint = RunDir(folder).load_best()
-    found, reason = checkpoint.config, None
-    if found.block_size < config.block_size:
-        reason = f"has block_size={found.block_size}, less than {config.block_size}"
-    elif found.vocab_size != config.vocab_size:
-        reason = f"has vocab_size={found.vocab_size}, not {config.vocab_size}"
-    elif checkpoint.tokenizer not in (None, tokenizer.to_dict()):
-        reason = "was trained with another tokenizer than that of the dataset"
-    if reason:
-        raise UserError(f"teachers: {checkpoint.path} {reason}")
-    checkpoint.config = replace(found, dropout=0.0)
+    if mismatch := _describe_mismatch(checkpoint, config, tokenizer):
+        raise UserError(f"teachers: {checkpoint.path} {mismatch}")
+    checkpoint.config = replace(checkpoint.config, dropout=0.0)
     return build_model(checkpoint)
+
+
+def _describe_mismatch(checkpoint, config, tokenizer):
+    block_size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
+    if block_size < config.block_size:
+        return f"has block_size={block_size}, less than {config.block_size}"
+    if vocab_size != config.vocab_size:
+        return f"has vocab_size={vocab_size}, not {config.vocab_size}"
+    if checkpoint.tokenizer not in (None, tokenizer.to_dict()):
+        return "was trained with another tokenizer than that of the dataset"
+    return None

@@ -1,4 +1,4 @@
-"""The Muon optimizer, whose work is divided over the processes of a run."""
+"""The Muon optimizer, and how its work is divided over the processes of a run."""
 
 import math
 from collections import defaultdict
@@ -9,14 +9,20 @@ import torch.nn.functional as F
 from folio.distributed.sharding import from_shard, full_tensor, is_sharded, local_shard, shard_like
 from folio.distributed.world import SINGLE_PROCESS
 
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, for fast convergence
+UPDATE_RMS = 0.2  # root mean square of AdamW's updates, as observed by Liu et al.
+
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan 2024): momentum SGD with orthogonalized updates.
+    """Muon: momentum SGD with orthogonalized updates, for matrices.
 
-    Updates are scaled to the root mean square of AdamW's updates (Liu et al. 2025, "Muon is
-    Scalable for LLM Training", section 2.2), so that one learning rate and weight decay suit both.
-    The result equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but all matrices of a
-    shape are computed together, because the number of calls limits the speed for small matrices.
+    Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks",
+    https://kellerjordan.github.io/posts/muon/. Updates are scaled to the root mean square of
+    AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that one
+    learning rate and weight decay suit both. The result equals torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw", but all matrices of a shape are computed together, because the
+    number of kernel launches limits the speed for small matrices.
 
     If `found_inf` is a scalar tensor of 1, a step changes nothing, as with torch's fused AdamW.
     """
@@ -24,13 +30,7 @@ class Muon(torch.optim.Optimizer):
     found_inf = None
 
     def __init__(
-        self,
-        params,
-        lr,
-        weight_decay=0.0,
-        momentum=0.95,
-        dtype=torch.bfloat16,
-        world=SINGLE_PROCESS,
+        self, params, lr, weight_decay, momentum=0.95, dtype=torch.bfloat16, world=SINGLE_PROCESS
     ):
         """`params` are matrices, sharded or not. `dtype` is that of the matrix products."""
         self.dtype, self.world = dtype, world
@@ -40,71 +40,113 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            parameters, momentum = group["params"], group["momentum"]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
-            gradients, weights = (
-                [local_shard(p.grad) for p in parameters],
-                [local_shard(p) for p in parameters],
-            )
-            keep = 1
-            if self.found_inf is not None:
-                keep, skips = 1 - self.found_inf, self.found_inf > 0
-                pairs = zip(buffers, gradients, strict=True)
-                gradients = [torch.where(skips, old, new) for old, new in pairs]
-            torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-            nesterov = torch._foreach_lerp(gradients, buffers, momentum)
-            nesterov = [each.to(self.dtype) for each in nesterov]
-            if is_sharded(parameters[0]):
-                updates = orthogonalize_shards(nesterov, parameters, self.world)
+            directions = self._add_momentum(group)
+            if is_sharded(group["params"][0]):
+                updates = orthogonalize_shards(directions, group["params"], self.world)
             else:
-                updates = orthogonalize_copies(nesterov, self.world)
-            if self.found_inf is not None:
-                updates = torch._foreach_mul(updates, keep)
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"] * keep)
-            for p, weight, update in zip(parameters, weights, updates, strict=True):
-                weight.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(p.shape)))
+                updates = orthogonalize_copies(directions, self.world)
+            self._apply(group, updates)
+
+    def _add_momentum(self, group):
+        """Adds the gradients to the momentum. Returns Nesterov's directions, in `dtype`."""
+        parameters, momentum = group["params"], group["momentum"]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
+        gradients = [local_shard(p.grad) for p in parameters]
+        if self.found_inf is not None:  # a gradient that equals the momentum does not change it
+            skips = self.found_inf > 0
+            pairs = zip(buffers, gradients, strict=True)
+            gradients = [torch.where(skips, buffer, gradient) for buffer, gradient in pairs]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        directions = torch._foreach_lerp(gradients, buffers, momentum)
+        return [direction.to(self.dtype) for direction in directions]
+
+    def _apply(self, group, updates):
+        """Decays the weights and subtracts the scaled updates."""
+        parameters, lr = group["params"], group["lr"]
+        decay = lr * group["weight_decay"]
+        if self.found_inf is not None:
+            keep = 1 - self.found_inf
+            updates, decay = torch._foreach_mul(updates, keep), decay * keep
+        weights = [local_shard(p) for p in parameters]
+        torch._foreach_mul_(weights, 1 - decay)
+        for parameter, weight, update in zip(parameters, weights, updates, strict=True):
+            # The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)).
+            weight.add_(update, alpha=-UPDATE_RMS * lr * math.sqrt(max(parameter.shape)))
+
+
+def orthogonalize(x):
+    """Brings the singular values of each matrix close to 1: (N, a, b), a <= b -> the same shape.
+
+    The Newton-Schulz iteration with a quintic polynomial: X <- a X + (b A + c A²) X, A = X Xᵀ.
+    Singular values above 0.002 of the Frobenius norm end between about 0.7 and 1.2.
+    """
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value is above 1
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+# Division over processes
 
 
 def orthogonalize_copies(matrices, world):
-    """Orthogonalizes matrices that all processes have, of which each computes a part.
+    """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
-    Returns a list of the same shapes.
+    Matrices of the same shape, some transposed, form a stack; each process computes a part of it.
     """
-    groups = indices_by([tuple(sorted(each.shape)) for each in matrices])
-    results, mine = list(matrices), []
+    groups = group_indices([tuple(sorted(matrix.shape)) for matrix in matrices])
+    shares = []
     for indices in groups:
         stack = torch.stack([as_wide(matrices[i]) for i in indices])
-        count = -(-len(indices) // world.size)  # for each process, the last ones with padding
-        padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * count - len(indices)))
-        mine.append(orthogonalize(padded[world.rank * count :][:count]))
-    received = world.all_gather(torch.cat([each.flatten() for each in mine]))
-    parts = received.view(world.size, -1).split([each.numel() for each in mine], dim=1)
-    for indices, part, like in zip(groups, parts, mine, strict=True):
-        for i, result in zip(indices, part.reshape(-1, *like.shape[1:]), strict=False):
+        shares.append(orthogonalize(own_share(stack, world)))
+    results = list(matrices)
+    for indices, stack in zip(groups, gather_stacks(shares, world), strict=True):
+        for i, result in zip(indices, stack, strict=False):  # the stack can end with padding
             results[i] = result if result.shape == matrices[i].shape else result.T
     return results
 
 
-def orthogonalize_shards(shares, parameters, world):
-    """Orthogonalizes matrices that are distributed like parameters; see orthogonalize_copies.
+def own_share(stack, world):
+    """Returns the part of a stack that this process computes: (N, a, b) -> (n, a, b).
 
-    `shares` are this process's rows of the matrices. Returns those of the results. Only as many
-    matrices as processes are gathered at a time, to save memory.
+    n is N / world.size, rounded up. The last parts are padded with zeros.
     """
-    results = list(shares)
-    for indices in indices_by([p.shape for p in parameters]):
-        for first in range(0, len(indices), world.size):
-            some = indices[first : first + world.size]
-            whole = [full_tensor(from_shard(parameters[i], shares[i])) for i in some]
-            for i, update in zip(some, orthogonalize_copies(whole, world), strict=True):
-                results[i] = local_shard(shard_like(parameters[i], update))
+    n = math.ceil(len(stack) / world.size)
+    padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
+    return padded[world.rank * n :][:n]
+
+
+def gather_stacks(shares, world):
+    """Returns full stacks: (n, a, b) each -> (world.size * n, a, b), with one communication."""
+    received = world.all_gather(torch.cat([share.flatten() for share in shares]))
+    parts = received.view(world.size, -1).split([share.numel() for share in shares], dim=1)
+    pairs = zip(parts, shares, strict=True)
+    return [part.reshape(-1, *share.shape[1:]) for part, share in pairs]
+
+
+def orthogonalize_shards(shards, parameters, world):
+    """Orthogonalizes matrices that are sharded like parameters. Returns local shards. Collective.
+
+    `shards` are this process's rows of the matrices, `parameters` the DTensors. To save memory,
+    only as many full matrices as there are processes exist at a time.
+    """
+    results = list(shards)
+    for indices in group_indices([parameter.shape for parameter in parameters]):
+        for start in range(0, len(indices), world.size):
+            batch = indices[start : start + world.size]
+            matrices = [full_tensor(from_shard(parameters[i], shards[i])) for i in batch]
+            for i, result in zip(batch, orthogonalize_copies(matrices, world), strict=True):
+                results[i] = local_shard(shard_like(parameters[i], result))
     return results
 
 
-def indices_by(keys):
+def group_indices(keys):
     """Returns lists of the indices of equal keys."""
     groups = defaultdict(list)
     for i, key in enumerate(keys):
@@ -115,17 +157,3 @@ def indices_by(keys):
 def as_wide(matrix):
     """Returns a view with no more rows than columns, for a smaller Gram matrix."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-
-
-def orthogonalize(x):
-    """Brings the singular values of each matrix close to 1: (N, a, b), a <= b -> the same shape.
-
-    Five Newton-Schulz iterations of Jordan's quintic polynomial. Its coefficients favor speed:
-    singular values above 0.002 of the Frobenius norm end between about 0.7 and 1.2.
-    """
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
-    return x

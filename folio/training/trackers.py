@@ -11,10 +11,10 @@ from folio.cli.process import is_main
 
 
 class Trackers:
-    """The requested trackers, started. One that fails later is reported and dropped."""
+    """The trackers that the settings request. One that fails after its start is dropped."""
 
     def __init__(self, settings, run_settings, resumed, warn):
-        """Raises UserError if a tracker cannot start.
+        """Starts the trackers. Raises UserError if one cannot start.
 
         Args:
             settings: a TrainConfig.
@@ -23,17 +23,18 @@ class Trackers:
             warn: function that prints a line.
         """
         self.warn, self.running = warn, []
-        for name, kind in TRACKERS.items():
+        requested = [name for name in TRACKERS if getattr(settings, name) and is_main()]
+        for name in requested:
+            was_tracked = resumed and resumed.settings.get(name)
             try:
-                if getattr(settings, name) and is_main():
-                    continues = resumed and resumed.settings.get(name)
-                    before = resumed if continues else None
-                    self.running.append(kind(settings, run_settings, before))
+                tracker = TRACKERS[name](settings, run_settings, resumed if was_tracked else None)
             except Exception as error:
                 self.close()
-                advice = f"; run pip install {name.split('_')[0]}, or set {name}=False"
+                package = name.removesuffix("_log")
+                advice = f"; run pip install {package}, or set {name}=False"
                 advice = advice if isinstance(error, ImportError) else ""
                 raise UserError(f"{name} cannot start: {cause_of(error)}{advice}") from error
+            self.running.append(tracker)
 
     def log(self, event):
         """Sends the numbers of an event."""
@@ -63,15 +64,17 @@ class Wandb:
     def __init__(self, settings, run_settings, resumed):
         import wandb
 
-        # Folders are named run-DATE-ID or offline-run-DATE-ID.
-        paths = Path(settings.out_dir, "wandb").glob("*run-*")
-        newest = max((path.name.partition("run-")[2] for path in paths), default="")
+        run_id = None
+        if resumed:  # the ID is in the names of the folders: [offline-]run-DATE-ID
+            paths = Path(settings.out_dir, "wandb").glob("*run-*")
+            newest = max((path.name.partition("run-")[2] for path in paths), default="")
+            run_id = newest.partition("-")[2] or None
         self.run = wandb.init(
             project=settings.wandb_project,
             name=settings.wandb_run_name,
             config=run_settings,
             dir=settings.out_dir,
-            id=newest.partition("-")[2] or None if resumed else None,
+            id=run_id,
             resume="allow",
         )
         # wandb's own step counter would drop the steps that a killed run repeats.
@@ -91,11 +94,16 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         root = Path(settings.out_dir, "tensorboard")
-        folder, first = root / time.strftime("%Y%m%d-%H%M%S"), {"train": 0, "val": 0}
-        if resumed:  # purge what an earlier process logged after the checkpoint
+        folder = root / time.strftime("%Y%m%d-%H%M%S")
+        purge_steps = {"train": 0, "val": 0}
+        if resumed:  # purge the steps that an earlier process logged after the checkpoint
             folder = max(root.glob("*-*"), default=folder)
-            first = {"train": resumed.progress.step, "val": resumed.progress.evaluated_step + 1}
-        self.writers = {k: SummaryWriter(folder / k, purge_step=n) for k, n in first.items()}
+            progress = resumed.progress
+            purge_steps = {"train": progress.step, "val": progress.evaluated_step + 1}
+        self.writers = {
+            split: SummaryWriter(folder / split, purge_step=step)
+            for split, step in purge_steps.items()
+        }
 
     def log(self, event, numbers):
         writer = self.writers[event["split"]]

@@ -241,7 +241,7 @@ def print_end(trainer):
     if (peak := peak_memory_gib(plan.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
     epochs = progress.step * settings.tokens_per_step / len(plan.dataset.train)
-    if advice := advice_on(plan.run_dir.evaluations(), epochs):
+    if advice := advice_on(plan.run_dir.read_evaluations(), epochs):
         print(advice)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
@@ -254,7 +254,7 @@ def advice_on(evaluations, epochs):
     which makes the gap grow.
 
     Args:
-        evaluations: see RunDir.evaluations; the first is before any training.
+        evaluations: see RunDir.read_evaluations; the first is before any training.
         epochs: how often the run has read the training text.
     """
     if len(evaluations) < 3:

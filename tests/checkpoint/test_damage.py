@@ -1,4 +1,4 @@
-"""Damaged and crafted files: what is read is intact, or refused in one line; nothing executes."""
+"""Damaged and malicious files: the content is intact or refused in one line; nothing executes."""
 
 import os
 import pickle
@@ -14,11 +14,11 @@ from folio.cli.errors import UserError
 from folio.data.dataset import load_dataset, load_tokenizer
 
 TEXT = "abcdé\nfghi" * 8
-REFUSED = object()  # in place of content: the file must be refused
+REFUSED = object()  # the expected content of a file that must be refused
 
 pytestmark = [
     pytest.mark.usefixtures("folder"),
-    pytest.mark.filterwarnings("ignore"),  # torch's, about the formats it is given
+    pytest.mark.filterwarnings("ignore"),  # torch warns about unusual formats
 ]
 
 
@@ -36,49 +36,51 @@ def read_mapped_checkpoint():
     return read_checkpoint(optimizers=False)
 
 
-def read_own():
-    data = load_dataset("own")
-    content = vars(data) | {"tokenizer": data.tokenizer.to_dict()}
-    return content | {"train": data.train[:].tolist(), "val": data.val[:].tolist()}
+def read_dataset():
+    dataset = load_dataset("own")
+    content = vars(dataset) | {"tokenizer": dataset.tokenizer.to_dict()}
+    return content | {"train": dataset.train[:].tolist(), "val": dataset.val[:].tolist()}
 
 
-def read_nano():
+def read_nanogpt_table():
     return load_tokenizer("nano").vocab_size > 0  # a damaged table can be another table
 
 
-def wrong_result(read, intact, name):
-    """Returns None if read() equals `intact` or raises a one-line UserError with the name."""
+def assert_refused_or_equal(read, expected, name):
+    """Asserts that read() returns `expected`, or raises a UserError in one line with the name."""
     try:
-        found = read()
+        content = read()
     except UserError as error:
         message = str(error)
-        fine = len(message) < 1000 and len(message.splitlines()) == 1 and name in message
-        return None if fine else f"says {message[:200]!r}"
-    fine = intact is not REFUSED and tiny.equal(found, intact)
-    return None if fine else "reads other content"
+        assert name in message
+        assert len(message) < 1000
+        assert len(message.splitlines()) == 1
+    else:
+        assert expected is not REFUSED
+        assert tiny.equal(content, expected)
 
 
-def cuts(raw):
+def truncate(raw):
     return [raw[: int(length)] for length in np.linspace(0, len(raw) - 1, 20)]
 
 
-def flips(raw):
+def flip_bits(raw):
     """Yields copies with one bit or several bits of a byte changed."""
     random = np.random.default_rng(len(raw))
     for _ in range(30):
-        damaged, place = bytearray(raw), int(random.integers(len(raw)))
-        damaged[place] ^= int(random.choice([1 << place % 8, random.integers(1, 256)]))
+        damaged, index = bytearray(raw), int(random.integers(len(raw)))
+        damaged[index] ^= int(random.choice([1 << index % 8, random.integers(1, 256)]))
         yield damaged
 
 
 def assert_damage_is_refused_or_harmless(path, read):
-    """Tries cut and changed content of a file. What is cut must be refused."""
+    """Truncates a file and flips bits in it. A truncated file must be refused."""
     raw, intact = path.read_bytes(), read()
     name = str(path.parent if path.parent != Path() else path)
-    for damages, expected in ((cuts(raw), REFUSED), (flips(raw), intact)):
-        for damaged in damages:
+    for damage, expected in ((truncate, REFUSED), (flip_bits, intact)):
+        for damaged in damage(raw):
             path.write_bytes(damaged)
-            assert wrong_result(read, expected, name) is None, bytes(damaged)
+            assert_refused_or_equal(read, expected, name)
 
 
 @pytest.mark.parametrize("read", [read_checkpoint, read_mapped_checkpoint])
@@ -89,16 +91,16 @@ def test_damaged_checkpoint_is_refused_or_intact(read):
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
 def test_damaged_dataset_is_refused_or_intact(name):
     tiny.prepare_verse("own", TEXT)
-    assert_damage_is_refused_or_harmless(Path("data/own", name), read_own)
+    assert_damage_is_refused_or_harmless(Path("data/own", name), read_dataset)
 
 
 def test_damaged_table_of_nanogpt_is_refused_or_a_table():
     tiny.write_nanogpt_dataset("nano", TEXT)
-    assert_damage_is_refused_or_harmless(Path("data/nano/meta.pkl"), read_nano)
+    assert_damage_is_refused_or_harmless(Path("data/nano/meta.pkl"), read_nanogpt_table)
 
 
 class Call:
-    """A pickle that calls a function."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, *call):
         self.call = call
@@ -113,10 +115,10 @@ def test_no_file_executes_code():
     content = torch.load("ckpt.pt", weights_only=True)
     for changed in (call, content | {"config": call}):
         torch.save(changed, "ckpt.pt")
-        assert wrong_result(read_checkpoint, REFUSED, "ckpt.pt") is None
+        assert_refused_or_equal(read_checkpoint, REFUSED, "ckpt.pt")
     Path("ckpt.pt").write_bytes(pickle.dumps(call))
-    assert wrong_result(read_checkpoint, REFUSED, "ckpt.pt") is None
+    assert_refused_or_equal(read_checkpoint, REFUSED, "ckpt.pt")
     tiny.write_nanogpt_dataset("nano", TEXT)
     Path("data/nano/meta.pkl").write_bytes(pickle.dumps(call))
-    assert wrong_result(read_nano, REFUSED, "data/nano") is None
+    assert_refused_or_equal(read_nanogpt_table, REFUSED, "data/nano")
     assert not Path("ran").exists()

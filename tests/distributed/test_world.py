@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from ranks import Ranks, in_world, trained
+from ranks import Ranks, in_world, train_ranks
 
 import train
 from folio.cli.errors import UserError
@@ -50,7 +50,7 @@ def differences(losses, others):
 
 
 def test_the_losses_of_one_process_follow_the_stored_curve(verse):
-    losses = trained(1, **CURVE_SETTINGS)
+    losses = train_ranks(1, **CURVE_SETTINGS)
     assert differences(losses, json.loads(CURVE.read_text())).max() < 1e-4
 
 
@@ -59,7 +59,7 @@ def test_the_losses_of_one_process_follow_the_stored_curve(verse):
 def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, split, parallel):
     count, batch_size = split
     changes = {"gradient_accumulation_steps": count, "batch_size": batch_size}
-    losses = trained(size, parallel=parallel, stop_at=40, **CURVE_SETTINGS | changes)
+    losses = train_ranks(size, parallel=parallel, stop_at=40, **CURVE_SETTINGS | changes)
     expected = json.loads(CURVE.read_text())[:40]
     assert differences(losses, expected).max() < 1e-4
     assert differences(losses[:1], expected[:1]).max() < 1e-6
@@ -70,8 +70,8 @@ def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, sp
 def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, parallel):
     settings = {"optimizer": "muon", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
     settings |= tiny.SWITCHES | {"batch_size": 3, "n_layer": 2}
-    trained(1, out_dir="one", **settings)
-    trained(2, out_dir="two", parallel=parallel, **settings)
+    train_ranks(1, out_dir="one", **settings)
+    train_ranks(2, out_dir="two", parallel=parallel, **settings)
     for one, two in zip(tiny.log_events("one"), tiny.log_events("two"), strict=True):
         if one["split"] == "val":
             assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
@@ -96,10 +96,10 @@ def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(ve
     settings = {"optimizer": "muon", "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
     settings |= {"batch_size": 1, "n_embd": 18, "max_iters": 12, "eval_interval": 4}
     settings |= {"eval_iters": 1}  # fewer evaluated windows than processes
-    whole = trained(1, out_dir="whole", **settings)
+    whole = train_ranks(1, out_dir="whole", **settings)
     sections = [(4, "fsdp", 4), (1, "ddp", 6), (2, "ddp", 9), (2, "fsdp", 12)]
     for size, parallel, stop_at in sections:
-        losses = trained(size, parallel=parallel, stop_at=stop_at, init_from="auto", **settings)
+        losses = train_ranks(size, parallel=parallel, stop_at=stop_at, init_from="auto", **settings)
     assert differences(losses, whole).max() < 1e-5
     best = tiny.load("last.pt")["best_val_loss"]
     assert best == pytest.approx(tiny.load("last.pt", "whole")["best_val_loss"], abs=1e-5)
@@ -109,11 +109,11 @@ def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(ve
 @both_parallel
 def test_resuming_is_exact_and_samples_are_those_of_one_process(verse, parallel):
     settings = {"gradient_accumulation_steps": 2, "dropout": 0.2, "sample_interval": 3}
-    trained(2, out_dir="whole", parallel=parallel, **settings)
+    train_ranks(2, out_dir="whole", parallel=parallel, **settings)
     texts = samples_printed()
     assert texts.keys() == {"0", "3", "6"}
-    trained(2, stop_at=3, parallel=parallel, **settings)
-    trained(2, init_from="resume", parallel=parallel, **settings)
+    train_ranks(2, stop_at=3, parallel=parallel, **settings)
+    train_ranks(2, init_from="resume", parallel=parallel, **settings)
     assert not tiny.differences("out", "whole", names=["last.pt"])
     assert samples_printed() == {step: texts[step] for step in ("3", "6")}
     trainer = tiny.new_trainer(**settings)
@@ -131,7 +131,7 @@ def samples_printed():
 @pytest.mark.slow
 def test_a_time_budget_gives_all_processes_the_same_steps(verse):
     settings = {"minutes": 0.01, "max_iters": 10**5, "eval_interval": 10**5}
-    losses = trained(2, gradient_accumulation_steps=2, **settings)  # they would wait for each other
+    losses = train_ranks(2, gradient_accumulation_steps=2, **settings)  # else a deadlock
     assert 0 < len(losses) < 10**5
 
 
@@ -139,9 +139,9 @@ def test_a_time_budget_gives_all_processes_the_same_steps(verse):
 def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
     settings = CURVE_SETTINGS | {"dtype": "bfloat16", "n_embd": 32, "max_iters": 20}
     settings |= {"sample_interval": 20}
-    one = trained(1, out_dir="one", **settings)
+    one = train_ranks(1, out_dir="one", **settings)
     for parallel in ("ddp", "fsdp"):
-        losses = trained(2, out_dir=parallel, parallel=parallel, **settings)
+        losses = train_ranks(2, out_dir=parallel, parallel=parallel, **settings)
         assert differences(losses, one).max() < 2e-3
 
 
@@ -157,9 +157,9 @@ def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
 ):
     settings = CURVE_SETTINGS | {"device": "cuda", "dtype": dtype, "n_embd": 32}
     settings |= {"compile": compile, "max_iters": 50}
-    one = trained(1, out_dir="one", **settings)
+    one = train_ranks(1, out_dir="one", **settings)
     flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
-    Ranks(1, train.main, flags).results(limit_s=300)  # the compiler is slow at first
+    Ranks(1, train.main, flags).results(timeout_s=300)  # the compiler is slow at first
     losses = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
     assert differences(losses, one).max() < tolerance
 
@@ -191,7 +191,7 @@ def test_if_a_process_is_killed_the_others_end_with_a_message(verse, rank, paral
     last = errors[1 - rank].strip().splitlines()[-1]
     assert last.startswith(f"train.py: rank {1 - rank}: another process of the run has ended")
     step = tiny.load("last.pt")["iter_num"]
-    losses = trained(1, init_from="resume", gradient_accumulation_steps=2, max_iters=step + 3)
+    losses = train_ranks(1, init_from="resume", gradient_accumulation_steps=2, max_iters=step + 3)
     assert math.isfinite(losses[-1])
     assert tiny.load("last.pt")["iter_num"] == step + 3
 

@@ -1,10 +1,10 @@
-"""Training on the predictions of other models as well."""
+"""Training on the predictions of other models: the loss, runs, and teachers that do not fit."""
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from ranks import trained
+from ranks import train_ranks
 from tiny import random_ids, random_model
 
 import train
@@ -18,7 +18,8 @@ def teacher(verse):
     train.main(tiny.flags(out_dir="out-teacher", max_iters=3, dropout=0.5))
 
 
-def sharper(factor):
+def scaled_model(factor):
+    """Returns a model whose logits are multiplied by a factor."""
     model = random_model()
     model.lm_head.weight.data *= factor
     return model
@@ -26,10 +27,10 @@ def sharper(factor):
 
 def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers():
     temperature = 0.5
-    model, teachers = random_model(), [sharper(20), sharper(-10)]
+    model, teachers = random_model(), [scaled_model(20), scaled_model(-10)]
     idx = random_ids(model)
     logits = model.logits(idx).double() / temperature
-    target = sum((each.logits(idx).double() / 2).softmax(-1) for each in teachers) / 2
+    target = sum((t.logits(idx).double() / 2).softmax(-1) for t in teachers) / len(teachers)
     log_ratios = target.log() - (logits / 2).log_softmax(-1)
     divergence = (target * log_ratios).sum(-1).mean()  # Kullback and Leibler 1951
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), idx.flatten())
@@ -39,19 +40,19 @@ def test_the_loss_is_half_cross_entropy_and_half_divergence_from_the_teachers():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert all(p.grad is None for each in teachers for p in each.parameters())
+    assert all(p.grad is None for teacher in teachers for p in teacher.parameters())
 
 
 def test_a_run_evaluates_and_saves_only_the_model(teacher):
     train.main(tiny.flags(teachers="out-teacher", max_iters=3))
     train.main(tiny.flags(out_dir="out-alone", max_iters=3))
-    saved, alone = (tiny.load("last.pt", each) for each in ("out", "out-alone"))
-    assert saved["model"].keys() == alone["model"].keys()
-    assert not tiny.equal(saved["model"], alone["model"])
+    distilled, alone = tiny.load("last.pt"), tiny.load("last.pt", "out-alone")
+    assert distilled["model"].keys() == alone["model"].keys()
+    assert not tiny.equal(distilled["model"], alone["model"])
     settings = {"init_from": "resume", "eval_only": True}
     trainer = tiny.new_trainer(teachers="missing", **settings)  # teachers are not read
     loss = trainer.split_loss(trainer.plan.dataset.val).item()
-    assert loss == pytest.approx(saved["best_val_loss"])
+    assert loss == pytest.approx(distilled["best_val_loss"])
 
 
 def test_a_run_with_teachers_resumes_exactly(teacher):
@@ -60,9 +61,9 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
     train.main(tiny.flags(stop_at=2, **settings))
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []
-    (found, _) = tiny.new_trainer(out_dir="out-new", **settings).forward.teachers
-    idx = torch.randint(found.config.vocab_size, (2, 8))
-    assert torch.equal(found.train().logits(idx), found.eval().logits(idx))  # without dropout
+    first, _ = tiny.new_trainer(out_dir="out-new", **settings).forward.teachers
+    idx = torch.randint(first.config.vocab_size, (2, 8))
+    assert torch.equal(first.train().logits(idx), first.eval().logits(idx))  # without dropout
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,6 @@ def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
 def test_processes_with_teachers_train_the_same_model_as_one(teacher):
     settings = {"teachers": "out-teacher", "gradient_accumulation_steps": 2}
     for size, out_dir in [(1, "out-one"), (2, "out-two")]:
-        trained(size, out_dir=out_dir, **settings)
-    one, two = (tiny.load("last.pt", each)["model"] for each in ("out-one", "out-two"))
-    for name in one:
-        assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name
+        train_ranks(size, out_dir=out_dir, **settings)
+    one, two = (tiny.load("last.pt", folder)["model"] for folder in ("out-one", "out-two"))
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-5)

@@ -1,7 +1,8 @@
-"""Optimizers and the learning rate, and runs whose loss or gradient is not finite."""
+"""Optimizers, the learning rate, and runs whose loss or gradient is not finite."""
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from folio.training.optimizers import EMBEDDING_LR_SCALE, make_optimizers
 from model import GPT, GPTConfig
 from train import learning_rate_at
 
-MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
+BLOCK_MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 SHAPES = ((16, 16), (48, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), (64, 16), (1, 5))
 
 
@@ -58,17 +59,16 @@ def test_learning_rate_has_linear_warmup_and_cosine_decay(changes, expected):
 def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
     settings = tiny.settings(optimizer=optimizer)
     trainer = train.Trainer(tiny.plan_of(tiny_model().config, settings))
-    before = [p.detach().clone() for p in trainer.model.parameters()]
-    for lr, moves in ((0.0, False), (0.25, True)):
+    initial = [p.detach().clone() for p in trainer.model.parameters()]
+    for lr, is_moving in ((0.0, False), (0.25, True)):
         batch = torch.arange(32).view(4, 8)
         norm = trainer.forward_backward([(batch, batch)], 0)[1]
         trainer.clip_and_step(norm, lr)
-        groups = [group for each in trainer.optimizers.values() for group in each.param_groups]
+        groups = sum((opt.param_groups for opt in trainer.optimizers.values()), [])
         scales = [1, 1, EMBEDDING_LR_SCALE, 1] if optimizer == "muon" else [1, 1]
         assert [group["lr"] for group in groups] == [lr * scale for scale in scales]
-        pairs = zip(before, trainer.model.parameters(), strict=True)
-        moved = [not torch.equal(*pair) for pair in pairs]
-        assert moved == [moves] * len(moved)
+        for old, new in zip(initial, trainer.model.parameters(), strict=True):
+            assert torch.equal(old, new) != is_moving
 
 
 # Parameter groups
@@ -77,26 +77,27 @@ def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
 def test_adamw_decays_only_matrices_and_keeps_the_order_of_nanogpt():
     model = tiny_model()
     optimizer = make_optimizers(model, tiny.settings(weight_decay=0.3))["adamw"]
-    decayed, rest = optimizer.param_groups
-    blocks = [f"transformer.h.0.{name}.weight" for name in MATRICES]
+    decayed, not_decayed = optimizer.param_groups
+    blocks = [f"transformer.h.0.{name}.weight" for name in BLOCK_MATRICES]
     names = ["transformer.wte.weight", "transformer.wpe.weight", *blocks]
     assert group_names(model, optimizer)[0] == names
-    assert all(p.dim() == 1 for p in rest["params"])
-    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    assert all(p.dim() == 1 for p in not_decayed["params"])
+    assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.3, 0.0)
 
 
 @pytest.mark.parametrize(("n_layer", "changes"), [(0, {}), (2, tiny.SWITCHES)])
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_layer):
     model = tiny_model(n_layer=n_layer, **changes)
     optimizers = make_optimizers(model, tiny.settings(optimizer="muon"))
-    names = {key: group_names(model, each) for key, each in optimizers.items()}
-    matrices = [f"transformer.h.{i}.{part}.weight" for i in range(n_layer) for part in MATRICES]
+    names = {key: group_names(model, optimizer) for key, optimizer in optimizers.items()}
+    blocks = [f"transformer.h.{i}" for i in range(n_layer)]
+    matrices = [f"{block}.{name}.weight" for block in blocks for name in BLOCK_MATRICES]
     assert names.get("muon", [[]]) == [matrices]
     if n_layer:
         tables = ("wte", "context.ngrams.2", "context.ngrams.3")
         assert names["adamw"][-1] == [f"transformer.{name}.weight" for name in tables]
-    taken = sum(names["adamw"], matrices)
-    assert sorted(taken) == sorted(name for name, _ in model.named_parameters())
+    all_names = sum(names["adamw"], matrices)
+    assert sorted(all_names) == sorted(name for name, _ in model.named_parameters())
 
 
 # Muon
@@ -106,18 +107,18 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_lay
 def test_muon_equals_torchs(dtype, tolerance):
     """The tolerance is large for float32 because torch's Muon computes in bfloat16 only."""
     torch.manual_seed(0)
-    start = [torch.randn(shape) for shape in SHAPES]
-    ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    initial = [torch.randn(shape) for shape in SHAPES]
+    ours, theirs = ([torch.nn.Parameter(x.clone()) for x in initial] for _ in range(2))
     muon = Muon(ours, 0.02, weight_decay=0.1, dtype=dtype)
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(5):
-        for mine, other in zip(ours, theirs, strict=True):
-            mine.grad = torch.randn(mine.shape)
-            other.grad = mine.grad.clone()
+        for our, their in zip(ours, theirs, strict=True):
+            our.grad = torch.randn(our.shape)
+            their.grad = our.grad.clone()
         muon.step()
         reference.step()
-    for mine, other, before in zip(ours, theirs, start, strict=True):
-        assert (mine - other).norm() < tolerance * (other - before).norm(), tuple(mine.shape)
+    for our, their, start in zip(ours, theirs, initial, strict=True):
+        assert (our - their).norm() < tolerance * (their - start).norm(), tuple(our.shape)
 
 
 # Divergence
@@ -130,23 +131,18 @@ def saved_step():
     return last["iter_num"]
 
 
-def hook_head(monkeypatch, install):
-    """Calls install(lm_head) on the model of each run."""
-    real = train.Trainer.__init__
+def hook_head(monkeypatch, add_hook):
+    """Calls add_hook(lm_head) on the model of each Trainer."""
+    original = train.Trainer.__init__
 
     def init(self, *args):
-        real(self, *args)
-        install(self.model.lm_head)
+        original(self, *args)
+        add_hook(self.model.lm_head)
 
     monkeypatch.setattr(train.Trainer, "__init__", init)
 
 
-def initial_scale(monkeypatch, scale):
-    real = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda *a, **k: real(*a, **k, init_scale=scale))
-
-
-def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse):
+def test_divergence_ends_the_run_and_keeps_the_last_finite_state(verse):
     with pytest.raises(UserError, match=r"diverged at step \d: .*(nan|inf).*--learning_rate"):
         train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=1))
     assert saved_step() == 0
@@ -154,20 +150,20 @@ def test_divergence_ends_the_run_and_keeps_the_last_sound_state(verse):
     assert saved_step() == 6
 
 
-@pytest.mark.parametrize(("where", "log_interval"), [("loss", 100), ("gradient", 1)])
-def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, where, log_interval):
+@pytest.mark.parametrize(("quantity", "log_interval"), [("loss", 100), ("gradient", 1)])
+def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, quantity, log_interval):
     steps = iter(range(100))
 
     def diverge(tensor):
         return tensor * (math.inf if next(steps) == 4 else 1)
 
-    def install(head):
-        if where == "loss":
+    def add_hook(head):
+        if quantity == "loss":
             head.register_forward_hook(lambda *a: diverge(a[2]) if a[0].training else None)
         else:
             head.weight.register_hook(diverge)
 
-    hook_head(monkeypatch, install)
+    hook_head(monkeypatch, add_hook)
     flags = tiny.flags(max_iters=9, eval_interval=6, checkpoint_interval=2)
     with pytest.raises(UserError, match=r"at step 4: loss .*, gradient norm (nan|inf)"):
         train.main([*flags, f"--log_interval={log_interval}"])
@@ -176,7 +172,8 @@ def test_nothing_is_saved_after_a_step_that_diverged(verse, monkeypatch, where, 
 
 
 def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
-    initial_scale(monkeypatch, 2.0**26)
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**26)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     train.main(tiny.flags(dtype="float16", max_iters=20, eval_interval=20))
     norms = [event["grad_norm"] for event in tiny.log_events() if event["split"] == "train"]
     assert norms[0] is None
@@ -192,8 +189,8 @@ def test_float16_overflow_of_one_optimizer_skips_all(verse):
     trainer = train.Trainer(tiny.plan_of(config, settings, machine=machine))
     batches = Batches(to_device(verse, "cpu").train, settings)
     for norm in (1.0, math.nan):
-        before = copy.deepcopy([trainer.model.state_dict(), trainer.state_dict()["optimizers"]])
+        old_state = copy.deepcopy(trainer.state_dict())
         trainer.forward_backward(batches.at(0), 0)
         trainer.clip_and_step(torch.tensor(norm), 0.1)
-        after = [trainer.model.state_dict(), trainer.state_dict()["optimizers"]]
-        assert tiny.equal(after, before) == math.isnan(norm)
+        for key in ("weights", "optimizers"):
+            assert tiny.equal(trainer.state_dict()[key], old_state[key]) == math.isnan(norm)

@@ -1,4 +1,4 @@
-"""Tests of folio/training/trackers.py with TensorBoard itself and a mock of wandb."""
+"""Experiment trackers: TensorBoard itself and a mock of wandb."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def wandb(monkeypatch):
     return module
 
 
-def numbers(event):
+def tracked_numbers(event):
     """Returns the numbers of an event under the names that trackers use."""
     return {f"{event['split']}/{k}": v for k, v in event.items() if k not in ("step", "split")}
 
@@ -34,7 +34,7 @@ def test_wandb_receives_the_numbers_of_the_log(verse, wandb):
     run = wandb.init.return_value
     logged = [call.args[0] for call in run.log.call_args_list]
     events = [event for event in tiny.log_events() if event["split"] in ("train", "val")]
-    assert logged == [{"step": event["step"]} | numbers(event) for event in events]
+    assert logged == [{"step": event["step"]} | tracked_numbers(event) for event in events]
     assert {"train/loss", "train/lr", "train/mfu", "train/tokens_per_s"} < set(logged[1])
     run.finish.assert_called_once()
 
@@ -72,16 +72,16 @@ def test_missing_package_is_reported_before_training(verse, monkeypatch, module,
     assert os.listdir("out") == [LOCK_FILE]
 
 
-def scalars(folder):
+def read_scalars(folder):
     """Returns {name: [(step, value)]} as TensorBoard reads them."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = {}
+    series = {}
     for split in ("train", "val"):
         reader = accumulators.EventAccumulator(str(folder / split))
         reader.Reload()
         for name in reader.Tags()["scalars"]:
-            found[name] = [(each.step, each.value) for each in reader.Scalars(name)]
-    return found
+            series[name] = [(scalar.step, scalar.value) for scalar in reader.Scalars(name)]
+    return series
 
 
 def test_tensorboard_receives_the_numbers_of_the_log_and_repeated_steps_once(verse, folder):
@@ -90,10 +90,10 @@ def test_tensorboard_receives_the_numbers_of_the_log_and_repeated_steps_once(ver
     train.main(tiny.flags(tensorboard=True, init_from="resume"))
     (folder / "out" / "last.pt").write_bytes(checkpoint)  # as if killed before the next save
     train.main(tiny.flags(tensorboard=True, init_from="resume"))
-    (started,) = (folder / "out" / "tensorboard").iterdir()
-    found = scalars(started)
-    assert [step for step, _ in found["train/loss"]] == list(range(6))
-    assert [step for step, _ in found["val/loss"]] == [0, 3, 6]
+    (log_dir,) = (folder / "out" / "tensorboard").iterdir()
+    series = read_scalars(log_dir)
+    assert [step for step, _ in series["train/loss"]] == list(range(6))
+    assert [step for step, _ in series["val/loss"]] == [0, 3, 6]
     for event in tiny.log_events()[1:]:  # the first has the settings
         if event["split"] == "val":
-            assert dict(found["val/loss"])[event["step"]] == pytest.approx(event["loss"], rel=1e-6)
+            assert dict(series["val/loss"])[event["step"]] == pytest.approx(event["loss"], rel=1e-6)
