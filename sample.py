@@ -247,7 +247,7 @@ def print_tokens(pieces, logprobs):
 
 def print_speed(tokens, seconds, first_token_s):
     speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
-    print(f"{speed}; first token after {first_token_s:.2f} s", file=sys.stderr)
+    print(f"{speed}; first token {first_token_s:.2f} s after the start", file=sys.stderr)
 
 
 def print_score(trained, text, settings):

@@ -11,6 +11,7 @@ optimizers. Checkpoints and log.jsonl go to out_dir.
 """
 
 import math
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ from folio.cli import process
 from folio.cli.settings import load_settings, parse_arguments, setting
 
 
+# setting(default, explanation, bounds); `scope` says what a setting is for (folio/cli/settings.py).
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a GPT on data/<dataset>, which prepare.py creates."""
@@ -25,7 +27,7 @@ class TrainConfig:
     out_dir: str = setting("out", "folder for checkpoints and log", group="Output", scope="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
-    eval_iters: int = setting(200, "evaluation batches per split, up to all of it", "[1, inf)")
+    eval_iters: int = setting(200, "evaluation batches per split, at most all of it", "[1, inf)")
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
     checkpoint_interval: int | None = setting(
@@ -46,7 +48,9 @@ class TrainConfig:
     tensorboard: bool = setting(False, "log to out_dir/tensorboard", scope="display")
 
     dataset: str = setting("openwebtext", "name of the folder in data/", group="Data")
-    gradient_accumulation_steps: int = setting(40, "micro-batches per step", "[1, inf)")
+    gradient_accumulation_steps: int = setting(
+        40, "micro-batches per step, in all processes", "[1, inf)"
+    )
     batch_size: int = setting(12, "sequences per micro-batch", "[1, inf)")
     block_size: int = setting(1024, "context length in tokens", "[1, inf)")
 
@@ -127,7 +131,7 @@ from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
 from folio.inference.completion import sample_text
 from folio.training.budget import fit_to_minutes
 from folio.training.optimizers import DivergenceMonitor, make_optimizers, restore_optimizers
-from folio.training.setup import make_forward, make_model, make_plan, start_processes
+from folio.training.setup import join_processes, make_forward, make_model, make_plan
 from folio.training.tracking import (
     Tracking,
     evaluation_line,
@@ -139,7 +143,7 @@ from folio.training.tracking import (
 
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
-    with start_processes(settings) as world:
+    with join_processes(settings) as world:
         plan = make_plan(settings, world)  # reads and checks everything; writes nothing
         print_start(plan)
         trainer = Trainer(plan)
@@ -167,25 +171,22 @@ def train(trainer):
 def run_steps(trainer, tracking, saver):
     """The training loop. Raises StopRequested if it ends before the run is finished."""
     settings, plan, progress = trainer.settings, trainer.plan, trainer.progress
-    batches = Batches(plan.dataset.train, settings, plan.world)  # this process's part of them
+    batches = Batches(plan.dataset.train, settings, plan.world)  # a function of seed and step
     while True:
         step = progress.step
         lr = learning_rate_at(step, settings)
 
-        # Evaluate and save. A resumed run does not repeat the evaluation at its first step.
+        # A resumed run does not repeat the evaluation at its first step.
         is_due = step % settings.eval_interval == 0 or step >= settings.max_iters
         if is_due and progress.evaluated_step < step:
             with tracking.exclude_time():
                 losses = trainer.evaluate()
                 tracking.log_evaluation(step, losses, lr)
-                saver.save_evaluation(losses["loss"])  # updates progress; the best to ckpt.pt
-        elif settings.checkpoint_interval and step % settings.checkpoint_interval == 0:
-            with tracking.exclude_time():
-                saver.save()  # to last.pt
+                saver.save_evaluation(losses["loss"])  # records it; to ckpt.pt if best
 
-        if settings.stop_at is not None and step >= settings.stop_at:
-            raise process.StopRequested
         is_finished = progress.is_finished(settings)  # max_iters is reached, or patience exhausted
+        if settings.stop_at is not None and step >= settings.stop_at and not is_finished:
+            raise process.StopRequested
         if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
             with tracking.exclude_time():
                 text = sample_text(trainer.model, plan.dataset.tokenizer, settings.seed)
@@ -194,8 +195,14 @@ def run_steps(trainer, tracking, saver):
             return
 
         loss, grad_norm = trainer.forward_backward(batches.at(step), step)  # or StopRequested
+        if step % settings.log_interval == 0:
+            trainer.divergence.check()  # raises UserError if a loss was not finite
+        interval = settings.checkpoint_interval
+        if interval and step % interval == 0 and progress.evaluated_step < step:
+            with tracking.exclude_time():
+                saver.save()  # to last.pt, after another such check
         trainer.clip_and_step(grad_norm, lr)
-        tracking.log_step(step, loss, grad_norm, lr)  # raises UserError if a logged step diverged
+        tracking.log_step(step, loss, grad_norm, lr)
         progress.step += 1
 
 
@@ -217,7 +224,7 @@ class Trainer:
     """The state of a run: model, optimizers, loss scaler and progress; and what changes it."""
 
     def __init__(self, plan):
-        """The state is new, or that of the checkpoint from which the Plan resumes."""
+        """Starts with a new state, or with that of plan.resumed."""
         self.plan, self.settings = plan, plan.settings  # main() adapts the settings to --minutes
         self.world, self.machine = plan.world, plan.machine
         self.model = make_model(plan)
@@ -251,10 +258,11 @@ class Trainer:
     def loss(self, x, y, temperature=1.0):
         """Returns the mean loss of a micro-batch, a scalar tensor. x, y: (B, T) int64.
 
-        Raises StopRequested after a stop signal. A run reacts to signals only here, so it stops
-        between two micro-batches, with the weights of the last complete step.
+        Raises StopRequested if any process has received a stop signal. A run reacts to signals only
+        here, so it stops between two micro-batches, with the weights of the last complete step.
         """
-        self.stop_signal.check(self.world)
+        if self.world.any(bool(self.stop_signal)):
+            raise process.StopRequested(self.stop_signal.number or signal.SIGTERM)
         with self.machine.autocast():
             return self.forward(x, y, temperature)
 
@@ -305,8 +313,8 @@ class Trainer:
         "bits_per_byte". Raises UserError if a loss is not finite.
         """
         dataset = self.plan.dataset
-        train_loss = float(self.split_loss(dataset.train))
-        loss = float(self.split_loss(dataset.val))
+        split_losses = [self.split_loss(split) for split in (dataset.train, dataset.val)]
+        train_loss, loss = map(float, split_losses)  # waits for a GPU only once
         if not math.isfinite(train_loss + loss):
             self.divergence.check()  # an earlier step may be the cause
             values = f"train loss {train_loss:.3g}, val loss {loss:.3g}"

@@ -164,6 +164,11 @@ def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
     assert "stopped at step 2, saved in out/last.pt; to continue" in str(stop)
 
 
+def test_stopping_at_the_last_step_ends_the_run(verse, capsys):
+    train.main(tiny.flags(max_iters=3, stop_at=3))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("generate text: ")
+
+
 def test_a_signal_during_a_step_discards_it(verse):
     settings = {"gradient_accumulation_steps": 4, "dropout": 0.3}
     train.main(tiny.flags(out_dir="out-whole", **settings))

@@ -140,7 +140,7 @@ def test_messages_go_to_stderr(capsys):
     captured = capsys.readouterr()
     assert re.fullmatch(
         r"out/ckpt.pt: step 3, best val loss \d\.\d{4}\nmachine: cpu .*\n"
-        r"20 tokens in [\d.]+ s, [\d,]+ tokens/s; first token after [\d.]+ s\n",
+        r"20 tokens in [\d.]+ s, [\d,]+ tokens/s; first token [\d.]+ s after the start\n",
         captured.err,
     )
     assert len(captured.out) == len("\n") + 20 + len(f"\n{SEPARATOR}\n")

@@ -197,7 +197,7 @@ def empty_model(config, device="cpu"):
 
 @contextmanager
 def skip_initialization():
-    """A context in which new GPTs and their layers do not initialize their weights.
+    """A context in which new layers, of any thread, do not initialize their weights.
 
     Initializing GPT-2's 124 million weights takes a second; on the meta device, it would import
     torch._dynamo, which takes two.

@@ -17,7 +17,7 @@ from pathlib import Path
 from folio.cli.errors import UserError
 
 SIGPIPE = 13  # which Windows lacks
-SECONDS_TO_PRINT = 2  # for rank 0, which raises the same errors
+SECONDS_TO_PRINT = 2  # that other ranks wait, so that rank 0 can print the error
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
 
@@ -149,8 +149,8 @@ class StopSignal:
     """Context manager that records the first stop signal instead of raising an exception.
 
     A program checks it between two pieces of its work. A second SIGINT raises Interrupted
-    immediately, except in a process of torchrun: these stop together, and torchrun kills them 30 s
-    after the signal. Outside of its context, it records nothing.
+    immediately. The processes of torchrun ignore it: they stop together, and torchrun kills them
+    30 s after the first signal. Signals are recorded inside the context only.
     """
 
     def __init__(self):
@@ -171,11 +171,6 @@ class StopSignal:
     def request(self, number):
         """Acts as if this signal had arrived, such as SIGPIPE when the reader has exited."""
         self.number = self.number or number
-
-    def check(self, world):
-        """Raises StopRequested if a process of a World has received a signal. Collective."""
-        if world.any(bool(self)):
-            raise StopRequested(self.number or signal.SIGTERM)
 
     def _receive(self, number, _):
         self.request(number)

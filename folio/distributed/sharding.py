@@ -22,7 +22,7 @@ def replicate(forward, world):
     """
     if not world.is_launched:
         return forward
-    with catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in 2.11
+    with catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 lacks the new name
         return DistributedDataParallel(
             forward, broadcast_buffers=False, gradient_as_bucket_view=True
         )

@@ -54,8 +54,8 @@ def steps_within(settings, step_s, cost):
             f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
             f"evaluations of {cost * step_s:.2g} s: increase it, or decrease --eval_iters"
         )
-    # with_max_iters makes sqrt(n * max_iters) / eval_interval more evaluations in n steps. So the
-    # largest n is the solution of n + 2 * half * sqrt(n) = budget.
+    # Besides the first and the last, n steps have sqrt(n * max_iters) / eval_interval evaluations
+    # (see with_max_iters). So the largest n is the solution of n + 2 * half * sqrt(n) = budget.
     half = cost * sqrt(settings.max_iters) / settings.eval_interval / 2
     steps = max(1, int(min((sqrt(half**2 + budget) - half) ** 2, settings.max_iters)))
     fitted = with_max_iters(steps, settings)

@@ -34,17 +34,17 @@ from folio.pretrained.load import crop, load_start
 from folio.training.distillation import Distillation, load_teachers
 from model import GPTConfig
 
-# A checkpoint determines these settings; dropout is free, and vocab_size is not a setting.
+# A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
 
 
 @dataclass
 class Plan:
-    """What a run does, resolved for the machine. `settings` is a TrainConfig."""
+    """What a run does."""
 
-    settings: Any
+    settings: Any  # a TrainConfig, with device, dtype and compile resolved
     config: GPTConfig
-    dataset: Dataset  # with a Split on the machine's device per split
+    dataset: Dataset  # whose train and val are Splits on the machine's device
     machine: Machine
     run_dir: RunDir
     world: World = SINGLE_PROCESS
@@ -58,7 +58,7 @@ class Plan:
 
 
 @contextmanager
-def start_processes(settings):
+def join_processes(settings):
     """A context with the World of a run, which explains errors of the network and of memory."""
     with (
         process_group(settings.device) as world,
@@ -73,21 +73,15 @@ def make_plan(settings, world=SINGLE_PROCESS):
     Raises UserError, in all processes, if the settings, the dataset, the checkpoints and the
     machine do not fit together.
     """
-    plan = world.call_together(_read_and_check, settings, world)
-    step = plan.resumed and plan.resumed.progress
+    plan = world.call_together(_make_plan, settings, world)
+    progress = plan.resumed and plan.resumed.progress
     world.check_same(
-        {"command": plan.settings, "dataset": plan.dataset.fingerprint, "checkpoint": step}
+        {"command": plan.settings, "dataset": plan.dataset.fingerprint, "checkpoint": progress}
     )
-    device = world.device or settings.device
-    plan.machine = choose_machine(device, settings.dtype, settings.compile)
-    chosen = {"dtype": plan.machine.dtype, "compile": plan.machine.compile}
-    plan.settings = dataclasses.replace(plan.settings, **chosen)
-    plan.dataset = to_device(plan.dataset, device)
     return plan
 
 
-def _read_and_check(settings, world):
-    """Returns a Plan without its machine."""
+def _make_plan(settings, world):
     check_parallel(settings, world.size)
     run_dir = RunDir(settings.out_dir)
     dataset = load_dataset(settings.dataset)
@@ -100,7 +94,10 @@ def _read_and_check(settings, world):
     if initial:
         crop(initial, config.block_size)
     teachers = load_teachers(settings, config, dataset.tokenizer)
-    return Plan(settings, config, dataset, None, run_dir, world, resumed, initial, teachers)
+    machine = choose_machine(world.device or settings.device, settings.dtype, settings.compile)
+    settings = dataclasses.replace(settings, dtype=machine.dtype, compile=machine.compile)
+    dataset = to_device(dataset, machine.device)
+    return Plan(settings, config, dataset, machine, run_dir, world, resumed, initial, teachers)
 
 
 # Building

@@ -40,33 +40,32 @@ class Tracking:
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
+        self.bar = tqdm(
+            total=self.settings.max_iters,
+            initial=self.first_step,
+            bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
+            leave=False,
+            disable=not self.on_terminal,
+        )
         self.started_at = self.counted_at = time.perf_counter()
 
     def __enter__(self):
-        self.plan.world.call_together(self._open)
+        with ExitStack() as stack:  # closes what has been opened if a process fails
+            self.plan.world.call_together(self._open, stack)
+            self.stack = stack.pop_all()
         return self
 
-    def _open(self):
-        """Locks the folder, moves an earlier run away, and logs the settings."""
-        plan = self.plan
-        with ExitStack() as stack:
-            moved_to = None
-            if self.is_main:
-                stack.enter_context(self.run_dir.lock())
-                moved_to = self.run_dir.begin(plan.settings, plan.resumed)
-            self.bar = tqdm(
-                total=self.settings.max_iters,
-                initial=self.first_step,
-                bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
-                leave=False,
-                disable=not self.on_terminal,
-            )
-            stack.callback(self.bar.close)
-            settings = describe_settings(plan.settings)
-            self.trackers = Trackers(self.settings, settings, plan.resumed, self.warn)
-            stack.callback(self.trackers.close)
-            self._log_start(settings, moved_to)
-            self.stack = stack.pop_all()
+    def _open(self, stack):
+        """Locks the folder, starts the trackers, moves an earlier run away, and logs the start."""
+        stack.callback(self.bar.close)
+        if self.is_main:
+            stack.enter_context(self.run_dir.lock())
+        plan, settings = self.plan, describe_settings(self.plan.settings)
+        self.trackers = Trackers(self.settings, settings, plan.resumed, self.warn)
+        stack.callback(self.trackers.close)
+        # Last, because it deletes or moves files.
+        moved_to = self.run_dir.begin(plan.settings, plan.resumed) if self.is_main else None
+        self._log_start(settings, moved_to)
 
     def __exit__(self, *_):
         self.stack.close()
@@ -98,17 +97,13 @@ class Tracking:
         self.say(evaluation_line(step, losses))
 
     def log_step(self, step, loss, grad_norm, lr):
-        """Counts a step. Every log_interval steps, waits for the device and reports.
-
-        Raises UserError then if the training has diverged.
-        """
+        """Counts a step. Every log_interval steps, waits for the device and reports."""
         self._print(self.bar.update)
         self.steps += 1
         if step == self.first_step:
             self.started_at = self.counted_at  # excludes the time before the first step
         if step % self.settings.log_interval:
             return
-        self.trainer.divergence.check()
         self._count_time()
         seconds = self.seconds / self.steps  # per step
         self.seconds, self.steps = 0.0, 0

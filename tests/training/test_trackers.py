@@ -65,11 +65,14 @@ def test_wandb_that_fails_later_does_not_end_the_run(verse, wandb, call, capsys)
 def test_missing_package_is_reported_before_training(verse, monkeypatch, module, setting):
     monkeypatch.setitem(sys.modules, module, None)
     package = module.split(".")[-1]
-    with pytest.raises(
-        UserError, match=f"{setting} cannot start: .*run pip install {package}, or set"
-    ):
+    message = f"{setting} cannot start: .*run pip install {package}, or set"
+    with pytest.raises(UserError, match=message):
         train.main(tiny.flags(**{setting: True}))
     assert os.listdir("out") == [LOCK_FILE]
+    train.main(tiny.flags(max_iters=1))
+    with pytest.raises(UserError, match=message):
+        train.main(tiny.flags(overwrite=True, **{setting: True}))
+    assert tiny.load("last.pt")["iter_num"] == 1  # the earlier run is still there
 
 
 def read_scalars(folder):

@@ -34,7 +34,7 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"tokens per iteration will be: (?P<tokens_per_step>[\d,]+)",  # nanoGPT
     r"step \d+: train loss \d+\.?\d*, val loss (?P<val_loss>\d+\.?\d*)",
     r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
-    r"; first token after (?P<first_s>\d+\.?\d*) s",
+    r"; first token (?:after )?(?P<first_s>\d+\.?\d*) s",
     r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
 )
 MINIMUMS = ("val_loss", "to_target_s")  # of other figures, the median is reported
