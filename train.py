@@ -132,13 +132,7 @@ from folio.inference.completion import sample_text
 from folio.training.budget import fit_to_minutes
 from folio.training.optimizers import DivergenceMonitor, make_optimizers, restore_optimizers
 from folio.training.setup import join_processes, make_forward, make_model, make_plan
-from folio.training.tracking import (
-    Tracking,
-    evaluation_line,
-    print_end,
-    print_finished,
-    print_start,
-)
+from folio.training.tracking import Tracking, format_losses, print_end, print_finished, print_start
 
 
 def main(argv=None):
@@ -148,7 +142,7 @@ def main(argv=None):
         print_start(plan)
         trainer = Trainer(plan)
         if settings.eval_only:
-            print(evaluation_line(trainer.progress.step, trainer.evaluate()))
+            print(format_losses(trainer.progress.step, trainer.evaluate()))
             return
         trainer.settings = fit_to_minutes(trainer)  # fewer steps if --minutes needs it
         if trainer.progress.is_finished(trainer.settings):

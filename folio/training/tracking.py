@@ -94,7 +94,7 @@ class Tracking:
     def log_evaluation(self, step, losses, lr):
         tokens = step * self.settings.tokens_per_step
         self._log("val", step, tokens=tokens, lr=lr, **losses)
-        self.say(evaluation_line(step, losses))
+        self.say(format_losses(step, losses))
 
     def log_step(self, step, loss, grad_norm, lr):
         """Counts a step. Every log_interval steps, waits for the device and reports."""
@@ -184,7 +184,8 @@ def describe_settings(settings):
     return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
 
 
-def evaluation_line(step, losses):
+def format_losses(step, losses):
+    """Returns a line with the losses that Trainer.evaluate returns."""
     line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
     line += f", val perplexity {losses['perplexity']:.5g}"
     if "bits_per_byte" in losses:
@@ -262,9 +263,8 @@ def advice_on(evaluations, epochs):
             f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
             "use more text, a higher --dropout or fewer steps"
         )
-    gap = (
-        f"the gap between validation and training loss went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
-    )
+    gap = "the gap between validation and training loss "
+    gap += f"went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
     if gaps[-1] > gaps[1] + MEMORIZATION_NATS:
         return f"{gap} (memorization): more text would help most"
     help_by = "longer training" if epochs < 1 else "a larger model or longer training"
