@@ -120,7 +120,7 @@ def process_group(device):
     if not is_launched():
         yield World(device=device)
         return
-    world = _launched(device)
+    world = _read_world(device)
     backend = BACKENDS[device_type(device)]
     try:
         torch.distributed.init_process_group(
@@ -144,7 +144,7 @@ def process_group(device):
     torch.distributed.destroy_process_group()
 
 
-def _launched(device):
+def _read_world(device):
     """Returns the World that torchrun describes in the environment."""
     rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
