@@ -75,7 +75,9 @@ class CausalSelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, D) each
         if self.qk_norm or rotation:  # not in GPT-2
             q, k = normalize_and_rotate(q, k, self.qk_norm, rotation)
-        y = (attend or self.causal_attention)(q, k, v)  # (B, H, T, D)
+        if attend is None:
+            attend = self.causal_attention
+        y = attend(q, k, v)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
         return self.resid_dropout(self.c_proj(y))
 
