@@ -205,7 +205,7 @@ class GPT(nn.Module):
         else:
             x = self.embed(idx[:, -positions.shape[-1] :], positions)  # all tokens in training
         x = self.transformer.drop(x)  # (B, T', C)
-        rotation = self.rotary(positions) if self.rotary else None
+        rotation = None if self.rotary is None else self.rotary(positions)
         for layer, block in enumerate(self.transformer.h):
             attend_in_layer = partial(attend, layer) if attend is not None else None
             x = block(x, rotation, attend_in_layer)
