@@ -94,17 +94,13 @@ class HubSource(Source):
     """A table of a dataset on the hub, which is downloaded when it is first read.
 
     repository, revision: id and commit of the dataset.
-    num_bytes, digest: size and hash of the file.
+    size, digest: bytes of the file, and their hash.
     """
 
     repository: str = ""
     revision: str = ""
-    num_bytes: int = 0
+    size: int = 0
     digest: str = ""
-
-    @property
-    def size(self):
-        return self.num_bytes
 
     def sha256(self):
         """Returns the hash of the file's bytes, without a download."""
@@ -188,10 +184,7 @@ def open_hub(name, packages):
     """Yields the package huggingface_hub. Turns its exceptions into UserErrors.
 
     Their messages name the fix, such as access to a private model or a variable to change.
-
-    Args:
-        name: the dataset, file or model that is downloaded.
-        packages: the packages that it needs, as arguments of pip install.
+    `packages` are those that downloading `name` needs, for pip install.
     """
     try:
         import huggingface_hub  # imported here because it is optional

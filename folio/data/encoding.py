@@ -13,12 +13,9 @@ BATCH_CHARACTERS = 2**19  # that a thread encodes at once, at least
 
 
 def encode_corpus(corpus, tokenizer, writer, max_tokens=None):
-    """Writes the tokens of a Corpus to a DatasetWriter, in the order of the sources.
+    """Writes all, or about `max_tokens`, tokens of a Corpus to a DatasetWriter, in their order.
 
-    The tokens do not depend on the number of cores. Returns the number of characters.
-
-    Args:
-        max_tokens: stop when there are about as many; None: at the end of the corpus.
+    They do not depend on the number of cores. Returns the number of characters.
     """
     num_characters = num_tokens = 0
     batches = batch_pieces(corpus.read(), min(BATCH_CHARACTERS, max_tokens or BATCH_CHARACTERS))
