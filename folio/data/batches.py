@@ -47,12 +47,11 @@ def bytes_per_target(dataset, settings):
     """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
     if dataset.byte_lengths is None:
         return None
-    block_size, num_bytes = settings.block_size, 0
-    starts = evaluation_starts(dataset.val, settings)
-    for start in starts:
-        targets = dataset.val.ids[start + 1 : start + 1 + block_size]
+    starts, num_bytes = evaluation_starts(dataset.val, settings), 0
+    for start in starts + 1:
+        targets = dataset.val.ids[start : start + settings.block_size]
         num_bytes += int(dataset.byte_lengths[targets].sum())
-    return num_bytes / (len(starts) * block_size)
+    return num_bytes / (len(starts) * settings.block_size)
 
 
 class Split:

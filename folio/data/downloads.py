@@ -9,7 +9,7 @@ import platform
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from folio.cli.errors import UserError, cause_of
 from folio.cli.files import is_file, lock_folder, write_atomically
@@ -109,10 +109,8 @@ class HubSource(Source):
     def local_path(self):
         """Returns the path of the file in the cache. Raises UserError if the download fails."""
         with open_hub(self.name, HUB_PACKAGES) as library:
-            return Path(
-                library.hf_hub_download(
-                    self.repository, str(self.path), repo_type="dataset", revision=self.revision
-                )
+            return library.hf_hub_download(
+                self.repository, str(self.path), repo_type="dataset", revision=self.revision
             )
 
 

@@ -1,7 +1,7 @@
 """Encoding a corpus with all cores, in constant memory."""
 
 import os
-from collections import deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -44,16 +44,14 @@ def batch_pieces(pieces, min_characters):
 
 def encode_pieces(tokenizer, pieces):
     """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
-    arrays, num_bytes = {}, {}
+    arrays, num_bytes = defaultdict(list), Counter()
     for split, separated, text in pieces:
-        split_arrays = arrays.setdefault(split, [])
         if separated and tokenizer.end is None:
-            split_arrays.append(tokenizer.encode(BLANK_LINE))
+            arrays[split].append(tokenizer.encode(BLANK_LINE))
         elif separated:
-            split_arrays.append(np.array([tokenizer.end], tokenizer.dtype))
-        split_arrays.append(tokenizer.encode(text))
-        text_bytes = len(text) if text.isascii() else len(text.encode())
-        num_bytes[split] = num_bytes.get(split, 0) + text_bytes
+            arrays[split].append(np.array([tokenizer.end], tokenizer.dtype))
+        arrays[split].append(tokenizer.encode(text))
+        num_bytes[split] += len(text) if text.isascii() else len(text.encode())
     return {split: (np.concatenate(arrays[split]), num_bytes[split]) for split in arrays}
 
 
@@ -75,7 +73,6 @@ def map_in_threads(function, items):
 
 def num_cores():
     """Returns the number of cores that the process may use."""
-    try:
+    if hasattr(os, "sched_getaffinity"):  # on Linux
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        return os.cpu_count() or 1
+    return os.cpu_count() or 1

@@ -41,10 +41,9 @@ def load_best(init_from, run_dir):
 
 
 def load_initial(init_from):
-    """Returns the Checkpoint, without optimizer state, that `init_from` names.
+    """Returns the Checkpoint, without optimizer state, in a file or a Hugging Face folder.
 
-    It is the path of a checkpoint or of a folder in Hugging Face's format, or else a model on the
-    hub. Raises UserError if there is none, or if it cannot be read.
+    Other names are those of models on the hub. Raises UserError if there is none.
     """
     if os.path.isdir(init_from):
         checkpoint = os.path.join(init_from, BEST)
