@@ -116,9 +116,8 @@ def main(argv=None):
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
     if corpus.is_text or tokenizer is None:
         # The split boundary or the tokenizer depends on the text.
-        corpus = corpus.limit(estimate_characters(corpus, tokenizer, settings))
-        num_characters, alphabet = corpus.scan()  # reads all of it once
-        corpus = corpus.split(num_characters)
+        corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
+        alphabet = corpus.scan()
         tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
 
     max_tokens = None if corpus.is_text else settings.max_tokens  # a text is limited already

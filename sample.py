@@ -166,11 +166,10 @@ def parse_stop_texts(stop):
     if stop is None:
         return []
     try:
-        stop_texts = json.loads(stop)
+        parsed = json.loads(stop)
     except ValueError:
-        stop_texts = stop
-    if not isinstance(stop_texts, list):
-        stop_texts = [stop]
+        parsed = None
+    stop_texts = parsed if isinstance(parsed, list) else [stop]
     if not all(isinstance(text, str) and text for text in stop_texts):
         raise UserError(f"--stop={stop}: must be a string, or a JSON list of nonempty strings")
     return stop_texts

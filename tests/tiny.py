@@ -127,7 +127,7 @@ def corpus(*documents):
 
 def write_dataset(folder, documents, tokenizer):
     """Writes a dataset of a Corpus like prepare.py. Returns the content of meta.json."""
-    documents = documents.split(documents.scan()[0])
+    documents.scan()
     with open_writer(folder, tokenizer) as writer:
         encode_corpus(documents, tokenizer, writer)
         return writer.finish("own.txt", "5a")

@@ -14,15 +14,12 @@ MAX_RESIDENT_BYTES = 2**30  # of a split in a GPU's memory: copying more would d
 
 
 def window_starts(seed, first, count, num_starts):
-    """Returns the start positions of `count` windows of a run: (count,) int64 in range(num_starts).
+    """Returns the start positions of windows `first` to `first + count - 1` of a run, int64.
 
-    Start n of a run is ((phase + n * golden ratio) mod 1) * num_starts: a Kronecker sequence,
+    Start n is ((phase + n * golden ratio) mod 1) * num_starts: a Kronecker sequence,
     whose values are nearly evenly spaced at every length (Niederreiter 1992, "Random Number
     Generation and Quasi-Monte Carlo Methods"). The seed sets the phase. The result depends on the
     arguments alone, so nothing has to be saved to resume.
-
-    Args:
-        first: n of the first window.
     """
     indices = np.arange(first, first + count, dtype=np.uint64)
     phase = np.random.SeedSequence(seed).generate_state(1, np.uint64)
@@ -47,19 +44,14 @@ def evaluation_starts(split, settings):
 
 
 def bytes_per_target(dataset, settings):
-    """Returns the mean bytes of the validation targets in an evaluation; None if unknown.
-
-    Args:
-        dataset: a Dataset with a Split per split.
-    """
+    """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
     if dataset.byte_lengths is None:
         return None
-    block_size, num_bytes = settings.block_size, 0
-    starts = evaluation_starts(dataset.val, settings)
-    for start in starts:
-        targets = dataset.val.ids[start + 1 : start + 1 + block_size]
+    starts, num_bytes = evaluation_starts(dataset.val, settings), 0
+    for start in starts + 1:
+        targets = dataset.val.ids[start : start + settings.block_size]
         num_bytes += int(dataset.byte_lengths[targets].sum())
-    return num_bytes / (len(starts) * block_size)
+    return num_bytes / (len(starts) * settings.block_size)
 
 
 class Split:

@@ -18,10 +18,7 @@ CUT_PATTERN = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
 def train_bpe(texts, vocab_size, end_of_text):
     """Returns the definition of a BPE that is trained on texts, with GPT-2's pre-tokenization.
 
-    It has fewer than `vocab_size` tokens if the texts are short.
-
-    Args:
-        end_of_text: the end-of-text token, which the texts do not contain.
+    It has fewer than `vocab_size` tokens if the texts are short. They do not contain `end_of_text`.
     """
     library = load_library()
     tokenizer = library.Tokenizer(library.models.BPE())

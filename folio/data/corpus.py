@@ -7,13 +7,12 @@ hold, but between 0.05% and 10% of the corpus.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from folio.data.sources import Chunk
 from folio.data.tokenizer import BLANK_LINE, END_OF_TEXT, Alphabet
 
 TRAIN_SHARE = 0.9
@@ -33,14 +32,14 @@ class Piece(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Corpus:
     """The documents of Sources.
 
     name: of several sources, in messages and meta.json.
     allow_special: END_OF_TEXT ends a document.
     max_characters: number of characters after which reading stops; None: all are read.
-    train_characters: number of characters in the training split, if the corpus is a text.
+    train_characters: number of characters in the training split of a text, known after scan().
 
     Reading shows its progress, on a terminal only.
     """
@@ -80,12 +79,8 @@ class Corpus:
         """Returns the first SAMPLE_CHARACTERS."""
         return "".join(text for _, text, _ in self._read_texts(SAMPLE_CHARACTERS))
 
-    def limit(self, max_characters):
-        """Returns the Corpus with another `max_characters`."""
-        return replace(self, max_characters=max_characters)
-
     def scan(self):
-        """Reads everything once. Returns the number of characters, and the Alphabet."""
+        """Reads everything once, which finds the split boundary. Returns the Alphabet."""
         alphabet, num_characters, num_documents = Alphabet(), 0, 0
         for _, text, ends_document in self._read_texts(self.max_characters):
             alphabet.add(text)
@@ -93,18 +88,14 @@ class Corpus:
             num_documents += ends_document
         if num_documents > 1:
             alphabet.add(BLANK_LINE)
-        return num_characters, alphabet
-
-    def split(self, num_characters):
-        """Returns the Corpus with the split boundary of texts of `num_characters` together."""
-        return replace(self, train_characters=int(TRAIN_SHARE * num_characters))
+        self.train_characters = int(TRAIN_SHARE * num_characters)
+        return alphabet
 
     def read(self):
         """Yields the Pieces of both splits, in the order of the sources."""
         started_splits, is_inside = set(), False
         for split, text, ends_document in self._read_splits():
-            is_empty_document = ends_document and not is_inside and not text
-            if text or is_empty_document:
+            if text or (ends_document and not is_inside):  # or an empty document
                 yield Piece(split, not is_inside and split in started_splits, text)
                 started_splits.add(split)
                 is_inside = True
@@ -130,41 +121,35 @@ class Corpus:
                 yield "train", text[:num_left], False
                 yield "val", text[num_left:], ends_document
             else:
-                split = "train" if num_left else "val"
-                yield split, text, ends_document
+                yield "train" if num_left else "val", text, ends_document
             num_left = max(num_left - len(text), 0)
 
     def _read_texts(self, max_characters):
         """Yields (split by hash, text, whether its document ends); the split of a text is None."""
         num_left = max_characters
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
-            for split, chunk in self._read_chunks():
-                text = chunk.text[:num_left]
-                yield split, text, chunk.ends_document
+            for split, text, ends_document in self._read_documents():
+                text = text[:num_left]
+                yield split, text, ends_document
                 progress.update(len(text))
                 if num_left is not None:
                     num_left -= len(text)
                     if num_left == 0:
                         return
 
-    def _read_chunks(self):
-        """Yields (split by hash, Chunk); the split of a text is None."""
+    def _read_documents(self):
+        """Yields the same as _read_texts, of all characters."""
         for source in self.sources:
             split = None
             for chunk in source.read():
                 if split is None and not self.is_text:
                     split = self._hash_split(source, chunk)
-                for document_chunk in self._split_documents(chunk):
-                    yield split, document_chunk
+                texts = chunk.text.split(END_OF_TEXT) if self.allow_special else [chunk.text]
+                for text in texts[:-1]:
+                    yield split, text, True
+                yield split, texts[-1], chunk.ends_document
                 if chunk.ends_document:
                     split = None
-
-    def _split_documents(self, chunk):
-        """Returns a Chunk for each document of a Chunk in which END_OF_TEXT may end documents."""
-        if not self.allow_special:
-            return [chunk]
-        *texts, last_text = chunk.text.split(END_OF_TEXT)
-        return [*(Chunk(text, True) for text in texts), Chunk(last_text, chunk.ends_document)]
 
     def _hash_split(self, source, chunk):
         """Returns the split of a document, of which `chunk` is the first.

@@ -90,10 +90,7 @@ def load_dataset(name, verify=False):
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
     Raises UserError if a file is missing, damaged or does not match the others. Only the size and
-    the first MAX_CHECKED_TOKENS of a split are checked.
-
-    Args:
-        verify: check all tokens.
+    the first MAX_CHECKED_TOKENS of a split are checked, or all tokens if `verify`.
     """
     folder = dataset_folder(name)
     meta, tokenizer = _read_meta(folder)

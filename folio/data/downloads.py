@@ -9,7 +9,7 @@ import platform
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from folio.cli.errors import UserError, cause_of
 from folio.cli.files import is_file, lock_folder, write_atomically
@@ -94,17 +94,13 @@ class HubSource(Source):
     """A table of a dataset on the hub, which is downloaded when it is first read.
 
     repository, revision: id and commit of the dataset.
-    num_bytes, digest: size and hash of the file.
+    size, digest: bytes of the file, and their hash.
     """
 
     repository: str = ""
     revision: str = ""
-    num_bytes: int = 0
+    size: int = 0
     digest: str = ""
-
-    @property
-    def size(self):
-        return self.num_bytes
 
     def sha256(self):
         """Returns the hash of the file's bytes, without a download."""
@@ -113,10 +109,8 @@ class HubSource(Source):
     def local_path(self):
         """Returns the path of the file in the cache. Raises UserError if the download fails."""
         with open_hub(self.name, HUB_PACKAGES) as library:
-            return Path(
-                library.hf_hub_download(
-                    self.repository, str(self.path), repo_type="dataset", revision=self.revision
-                )
+            return library.hf_hub_download(
+                self.repository, str(self.path), repo_type="dataset", revision=self.revision
             )
 
 
@@ -188,10 +182,7 @@ def open_hub(name, packages):
     """Yields the package huggingface_hub. Turns its exceptions into UserErrors.
 
     Their messages name the fix, such as access to a private model or a variable to change.
-
-    Args:
-        name: the dataset, file or model that is downloaded.
-        packages: the packages that it needs, as arguments of pip install.
+    `packages` are those that downloading `name` needs, for pip install.
     """
     try:
         import huggingface_hub  # imported here because it is optional

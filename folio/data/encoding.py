@@ -1,7 +1,7 @@
 """Encoding a corpus with all cores, in constant memory."""
 
 import os
-from collections import deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -13,12 +13,9 @@ BATCH_CHARACTERS = 2**19  # that a thread encodes at once, at least
 
 
 def encode_corpus(corpus, tokenizer, writer, max_tokens=None):
-    """Writes the tokens of a Corpus to a DatasetWriter, in the order of the sources.
+    """Writes all, or about `max_tokens`, tokens of a Corpus to a DatasetWriter, in their order.
 
-    The tokens do not depend on the number of cores. Returns the number of characters.
-
-    Args:
-        max_tokens: stop when there are about as many; None: at the end of the corpus.
+    They do not depend on the number of cores. Returns the number of characters.
     """
     num_characters = num_tokens = 0
     batches = batch_pieces(corpus.read(), min(BATCH_CHARACTERS, max_tokens or BATCH_CHARACTERS))
@@ -47,16 +44,14 @@ def batch_pieces(pieces, min_characters):
 
 def encode_pieces(tokenizer, pieces):
     """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
-    arrays, num_bytes = {}, {}
+    arrays, num_bytes = defaultdict(list), Counter()
     for split, separated, text in pieces:
-        split_arrays = arrays.setdefault(split, [])
         if separated and tokenizer.end is None:
-            split_arrays.append(tokenizer.encode(BLANK_LINE))
+            arrays[split].append(tokenizer.encode(BLANK_LINE))
         elif separated:
-            split_arrays.append(np.array([tokenizer.end], tokenizer.dtype))
-        split_arrays.append(tokenizer.encode(text))
-        text_bytes = len(text) if text.isascii() else len(text.encode())
-        num_bytes[split] = num_bytes.get(split, 0) + text_bytes
+            arrays[split].append(np.array([tokenizer.end], tokenizer.dtype))
+        arrays[split].append(tokenizer.encode(text))
+        num_bytes[split] += len(text) if text.isascii() else len(text.encode())
     return {split: (np.concatenate(arrays[split]), num_bytes[split]) for split in arrays}
 
 
@@ -78,7 +73,6 @@ def map_in_threads(function, items):
 
 def num_cores():
     """Returns the number of cores that the process may use."""
-    try:
+    if hasattr(os, "sched_getaffinity"):  # on Linux
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        return os.cpu_count() or 1
+    return os.cpu_count() or 1

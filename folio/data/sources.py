@@ -6,7 +6,6 @@ A file of text is one document. A table (JSON lines, CSV or Parquet) has one per
 import glob
 import hashlib
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -67,31 +66,25 @@ class Source:
 
     def read(self):
         """Yields the Chunks of the file. Raises UserError for content that is not text."""
-        with _explain_errors(self.name):
+        try:
             yield from _read_table(self) if self.suffix else _read_text(self)
-
-
-@contextmanager
-def _explain_errors(name):
-    """Turns errors in a file, which may contain anything, into UserErrors."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except OSError as error:
-        raise os_error("read", name, error) from error
-    except ImportError as error:
-        raise UserError(f"{name} needs a package: pip install pyarrow") from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} is not UTF-8 text: it contains byte 0x{error.object[error.start]:02x}; "
-            "convert it to UTF-8, or leave it out"
-        ) from error
-    except Exception as error:  # pyarrow has many types of errors
-        raise UserError(
-            f"{name} cannot be read ({cause_of(error)}); --text_key names the column with the "
-            f"text, and a row of JSON lines or CSV has at most {BLOCK_BYTES / 1e6:.0f} MB"
-        ) from error
+        except (UserError, MemoryError):
+            raise
+        except OSError as error:
+            raise os_error("read", self.name, error) from error
+        except ImportError as error:
+            raise UserError(f"{self.name} needs a package: pip install pyarrow") from error
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.name} is not UTF-8 text: it contains byte "
+                f"0x{error.object[error.start]:02x}; convert it to UTF-8, or leave it out"
+            ) from error
+        except Exception as error:  # pyarrow has many types of errors
+            raise UserError(
+                f"{self.name} cannot be read ({cause_of(error)}); --text_key names the column "
+                "with the text, and a row of JSON lines or CSV has at most "
+                f"{BLOCK_BYTES / 1e6:.0f} MB"
+            ) from error
 
 
 # Text

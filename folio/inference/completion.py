@@ -62,31 +62,26 @@ class Completion:
 
     def _append_text(self, piece):
         """Appends to the text, and ends it before the first stop text."""
-        text, stopped = self.text + piece, self.stopped
-        matches = [(text.find(stop), stop) for stop in self.stop_texts if stop in text]
+        self.text += piece
+        matches = [(self.text.find(stop), stop) for stop in self.stop_texts if stop in self.text]
         if matches:
-            end, stopped = min(matches)
-            text = text[:end]
-        self.text = text  # only once: another thread may call stable_text()
-        self.stopped = stopped
+            end, self.stopped = min(matches)
+            self.text = self.text[:end]
 
     def stable_text(self):
         """Returns the prompt and the continuation, without an end that may begin a stop text."""
-        stopped, text = self.stopped, self.text  # in this order
         longest = 0  # length of such an end
-        for stop in () if stopped else self.stop_texts:
+        for stop in () if self.stopped else self.stop_texts:
             for length in range(1, len(stop)):
-                if text.endswith(stop[:length]):
+                if self.text.endswith(stop[:length]):
                     longest = max(longest, length)
-        return self.prompt + text[: len(text) - longest]
+        return self.prompt + self.text[: len(self.text) - longest]
 
 
 def complete(trained, completions, controls, stream=False):
-    """Generates the continuations of a batch of Completions; yields whenever tokens were added.
+    """Generates the continuations of a batch of Completions with a TrainedModel.
 
-    Args:
-        trained: a TrainedModel.
-        stream: yield after every token.
+    Yields whenever tokens were added; after every token if `stream`.
     """
     steps = generate(
         trained.model,
@@ -112,10 +107,7 @@ def complete(trained, completions, controls, stream=False):
 
 
 def add_tokens(completions, steps):
-    """Adds tokens to a batch of Completions.
-
-    steps: (ids, log-probabilities) of each step, tensors of shape (B,).
-    """
+    """Adds the tokens of steps of `generate` to a batch of Completions."""
     ids = torch.stack([step_ids for step_ids, _ in steps], dim=1)
     logprobs = torch.stack([step_logprobs for _, step_logprobs in steps], dim=1)
     check_finite(logprobs)

@@ -30,11 +30,7 @@ class KVCache:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def write(self, layer, rows, positions, k, v):
-        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64.
-
-        Args:
-            rows: a slice or indices; all rows if `positions` is an int.
-        """
+        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64."""
         for cached, new in ((self.keys[layer], k), (self.values[layer], v)):
             if isinstance(positions, int):  # all rows; this is faster than indexing
                 cached.select(2, positions).copy_(new.select(2, 0))
@@ -124,11 +120,6 @@ class Context:
         self.ids.scatter_(1, self.positions[:, None], ids[:, None])
         return full
 
-    def before_newest(self, rows):
-        """Returns the tokens of rows before their newest, (len(rows), T), for prefill."""
-        longest = max(self.lengths[row] for row in rows)
-        return self.ids[rows, : longest - 1]
-
     def newest(self, earlier, fixed_shapes):
         """Returns (tail, position) for decode_one, with `earlier` tokens before the newest.
 
@@ -180,7 +171,8 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
     rows = list(range(len(prompts)))  # to prefill: all at first, later those that drop tokens
     for uniform in islice(uniforms(seeds, weight.device), controls.max_new_tokens):
         if rows:
-            prefill(model, cache, context.before_newest(rows), rows)
+            longest = max(context.lengths[row] for row in rows)
+            prefill(model, cache, context.ids[rows, : longest - 1], rows)  # all but the newest
         tail, position = context.newest(config.preceding_tokens, fixed_shapes)
         if accelerate:
             fast_step = fast_step or accelerate(step, tail, position, uniform)

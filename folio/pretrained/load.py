@@ -16,8 +16,6 @@ from folio.pretrained.huggingface import read_pretrained
 HUB_MODELS = {  # {nanoGPT's name: id on the hub}
     name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 }
-# never pytorch_model.bin, a pickle that can execute code
-FILE_PATTERNS = ("*.json", "model.safetensors", "model-*-of-*.safetensors")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 RESUME_NAMES = ("resume", "auto")
 POSITION_WEIGHT = "transformer.wpe.weight"
@@ -43,10 +41,9 @@ def load_best(init_from, run_dir):
 
 
 def load_initial(init_from):
-    """Returns the Checkpoint, without optimizer state, that `init_from` names.
+    """Returns the Checkpoint, without optimizer state, in a file or a Hugging Face folder.
 
-    It is the path of a checkpoint or of a folder in Hugging Face's format, or else a model on the
-    hub. Raises UserError if there is none, or if it cannot be read.
+    Other names are those of models on the hub. Raises UserError if there is none.
     """
     if os.path.isdir(init_from):
         checkpoint = os.path.join(init_from, BEST)
@@ -55,7 +52,8 @@ def load_initial(init_from):
         return read_pretrained(init_from)
     if is_file(init_from):
         return load_checkpoint(init_from, optimizers=False)
-    if init_from.endswith(".pt") or not is_model_id(init_from):
+    model = init_from.partition("@")[0]
+    if init_from.endswith(".pt") or not (model in HUB_MODELS or HUB_ID.fullmatch(model)):
         hint = suggest(init_from, ("scratch", *RESUME_NAMES, *HUB_MODELS))
         raise UserError(f"init_from={init_from} is not a file, a folder or a hub id{hint}")
     checkpoint = read_pretrained(pretrained_folder(init_from))
@@ -86,29 +84,17 @@ def checkpoint_tokenizer(checkpoint):
     raise UserError(f"{checkpoint.path}: {sizes}{hint}")
 
 
-# The Hugging Face hub
-
-
-def is_model_id(name):
-    """Whether `name` is one of HUB_MODELS or has the form org/name, with or without @revision."""
-    model = name.partition("@")[0]
-    return model in HUB_MODELS or bool(HUB_ID.fullmatch(model))
-
-
 def pretrained_folder(name):
-    """Returns the Path of a local folder with a model's files; downloads those not in the cache.
+    """Returns a local folder with the files of a model on the hub: NAME or NAME@REVISION.
 
-    Args:
-        name: one of HUB_MODELS or an id such as org/name, with or without @revision.
-
-    Raises UserError if the model cannot be downloaded.
+    Those that are not in the cache are downloaded. Raises UserError if that fails.
     """
     model, _, revision = name.partition("@")
     with open_hub(name, "huggingface_hub safetensors tokenizers") as huggingface_hub:
-        folder = huggingface_hub.snapshot_download(
+        return huggingface_hub.snapshot_download(
             HUB_MODELS.get(model, model),
             revision=revision or None,
-            allow_patterns=list(FILE_PATTERNS),
+            # never pytorch_model.bin, a pickle that can execute code
+            allow_patterns=["*.json", "model.safetensors", "model-*-of-*.safetensors"],
             ignore_patterns=["*/*"],  # variants in subfolders
         )
-    return Path(folder)

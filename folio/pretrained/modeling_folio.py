@@ -57,8 +57,7 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: may only exclude tokens at the end, which causal attention does anyway.
                 Raises ValueError otherwise.
         """
-        mask = attention_mask
-        if mask is not None and (mask[:, 1:] > mask[:, :-1]).any():
+        if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise ValueError("folio models do not support padding on the left")
         T, past = input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0
         positions = torch.arange(T, device=input_ids.device)

@@ -7,11 +7,7 @@ import pytest
 
 from folio.cli.errors import UserError
 from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
-from folio.pretrained.tokenizer_files import (
-    make_definition,
-    make_tokenizer_files,
-    read_tokenizer,
-)
+from folio.pretrained.tokenizer_files import make_definition, make_tokenizer_files, read_tokenizer
 
 DIFFICULT = (
     " \n\n\t leading and trailing  \r\n"
