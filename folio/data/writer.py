@@ -1,6 +1,7 @@
 """Writing a dataset folder from a stream of token ids, in constant memory."""
 
 import json
+import os
 import zlib
 from contextlib import contextmanager
 
@@ -19,13 +20,22 @@ def open_writer(folder, tokenizer):
     when the context ends. Raises UserError if the disk is full.
     """
     # meta.json is renamed first: without it, the others would be read as nanoGPT's.
-    paths = [folder / "meta.json", *(folder / f"{split}.bin" for split in SPLITS)]
-    with lock_folder(folder), write_atomically(*paths) as files:
+    meta_path, split_paths = folder / "meta.json", [folder / f"{split}.bin" for split in SPLITS]
+    with lock_folder(folder), write_atomically(meta_path, *split_paths) as files:
         yield DatasetWriter(files, tokenizer)
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+        for path in split_paths:  # if renaming is interrupted, a mixture could be valid
+            path.unlink(missing_ok=True)
 
 
 class DatasetWriter:
-    """Writes token ids to binary files: meta.json and one of each split."""
+    """Writes token ids to the files of a dataset.
+
+    Args:
+        files: binary files: meta.json and one of each split.
+    """
 
     def __init__(self, files, tokenizer):
         self.tokenizer, self.dtype = tokenizer, DTYPES[tokenizer.dtype.name]
@@ -34,7 +44,13 @@ class DatasetWriter:
         self.splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
 
     def append(self, split, ids, num_bytes):
-        """Appends ids, an array of integers. Without separators, their text has `num_bytes`."""
+        """Appends ids to a split.
+
+        Args:
+            split: "train" or "val".
+            ids: (N,) array of any integer type.
+            num_bytes: UTF-8 bytes of the text that they encode, without separators.
+        """
         ids = np.ascontiguousarray(ids, self.dtype)
         entry = self.splits[split]
         self.files[split].write(ids)
@@ -43,7 +59,14 @@ class DatasetWriter:
         entry["crc32"] = zlib.crc32(ids, entry["crc32"])
 
     def finish(self, source, source_sha256):
-        """Writes meta.json. Returns its content. Raises UserError if a split is too short."""
+        """Writes meta.json. Returns its content.
+
+        Raises UserError if a split has fewer than 2 tokens.
+
+        Args:
+            source: description of the corpus.
+            source_sha256: its hash.
+        """
         num_bytes = sum(entry["bytes"] for entry in self.splits.values())
         for split, entry in self.splits.items():
             if entry["tokens"] < 2:
