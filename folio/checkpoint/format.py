@@ -128,8 +128,8 @@ def load_checkpoint(path, optimizers=True):
     """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
 
     With optimizers=False, weights are mapped from the file instead of read, and the optimizer
-    state, two thirds of the file, is ignored. Raises FileNotFoundError, or UserError if the file
-    is damaged, not a checkpoint, or from a later version.
+    state, two thirds of the file, is ignored. Raises UserError if the file cannot be read, is
+    damaged, not a checkpoint, or from a later version.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
@@ -138,7 +138,7 @@ def load_checkpoint(path, optimizers=True):
                 raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
         checkpoint = _parse(content, Path(path))
-    except (FileNotFoundError, UserError):
+    except UserError:
         raise
     except OSError as error:
         raise os_error("read", path, error) from error

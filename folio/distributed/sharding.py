@@ -96,9 +96,8 @@ def shard_like(parameter, full):
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    full = full.to(parameter.device)
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(full, mesh, placements, src_data_rank=None)
+    return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
 
 
 def from_shard(parameter, shard):

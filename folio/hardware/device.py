@@ -75,9 +75,13 @@ def choose_machine(device, dtype, compile):
     Allows TF32 for float32 products, where the device has it.
     """
     torch.set_float32_matmul_precision("high")
-    if device_type(device) == "cuda":
+    kind, name = device_type(device), "Apple GPU"
+    if kind == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
-    kind = device_type(device)
+        name = torch.cuda.get_device_name(device)
+    elif kind == "cpu":
+        gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
+        name = f"{gpu}threads: {torch.get_num_threads()}"
     dtype_reason = compile_reason = "as set"
     if dtype == "auto":
         dtype = resolve_dtype(dtype, device)
@@ -88,12 +92,6 @@ def choose_machine(device, dtype, compile):
         compile, compile_reason = kind == "cuda", f"default on {kind}"
     elif uses_cuda_graphs(compile):
         compile_reason = compile
-    name = "Apple GPU"
-    if kind == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif kind == "cpu":
-        gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
-        name = f"{gpu}threads: {torch.get_num_threads()}"
     summary = (
         f"{device} ({name}), {dtype} ({dtype_reason}), "
         f"{'compiled' if compile else 'not compiled'} ({compile_reason})"

@@ -44,9 +44,7 @@ def steps_per_evaluation(settings, dataset):
 def steps_within(settings, step_s, cost):
     """Returns how many of max_iters steps fit into --minutes. Prints the time they take.
 
-    Args:
-        step_s: seconds per step.
-        cost: see steps_per_evaluation.
+    `cost`: see steps_per_evaluation.
     """
     budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, without two evaluations
     if budget < 1:

@@ -53,11 +53,6 @@ class Distillation(nn.Module):
 def load_teachers(settings, config, tokenizer):
     """Returns the best models of the runs in settings.teachers: GPTs on the CPU without dropout.
 
-    Args:
-        settings: a TrainConfig.
-        config: the GPTConfig of the model to train.
-        tokenizer: that of the dataset.
-
     Raises UserError if a run is missing, or if its context or tokenizer does not fit.
     """
     folders = [folder.strip() for folder in settings.teachers.split(",") if folder.strip()]

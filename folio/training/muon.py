@@ -11,6 +11,7 @@ from folio.distributed.world import SINGLE_PROCESS
 
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, for fast convergence
+MOMENTUM = 0.95
 UPDATE_RMS = 0.2  # root mean square of AdamW's updates, as observed by Liu et al.
 
 
@@ -29,12 +30,10 @@ class Muon(torch.optim.Optimizer):
 
     found_inf = None
 
-    def __init__(
-        self, params, lr, weight_decay, momentum=0.95, dtype=torch.bfloat16, world=SINGLE_PROCESS
-    ):
+    def __init__(self, params, lr, weight_decay, dtype, world=SINGLE_PROCESS):
         """`params` are matrices, sharded or not. `dtype` is that of the matrix products."""
         self.dtype, self.world = dtype, world
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "lr_scale": 1.0}
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "lr_scale": 1.0}
         super().__init__(params, defaults)
 
     @torch.no_grad()

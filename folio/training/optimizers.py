@@ -20,10 +20,8 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
     """Returns {"adamw": AdamW}, or {"adamw": AdamW, "muon": Muon} for optimizer="muon".
 
     Biases and the weights of norms are not decayed (Loshchilov and Hutter 2019). Each parameter
-    group has an `lr_scale`, a factor for the learning rate of a step.
-
-    Args:
-        settings: a TrainConfig with its dtype resolved.
+    group has an `lr_scale`, a factor for the learning rate of a step. The dtype of the settings
+    must be resolved.
     """
     lr, decay = settings.learning_rate, settings.weight_decay
     adamw = partial(torch.optim.AdamW, lr=lr, betas=(settings.beta1, settings.beta2), fused=True)
@@ -106,7 +104,6 @@ class DivergenceMonitor:
         self.unchecked = []
 
     def record(self, step, loss, norm, scaler):
-        """Args: loss and norm are scalar tensors; scaler is the GradScaler."""
         must_be_finite = loss + norm
         if scaler.is_enabled():  # an overflow only skips the step while the scale can be reduced
             scale = scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device

@@ -237,19 +237,15 @@ def state_bytes(config, settings, world_size=1):
     AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
     not counted, nor is what FSDP gathers.
     """
-    # Models without blocks and with one are built in no time, whatever n_layer is.
-    sizes = []
-    for n_layer in (0, 1):
-        model = empty_model(dataclasses.replace(config, n_layer=n_layer), "meta")
-        values = weights = sum(p.numel() for p in model.parameters())
-        if not settings.eval_only:
-            values = 4 * weights
-            if settings.optimizer == "muon":
-                values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-        sizes.append(4 * values)
-    outside, with_one_block = sizes
-    total = outside + config.n_layer * (with_one_block - outside)
-    return total // (world_size if settings.parallel == "fsdp" else 1)
+    # A model with one block is built in no time, whatever n_layer is.
+    model = empty_model(dataclasses.replace(config, n_layer=1), "meta")
+    block = list(model.transformer.h.parameters())
+    values = model.num_params() + (config.n_layer - 1) * sum(p.numel() for p in block)
+    if not settings.eval_only:
+        values *= 4
+        if settings.optimizer == "muon":
+            values -= config.n_layer * sum(p.numel() for p in block if p.dim() == 2)
+    return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
 
 
 def check_memory(config, settings, world_size=1):

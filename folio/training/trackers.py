@@ -14,13 +14,9 @@ class Trackers:
     """The trackers that the settings request. One that fails after its start is dropped."""
 
     def __init__(self, settings, run_settings, resumed, warn):
-        """Starts the trackers. Raises UserError if one cannot start.
+        """Starts the trackers, which store `run_settings`. Raises UserError if one cannot start.
 
-        Args:
-            settings: a TrainConfig.
-            run_settings: dict to store with the run.
-            resumed: the Checkpoint that the run continues from, or None.
-            warn: function that prints a line.
+        `resumed` is the Checkpoint that the run continues from, or None.
         """
         self.warn, self.running = warn, []
         requested = [name for name in TRACKERS if getattr(settings, name) and is_main()]

@@ -247,11 +247,8 @@ def advice_on(evaluations, epochs):
 
     The gap between validation and training loss has two causes: the validation text may differ in
     kind, which shows from the first evaluations on, and the model may memorize the training text,
-    which makes the gap grow.
-
-    Args:
-        evaluations: see RunDir.read_evaluations; the first is before any training.
-        epochs: how often the run has read the training text.
+    which makes the gap grow. `evaluations`: see RunDir.read_evaluations; the first is before any
+    training. `epochs`: how often the run has read the training text.
     """
     if len(evaluations) < 3:
         return None

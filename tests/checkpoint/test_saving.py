@@ -60,11 +60,7 @@ def take_step(trainer):
 def make_saver(trainer):
     """Returns a Saver whose `tracking.warnings` has the messages that Tracking would print."""
     warnings = []
-    tracking = SimpleNamespace(
-        warnings=warnings,
-        elapsed_s=lambda: 1.0,
-        warn=warnings.append,
-    )
+    tracking = SimpleNamespace(warnings=warnings, elapsed_s=lambda: 1.0, warn=warnings.append)
     return Saver(trainer, tracking)
 
 

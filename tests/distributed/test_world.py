@@ -226,10 +226,9 @@ def train_elsewhere(text):
 
 @pytest.mark.slow
 def test_a_folder_in_use_is_reported_once(verse):
+    flags = tiny.flags(gradient_accumulation_steps=2)
     with lock_folder("out"):
-        statuses, (error, other) = Ranks(
-            2, train.main, tiny.flags(gradient_accumulation_steps=2)
-        ).wait()
+        statuses, (error, other) = Ranks(2, train.main, flags).wait()
     assert statuses == [2, 2]
     assert "another process is writing to out" in error.splitlines()[-1]
     assert other == ""

@@ -5,13 +5,7 @@ import torch
 
 from folio.cli.errors import UserError
 from folio.hardware import device
-from folio.hardware.device import (
-    DTYPES,
-    Machine,
-    choose_machine,
-    resolve_device,
-    resolve_dtype,
-)
+from folio.hardware.device import DTYPES, Machine, choose_machine, resolve_device, resolve_dtype
 
 SIMILAR_CARDS = ("NVIDIA A10G", "NVIDIA L40", "RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
 
