@@ -7,10 +7,7 @@ import torch
 from folio.cli.errors import UserError
 from folio.inference.scoring import likely_next
 
-TOKEN_STYLE = {
-    "fontfamily": "DejaVu Sans Mono",
-    "parse_math": False,
-}  # I and l look different in it
+TOKEN_STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l look different
 NEXT_TOKENS = 12
 MAX_LABELED_TOKENS = 32  # a longer prompt has positions instead of tokens on its axes
 HEAT_MAP_INCHES = 3
@@ -41,18 +38,18 @@ def compute_attention(model, idx, layers):
     return weights_of_layer
 
 
-def draw_attention(trained, ids, title, layers=None):
+def draw_attention(trained, ids, title, layer=None):
     """Returns a matplotlib figure of each head's attention and of the most likely next tokens.
 
-    `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layers` the numbers of the
-    layers to draw. Default: all. Raises UserError if a layer does not exist.
+    `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layer` the number of the
+    layer to draw; None: all. Raises UserError if it does not exist.
     """
     from matplotlib.figure import Figure
 
     config, tokenizer = trained.model.config, trained.tokenizer
-    layers = range(config.n_layer) if layers is None else layers
-    if missing := set(layers or [0]) - set(range(config.n_layer)):
-        raise UserError(f"{title}: there is no layer {min(missing)} of {config.n_layer} layers")
+    if (layer or 0) not in range(config.n_layer):
+        raise UserError(f"{title}: there is no layer {layer or 0} of {config.n_layer} layers")
+    layers = range(config.n_layer) if layer is None else [layer]
     ids = ids[-config.block_size :]
     idx = torch.tensor(ids, device=trained.model.transformer.wte.weight.device)
     weights = compute_attention(trained.model, idx, layers)
