@@ -4,12 +4,12 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, STDOUT, Popen, run
 
 import torch
 
@@ -52,15 +52,8 @@ def measure_command(command, folder=".", target=None):
     """
     start = time.perf_counter()
     lines = []  # of output, with the seconds since the start
-    child = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # times are those of printing
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}  # times are those of printing
+    child = Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=STDOUT, errors="replace")
     try:
         for line in child.stdout:
             lines.append((time.perf_counter() - start, line.strip()))
@@ -85,14 +78,11 @@ def read_figures(lines, command, target=None):
     values = defaultdict(list)
     for seconds, line in lines:
         for pattern in PATTERNS:
-            match = re.search(pattern, line)
-            if not match:
-                continue
-            name = match.lastgroup
-            value = float(match[name].replace(",", ""))
-            values[name].append(value)
-            if name == "val_loss" and target is not None and value <= target:
-                values["to_target_s"].append(seconds)
+            if match := re.search(pattern, line):
+                value = float(match[1].replace(",", ""))
+                values[match.lastgroup].append(value)
+                if match.lastgroup == "val_loss" and target is not None and value <= target:
+                    values["to_target_s"].append(seconds)
     figures = {}
     for name, numbers in values.items():
         figures[name] = min(numbers) if name in MINIMUMS else median(numbers)
@@ -135,7 +125,7 @@ def describe_machine():
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = re.search(r"model name\s*: (.*)", cpuinfo)
     git = "git describe --always --dirty"  # in a shell, because git may not be installed
-    commit = subprocess.run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
+    commit = run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     return (
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of "
         f"{cpu[1] if cpu else platform.machine()}, {gpu}, "
