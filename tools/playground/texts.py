@@ -49,9 +49,6 @@ def make_model_loader(device, dtype):
     return load_model
 
 
-# Generation
-
-
 def generate(trained, prompt, settings):
     """Yields the continuation of a prompt as it grows. An empty one is the tokenizer's default."""
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
@@ -106,9 +103,6 @@ def append_completion(text, completion, settings, status):
 def decode_pieces(trained, ids):
     """Returns the text that each token adds."""
     return list(map(trained.tokenizer.decoder(), ids))
-
-
-# Explanation
 
 
 def score(trained, string):

@@ -70,8 +70,7 @@ def draw_attention(trained, ids, title, layer=None):
         heat_maps.append(axes)
     bar = figure.colorbar(image, ax=heat_maps, shrink=0.6, aspect=40, location="bottom")
     bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
-    likely_tokens = likely_next(trained, ids, NEXT_TOKENS)
-    draw_next_tokens(figure.add_subplot(grid[:, columns]), likely_tokens, tokenizer)
+    draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
     return figure
 
 
@@ -85,14 +84,14 @@ def draw_head(axes, weights, labels):
     return axes.imshow(weights, cmap="Blues", vmin=0, vmax=1)
 
 
-def draw_next_tokens(axes, likely_tokens, tokenizer):
-    """Draws a bar chart of next tokens, (token, probability), the most likely at the top."""
-    tokens, probabilities = zip(*likely_tokens, strict=True)
+def draw_next_tokens(axes, trained, ids):
+    """Draws a bar chart of the tokens that are likely to follow, the most likely at the top."""
+    tokens, probabilities = zip(*likely_next(trained, ids, NEXT_TOKENS), strict=True)
     axes.set_title("probability of the next token", fontsize=9)
     bars = axes.barh(range(len(tokens)), probabilities)
     axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     axes.margins(x=0.25)  # for these labels
-    labels = [format_token(tokenizer, token) for token in tokens]
+    labels = [format_token(trained.tokenizer, token) for token in tokens]
     axes.set_yticks(range(len(tokens)), labels, **TOKEN_STYLE)
     axes.invert_yaxis()
 

@@ -34,9 +34,6 @@ class Run:
         return min(self.val, key=lambda event: event[measure])
 
 
-# Reading
-
-
 def read_run(folder):
     """Returns the Run in a folder. Raises UserError if it has no log."""
     path = RunDir(folder).log
@@ -84,9 +81,6 @@ def find_nested_runs():
     for folder in Path(".").glob("[!.]*"):
         paths += RunDir.find(folder)
     return sorted(path for path in paths if not path.name.startswith("."))
-
-
-# Grouping
 
 
 @dataclass
