@@ -11,7 +11,7 @@ import train
 from folio.cli.errors import UserError
 from tools import export
 from tools.bench import __main__ as bench
-from tools.bench import compare
+from tools.bench import measure
 from tools.bench.measure import COLUMNS, SEPARATOR, measure_command, read_figures
 
 TRAINING = """
@@ -33,7 +33,7 @@ if sys.argv[1] == "3":
 @pytest.fixture
 def scripts(folder, monkeypatch):
     """A folder with another command, and a train.py in place of folio's."""
-    monkeypatch.setattr(compare, "ROOT", Path())
+    monkeypatch.setattr(measure, "ROOT", Path())
     for name in ("other.py", "train.py"):
         Path(name).write_text(TRAINING)
 

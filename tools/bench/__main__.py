@@ -45,9 +45,8 @@ class BenchConfig:
 if __name__ == "__main__":
     process.start(parse_arguments, BenchConfig)  # --help must not wait for torch
 
-from tools.bench.compare import compare_commands
 from tools.bench.count import print_counts
-from tools.bench.measure import describe_machine
+from tools.bench.measure import compare_commands, describe_machine
 from tools.bench.profile import profile_sampling, profile_training
 
 

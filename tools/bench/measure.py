@@ -1,20 +1,22 @@
-"""Runs a command and reads its figures, such as the time per step, in what it prints."""
+"""Runs commands alternately, and reads figures such as the time per step in what they print."""
 
 import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, STDOUT, Popen, run
 
 import torch
 
 from folio.cli.errors import UserError
 from folio.cli.settings import ROOT
+from tools.plot.table import format_table
 
 COLUMNS = {  # figure: (heading in the table, format)
     "step_ms": ("ms/step", ".2f"),
@@ -44,6 +46,41 @@ SEPARATOR = "---------------"  # printed after each text
 # Measuring
 
 
+def compare_commands(settings):
+    """Measures the commands of a BenchConfig and prints a table of medians."""
+    medians = {}
+    for command, runs in measure_alternately(settings).items():
+        names = [name for name in COLUMNS if all(name in figures for figures in runs)]
+        medians[command] = {name: median(figures[name] for figures in runs) for name in names}
+    print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
+    print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
+    if settings.vs:
+        print(f"    other: {settings.vs}")
+    print_medians(medians)
+
+
+def measure_alternately(settings):
+    """Returns {"folio": [figures of each run]}, and likewise "other" if there is --vs.
+
+    train.py writes to a temporary folder.
+    """
+    with tempfile.TemporaryDirectory() as out_dir:
+        folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
+        if settings.script == "train":
+            folio += [f"--out_dir={out_dir}", "--overwrite=True"]
+        commands = {}
+        if settings.vs:  # runs first, because it is the command that may be mistyped
+            commands["other"] = shlex.split(settings.vs), settings.vs_dir
+        commands["folio"] = folio, "."
+        runs = {name: [] for name in commands}
+        for number in range(1, settings.runs + 1):
+            for name, (command, folder) in commands.items():
+                figures = measure_command(command, folder, settings.target)
+                runs[name].append(figures)
+                print(f"run {number} of {name}: {format_figures(figures)}", flush=True)
+    return runs
+
+
 def measure_command(command, folder=".", target=None):
     """Runs a command in a folder, and returns its figures, {name: value}.
 
@@ -52,15 +89,8 @@ def measure_command(command, folder=".", target=None):
     """
     start = time.perf_counter()
     lines = []  # of output, with the seconds since the start
-    child = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # times are those of printing
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}  # times are those of printing
+    child = Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=STDOUT, errors="replace")
     try:
         for line in child.stdout:
             lines.append((time.perf_counter() - start, line.strip()))
@@ -85,14 +115,11 @@ def read_figures(lines, command, target=None):
     values = defaultdict(list)
     for seconds, line in lines:
         for pattern in PATTERNS:
-            match = re.search(pattern, line)
-            if not match:
-                continue
-            name = match.lastgroup
-            value = float(match[name].replace(",", ""))
-            values[name].append(value)
-            if name == "val_loss" and target is not None and value <= target:
-                values["to_target_s"].append(seconds)
+            if match := re.search(pattern, line):
+                value = float(match[1].replace(",", ""))
+                values[match.lastgroup].append(value)
+                if match.lastgroup == "val_loss" and target is not None and value <= target:
+                    values["to_target_s"].append(seconds)
     figures = {}
     for name, numbers in values.items():
         figures[name] = min(numbers) if name in MINIMUMS else median(numbers)
@@ -118,6 +145,23 @@ def estimate_sampling_speed(lines, command):
 # Reporting
 
 
+def print_medians(medians):
+    """Prints {name of a command: figures} as a Markdown table, with ratios if there are two."""
+    names = [name for name in COLUMNS if any(name in figures for figures in medians.values())]
+    rows = [["", *(COLUMNS[name][0] for name in names)]]
+    for command, figures in medians.items():
+        rows.append([command, *(format_figure(name, figures) for name in names)])
+    if "other" in medians:
+        rows.append(["folio / other", *(format_ratio(name, medians) for name in names)])
+    print("", *format_table(rows), sep="\n")
+
+
+def format_ratio(name, medians):
+    """Returns the ratio of a figure of folio to that of the other command, empty if unknown."""
+    folio, other = medians["folio"].get(name), medians["other"].get(name)
+    return f"{folio / other:.3f}" if folio and other else ""
+
+
 def format_figures(figures):
     """Returns figures, {name: value}, as a line."""
     names = [name for name in COLUMNS if name in figures]
@@ -135,7 +179,7 @@ def describe_machine():
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = re.search(r"model name\s*: (.*)", cpuinfo)
     git = "git describe --always --dirty"  # in a shell, because git may not be installed
-    commit = subprocess.run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
+    commit = run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     return (
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of "
         f"{cpu[1] if cpu else platform.machine()}, {gpu}, "

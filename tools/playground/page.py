@@ -165,7 +165,7 @@ def add_text_tab(page, in_thread, load_model, folder):
         if not text:
             raise UserError("generate or score a text first")
         layer = int(layer or 0)  # None: empty
-        yield draw_attention(text.trained, text.ids, f"layer {layer}", [layer])
+        yield draw_attention(text.trained, text.ids, f"layer {layer}", layer)
 
     outputs, starts = [text, tokens, status, alternatives], [start.click, prompt.submit]
     gr.on([page.load, model.change, *starts], describe, model, summary, **EVENT_OPTIONS)

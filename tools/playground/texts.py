@@ -49,33 +49,27 @@ def make_model_loader(device, dtype):
     return load_model
 
 
-# Generation
-
-
 def generate(trained, prompt, settings):
     """Yields the continuation of a prompt as it grows. An empty one is the tokenizer's default."""
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
     starts = [max(0, index - trained.model.config.block_size) for index in range(len(ids))]
-    logprobs = [None] * len(ids)
-    text = TokenText(trained, ids, decode_pieces(trained, ids), starts, logprobs, "")
-    yield from continue_text(text, settings)
+    return continue_text(trained, ids, starts, [None] * len(ids), settings)
 
 
 def branch(text, index, token, settings):
     """Yields the continuation of the text before token `index`, which is replaced by `token`."""
-    trained, ids = text.trained, [*text.ids[:index], token]
-    starts, logprobs = text.starts[: index + 1], [*text.logprobs[:index], None]
+    ids, logprobs = [*text.ids[:index], token], [*text.logprobs[:index], None]
+    return continue_text(text.trained, ids, text.starts[: index + 1], logprobs, settings)
+
+
+def continue_text(trained, ids, starts, logprobs, settings):
+    """Yields a TokenText that starts with these tokens, while its continuation is generated."""
     text = TokenText(trained, ids, decode_pieces(trained, ids), starts, logprobs, "")
-    yield from continue_text(text, settings)
-
-
-def continue_text(text, settings):
-    """Yields a TokenText with the tokens of its continuation, while they are generated."""
-    tokenizer, stops = text.trained.tokenizer, parse_stop_texts(settings.stop)
-    completion = Completion("".join(text.pieces), text.ids, settings.seed, tokenizer, stops)
+    stops = parse_stop_texts(settings.stop)
+    completion = Completion("".join(text.pieces), ids, settings.seed, trained.tokenizer, stops)
     start_time = update_time = time.monotonic()
     controls = Controls.from_settings(settings)
-    for _ in complete(text.trained, [completion], controls, settings.stream):
+    for _ in complete(trained, [completion], controls, settings.stream):
         now, count = time.monotonic(), len(completion.ids)
         status = f"{count:,} tokens, {count / (now - start_time):,.0f} tokens/s"
         if count == 1 or now > update_time + UPDATE_INTERVAL_S:
@@ -93,31 +87,22 @@ def append_completion(text, completion, settings, status):
     """
     model, prompt_length = text.trained.model, len(text.ids)
     block_size, stride = model.config.block_size, stride_of(model, settings.context_stride)
-    starts = []
-    for index in range(prompt_length, prompt_length + len(completion.ids)):
+    ids, logprobs = text.ids + completion.ids, text.logprobs + completion.logprobs
+    starts, pieces = list(text.starts), list(text.pieces)
+    for index in range(prompt_length, len(ids)):
         starts.append(context_start(index, block_size, stride, prompt_length))
-    pieces, end = [], len(completion.prompt)
+    end = len(completion.prompt)
     stable_text = completion.stable_text()
     for piece in completion.pieces:
         pieces.append(stable_text[end : end + len(piece)])
         end += len(piece)
     pieces[-1] += stable_text[end:]  # an incomplete character
-    return TokenText(
-        text.trained,
-        text.ids + completion.ids,
-        text.pieces + pieces,
-        text.starts + starts,
-        text.logprobs + completion.logprobs,
-        status,
-    )
+    return TokenText(text.trained, ids, pieces, starts, logprobs, status)
 
 
 def decode_pieces(trained, ids):
     """Returns the text that each token adds."""
     return list(map(trained.tokenizer.decoder(), ids))
-
-
-# Explanation
 
 
 def score(trained, string):

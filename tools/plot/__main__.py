@@ -77,8 +77,7 @@ def plot_attention(folder, settings):
     prompt = read_prompt(settings.start)
     trained = load_trained(RunDir(folder).load_best())
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
-    layers = None if settings.layer is None else [settings.layer]
-    return draw_attention(trained, ids, folder, layers)
+    return draw_attention(trained, ids, folder, settings.layer)
 
 
 if __name__ == "__main__":

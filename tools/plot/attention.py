@@ -7,10 +7,7 @@ import torch
 from folio.cli.errors import UserError
 from folio.inference.scoring import likely_next
 
-TOKEN_STYLE = {
-    "fontfamily": "DejaVu Sans Mono",
-    "parse_math": False,
-}  # I and l look different in it
+TOKEN_STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l look different
 NEXT_TOKENS = 12
 MAX_LABELED_TOKENS = 32  # a longer prompt has positions instead of tokens on its axes
 HEAT_MAP_INCHES = 3
@@ -41,18 +38,18 @@ def compute_attention(model, idx, layers):
     return weights_of_layer
 
 
-def draw_attention(trained, ids, title, layers=None):
+def draw_attention(trained, ids, title, layer=None):
     """Returns a matplotlib figure of each head's attention and of the most likely next tokens.
 
-    `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layers` the numbers of the
-    layers to draw. Default: all. Raises UserError if a layer does not exist.
+    `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layer` the number of the
+    layer to draw; None: all. Raises UserError if it does not exist.
     """
     from matplotlib.figure import Figure
 
     config, tokenizer = trained.model.config, trained.tokenizer
-    layers = range(config.n_layer) if layers is None else layers
-    if missing := set(layers or [0]) - set(range(config.n_layer)):
-        raise UserError(f"{title}: there is no layer {min(missing)} of {config.n_layer} layers")
+    if (layer or 0) not in range(config.n_layer):
+        raise UserError(f"{title}: there is no layer {layer or 0} of {config.n_layer} layers")
+    layers = range(config.n_layer) if layer is None else [layer]
     ids = ids[-config.block_size :]
     idx = torch.tensor(ids, device=trained.model.transformer.wte.weight.device)
     weights = compute_attention(trained.model, idx, layers)
@@ -73,8 +70,7 @@ def draw_attention(trained, ids, title, layers=None):
         heat_maps.append(axes)
     bar = figure.colorbar(image, ax=heat_maps, shrink=0.6, aspect=40, location="bottom")
     bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
-    likely_tokens = likely_next(trained, ids, NEXT_TOKENS)
-    draw_next_tokens(figure.add_subplot(grid[:, columns]), likely_tokens, tokenizer)
+    draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
     return figure
 
 
@@ -88,14 +84,14 @@ def draw_head(axes, weights, labels):
     return axes.imshow(weights, cmap="Blues", vmin=0, vmax=1)
 
 
-def draw_next_tokens(axes, likely_tokens, tokenizer):
-    """Draws a bar chart of next tokens, (token, probability), the most likely at the top."""
-    tokens, probabilities = zip(*likely_tokens, strict=True)
+def draw_next_tokens(axes, trained, ids):
+    """Draws a bar chart of the tokens that are likely to follow, the most likely at the top."""
+    tokens, probabilities = zip(*likely_next(trained, ids, NEXT_TOKENS), strict=True)
     axes.set_title("probability of the next token", fontsize=9)
     bars = axes.barh(range(len(tokens)), probabilities)
     axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     axes.margins(x=0.25)  # for these labels
-    labels = [format_token(tokenizer, token) for token in tokens]
+    labels = [format_token(trained.tokenizer, token) for token in tokens]
     axes.set_yticks(range(len(tokens)), labels, **TOKEN_STYLE)
     axes.invert_yaxis()
 

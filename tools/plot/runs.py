@@ -34,9 +34,6 @@ class Run:
         return min(self.val, key=lambda event: event[measure])
 
 
-# Reading
-
-
 def read_run(folder):
     """Returns the Run in a folder. Raises UserError if it has no log."""
     path = RunDir(folder).log
@@ -80,14 +77,10 @@ def find_runs(folder):
 
 def find_nested_runs():
     """Returns the folders of runs in this folder and in its sweeps, sorted; not hidden ones."""
-    paths = set(RunDir.find("."))
-    for folder in Path(".").iterdir():
-        if folder.is_dir() and not folder.name.startswith("."):
-            paths.update(RunDir.find(folder))
+    paths = RunDir.find(".")
+    for folder in Path(".").glob("[!.]*"):
+        paths += RunDir.find(folder)
     return sorted(path for path in paths if not path.name.startswith("."))
-
-
-# Grouping
 
 
 @dataclass
@@ -118,14 +111,10 @@ class Group:
         return {str(run.settings.get(name, "")) for run in self.runs}
 
     def curve(self, split, key):
-        """Computes the mean curve of the evaluated runs, of which there must be at least one.
+        """Returns the means of `key`, a key of events, and the means and deviations of the losses.
 
-        Args:
-            split: "train" or "val".
-            key: of the events, for the x axis.
-
-        Returns means of `key`, means of the losses and their standard deviations, (3, events), for
-        as many events as all these runs have.
+        They are (3, events), over the evaluated runs, of which there must be at least one, for as
+        many events of the split, "train" or "val", as all these runs have.
         """
         logs = [getattr(run, split) for run in self.evaluated_runs]
         length = min(map(len, logs))

@@ -8,9 +8,8 @@ FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # columns a
 def compare_groups(groups):
     """Returns the rows of a table of groups, which are sorted, the best first.
 
-    The first row is the header. The columns are the loss, FIGURES, and the settings in which the
-    groups differ. Losses are means and standard deviations over seeds, padded to equal lengths; the
-    other figures are medians.
+    The first row is the header. Losses are means and standard deviations over seeds, padded to
+    equal lengths. FIGURES are medians. The last columns are settings in which the groups differ.
     """
     is_repeated = any(len(group.runs) > 1 for group in groups)
     header = ["run", f"best val {groups[0].measure}".replace("_", " ")]

@@ -78,12 +78,10 @@ class Grid:
 def list_values(settings_class, name, value):
     """Returns the values of a setting, of which `value` is a list, a range, or the only one.
 
-    A range, "uniform:LOW:HIGH" or "log:LOW:HIGH", has at most LIMIT values: integers, or numbers of
-    four digits. They or, for "log", their logarithms are evenly spaced. Raises UserError if LOW or
+    `value` is what a config file assigns, or the list of a flag's texts. A range,
+    "uniform:LOW:HIGH" or "log:LOW:HIGH", has at most LIMIT values: integers, or numbers of four
+    digits. They or, for "log", their logarithms are evenly spaced. Raises UserError if LOW or
     HIGH is invalid.
-
-    Args:
-        value: what a config file assigns, or the list of a flag's texts.
     """
     is_list = isinstance(value, list | tuple | range) and len(value) > 0
     values = value if is_list else [value]

@@ -6,12 +6,12 @@ With halving, only the best combinations are trained to the end: Jamieson and Ta
 
 import math
 import os
-import subprocess
 import sys
 import time
 from collections import deque
 from pathlib import Path
 from statistics import fmean
+from subprocess import DEVNULL, STDOUT, Popen
 from typing import NamedTuple
 
 import torch
@@ -144,19 +144,15 @@ class WorkerPool:
 
 
 def start_worker(task, variables):
-    """Starts train.py with a task. Returns the subprocess.Popen.
+    """Starts train.py with a task. Returns the Popen.
 
     `variables` are added to its environment. What it prints is appended to OUTPUT_NAME.
     """
     command = [sys.executable, str(ROOT / "train.py"), *train_flags(task)]
     task.folder.mkdir(exist_ok=True)
     with open(task.folder / OUTPUT_NAME, "ab") as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | variables,
+        return Popen(
+            command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=os.environ | variables
         )
 
 
