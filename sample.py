@@ -25,7 +25,7 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings, parse_arguments, setting
 
-EXCLUSIVE = (  # at most one setting of each group can be given
+EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
     ("interactive", "stream", "json", "logprobs"),
 )
@@ -73,7 +73,7 @@ class SampleConfig:
     def __post_init__(self):
         if not self.out_dir:
             raise ValueError("out_dir must not be empty")
-        for names in EXCLUSIVE:
+        for names in EXCLUSIVE_SETTINGS:
             given = [name for name in names if getattr(self, name) not in (None, False)]
             if len(given) > 1:
                 raise ValueError(f"--{given[0]} and --{given[1]} cannot be combined: give one")

@@ -29,7 +29,7 @@ PROGRESS_KEYS = {"step": "iter_num", "evaluated_step": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-COMPILED_PREFIX = "_orig_mod."  # torch.compile's, in nanoGPT's checkpoints
+COMPILED_PREFIX = "_orig_mod."  # torch.compile adds it to names in nanoGPT's checkpoints
 INITIALIZERS = {
     (nn.Linear, "reset_parameters"): nn.Linear.reset_parameters,
     (nn.Embedding, "reset_parameters"): nn.Embedding.reset_parameters,

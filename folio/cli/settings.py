@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from folio.cli.errors import UserError, suggest
 from folio.cli.process import script_name
 
-ROOT = Path(__file__).parents[2]  # of the repository
+ROOT = Path(__file__).parents[2]  # the repository's root folder
 PRESETS_FOLDER = ROOT / "config"
 
 Scope = Literal["run", "files", "machine", "display"]

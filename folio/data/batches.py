@@ -10,7 +10,7 @@ from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import device_type
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part times 2^64
-MAX_RESIDENT_BYTES = 2**30  # of a split in a GPU's memory: copying more would delay the start
+MAX_RESIDENT_BYTES = 2**30  # copying a larger split to a GPU would delay the start
 
 
 def window_starts(seed, first, count, num_starts):

@@ -9,7 +9,7 @@ from functools import cache
 
 from folio.cli.errors import UserError, cause_of
 
-MIN_PIECE_CHARACTERS = 2**16  # of a text that are encoded at once
+MIN_PIECE_CHARACTERS = 2**16
 # After a match, a text can be cut without a change of its tokens: a line end between two characters
 # that are not whitespace, or a character before a single space.
 CUT_PATTERN = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")

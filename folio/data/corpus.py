@@ -18,7 +18,7 @@ from folio.data.tokenizer import BLANK_LINE, END_OF_TEXT, Alphabet
 TRAIN_SHARE = 0.9
 VAL_BYTES = 20_000_000
 MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
-SAMPLE_CHARACTERS = 2**20  # from which the length of tokens is estimated
+SAMPLE_CHARACTERS = 2**20  # enough to estimate the length of tokens
 
 
 class Piece(NamedTuple):

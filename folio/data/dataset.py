@@ -27,8 +27,8 @@ FORMAT = 1
 SPLITS = ("train", "val")
 DATA_FOLDER = Path("data")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-MAX_CHECKED_TOKENS = 2**25  # of a split, whenever it is loaded
-BLOCK_TOKENS = 2**22  # that are read at once
+MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on loading
+READ_BLOCK_TOKENS = 2**22
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def _explain_errors(path):
 def _check_ids(ids, vocab_size):
     """Returns the CRC-32 of ids. Raises ValueError for ids that are not in the vocabulary."""
     crc = 0
-    for start in range(0, len(ids), BLOCK_TOKENS):
-        block = ids[start : start + BLOCK_TOKENS]
+    for start in range(0, len(ids), READ_BLOCK_TOKENS):
+        block = ids[start : start + READ_BLOCK_TOKENS]
         crc = zlib.crc32(block, crc)
         largest = block.max()
         if largest >= vocab_size:

@@ -9,7 +9,7 @@ import numpy as np
 
 from folio.data.tokenizer import BLANK_LINE
 
-BATCH_CHARACTERS = 2**19  # that a thread encodes at once, at least
+MIN_BATCH_CHARACTERS = 2**19
 
 
 def encode_corpus(corpus, tokenizer, writer, max_tokens=None):
@@ -18,7 +18,8 @@ def encode_corpus(corpus, tokenizer, writer, max_tokens=None):
     They do not depend on the number of cores. Returns the number of characters.
     """
     num_characters = num_tokens = 0
-    batches = batch_pieces(corpus.read(), min(BATCH_CHARACTERS, max_tokens or BATCH_CHARACTERS))
+    min_characters = min(MIN_BATCH_CHARACTERS, max_tokens or MIN_BATCH_CHARACTERS)
+    batches = batch_pieces(corpus.read(), min_characters)
     for batch, encoded_splits in map_in_threads(partial(encode_pieces, tokenizer), batches):
         for split, (ids, num_bytes) in encoded_splits.items():
             writer.append(split, ids, num_bytes)

@@ -15,10 +15,10 @@ from folio.cli.files import is_file
 from folio.data.bpe import find_last_cut
 
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".csv.gz", ".csv.zst")
-CHUNK_CHARACTERS = 2**19  # of a text that are read at once; larger arrays are slower to write
+CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**21  # after which a text is cut even if that changes its tokens
-BLOCK_BYTES = 2**25  # of JSON lines or CSV that are read at once; a longer row is an error
-PARQUET_ROWS = 1000  # that are read at once
+TABLE_BLOCK_BYTES = 2**25  # a longer row of JSON lines or CSV is an error
+PARQUET_ROWS_PER_BATCH = 1000
 
 
 class Chunk(NamedTuple):
@@ -83,7 +83,7 @@ class Source:
             raise UserError(
                 f"{self.name} cannot be read ({cause_of(error)}); --text_key names the column "
                 "with the text, and a row of JSON lines or CSV has at most "
-                f"{BLOCK_BYTES / 1e6:.0f} MB"
+                f"{TABLE_BLOCK_BYTES / 1e6:.0f} MB"
             ) from error
 
 
@@ -138,20 +138,20 @@ def _read_row_batches(source):
     path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
     if source.suffix == ".parquet":
         with parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(PARQUET_ROWS, columns=schema.names)
+            yield from file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=schema.names)
         return
     with pyarrow.input_stream(path) as stream:  # decompresses it
         if source.suffix.startswith(".csv"):
             yield from csv.open_csv(
                 stream,
-                csv.ReadOptions(block_size=BLOCK_BYTES),
+                csv.ReadOptions(block_size=TABLE_BLOCK_BYTES),
                 csv.ParseOptions(newlines_in_values=True),
                 csv.ConvertOptions(include_columns=schema.names, column_types=schema),
             )
         else:
             yield from json.open_json(
                 stream,
-                json.ReadOptions(block_size=BLOCK_BYTES),
+                json.ReadOptions(block_size=TABLE_BLOCK_BYTES),
                 json.ParseOptions(schema, unexpected_field_behavior="ignore"),
             )
 

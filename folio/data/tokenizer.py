@@ -11,7 +11,7 @@ import numpy as np
 from folio.cli.errors import UserError, cause_of
 from folio.data.bpe import encode_text, load_encoder, read_vocabulary, train_bpe
 
-NUM_CODE_POINTS = 0x110000  # of Unicode
+UNICODE_CODE_POINTS = 0x110000
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 DEFAULT_BPE_VOCAB_SIZE = 2048
@@ -77,7 +77,7 @@ class Alphabet:
 
     def __init__(self):
         self._ascii = b""
-        self._is_used = np.zeros(NUM_CODE_POINTS, bool)
+        self._is_used = np.zeros(UNICODE_CODE_POINTS, bool)
 
     def add(self, text):
         if text.isascii():  # fast
@@ -100,7 +100,7 @@ class CharTokenizer(Tokenizer):
         """`characters` is a string, indexed by id."""
         self.characters = characters
         self.vocab_size = len(characters)
-        self._ids = np.full(NUM_CODE_POINTS, -1, np.int32)
+        self._ids = np.full(UNICODE_CODE_POINTS, -1, np.int32)
         self._ids[_code_points(characters)] = np.arange(self.vocab_size)
         self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
 

@@ -16,7 +16,7 @@ DTYPE_REASONS = {
     "float32": "no fast bfloat16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_SINGLE_THREAD_PRODUCTS = 10**7  # of a step: the fast preset's model with ten texts
+MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
 # Pattern of a card's name, and its peak for 16-bit and for float32 matrix products (TF32 if it has
 # that), from NVIDIA's data sheets; figures "with sparsity" are halved. The first match counts.

@@ -32,7 +32,7 @@ INDUCTOR_OPTIONS = {
     "max_autotune_gemm_backends": "CPP",
     "aot_inductor.precompile_headers": False,  # would take 6 s, for headers that are used once
 }
-MIN_LENGTH = 2  # of the attended part of the cache; torch.export takes a size of 1 for a constant
+MIN_ATTENDED_LENGTH = 2  # torch.export takes a size of 1 for a constant
 MAX_CACHED_FILES = 4  # each is as large as the model
 COMPILING_HINT = "compiling the model for later runs with --compile; Ctrl-C stops this"
 BATCH_HINT = "on a CPU, --compile needs --stream, or one prompt with --num_samples=1"
@@ -133,7 +133,7 @@ class CompiledStep:
 
     def __call__(self, model, cache, tail, position, length):
         """See decode_one; `model` is ignored."""
-        visible = self.positions[: max(length, MIN_LENGTH)]
+        visible = self.positions[: max(length, MIN_ATTENDED_LENGTH)]
         return self.runner.boxed_run([tail, position, visible, *cache.keys, *cache.values])[0]
 
 
@@ -161,7 +161,7 @@ class DecodeStep(nn.Module):
         tail = torch.zeros(1, 1 + config.preceding_tokens, dtype=torch.int64)
         position, visible = tail[0, :1].clone(), torch.arange(config.block_size)
         example = (tail, position, visible, self.cache.keys, self.cache.values)
-        length = torch.export.Dim("length", min=MIN_LENGTH, max=config.block_size)
+        length = torch.export.Dim("length", min=MIN_ATTENDED_LENGTH, max=config.block_size)
         shapes = (None, None, {0: length}, fixed, fixed)
         return torch.export.export(self, example, dynamic_shapes=shapes)
 

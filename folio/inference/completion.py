@@ -15,9 +15,9 @@ from folio.inference.generate import decode_one, generate
 from folio.inference.sampling import Controls
 from folio.inference.scoring import check_finite
 
-TOKENS_PER_SYNC = 16  # tokens generated between reads of the result, which wait for the device
+TOKENS_PER_SYNC = 16  # reading results waits for the device
 MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before they end
-MEMORY_SHARE = 1 / 4  # of the device, for a batch; more texts take several batches
+BATCH_MEMORY_FRACTION = 1 / 4  # more texts take several batches
 
 
 @dataclass
@@ -123,7 +123,7 @@ def max_batch_size(model):
     cache = 2 * config.n_layer * config.block_size * config.n_embd
     logits = 8 * config.vocab_size  # and the tensors of sampling
     available = memory_bytes(model.transformer.wte.weight.device) or 2**33
-    size = int(MEMORY_SHARE * available) // (4 * (cache + logits))
+    size = int(BATCH_MEMORY_FRACTION * available) // (4 * (cache + logits))
     return min(max(1, size), MAX_BATCH_SIZE)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from folio.inference.sampling import occurrences, sample_next, uniforms
 
-TOKENS_PER_PASS = 2**14  # tokens in one forward pass, which limits its activations
+TOKENS_PER_PASS = 2**14  # limits the activations of a forward pass
 
 
 class KVCache:

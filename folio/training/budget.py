@@ -13,7 +13,7 @@ from folio.data.batches import Batches
 STEP_COUNTS = ("max_iters", "warmup_iters", "lr_decay_iters")
 WARMUP_STEPS, MEASURED_STEPS = 2, 20
 MEASURED_FRACTION = 0.05  # largest part of the budget that measuring takes
-FORWARD_FRACTION = 1 / 3  # of a training step; a backward pass takes twice as long
+FORWARD_FRACTION = 1 / 3  # a backward pass takes twice as long as a forward pass
 
 
 def fit_to_minutes(trainer):

@@ -13,7 +13,7 @@ from folio.hardware.device import DTYPES
 from folio.training.muon import Muon
 
 STATE_KEYS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
-EMBEDDING_LR_SCALE = 5.0  # with Muon; chosen empirically
+EMBEDDING_LR_SCALE = 5.0  # chosen empirically
 
 
 def make_optimizers(model, settings, world=SINGLE_PROCESS):

@@ -21,7 +21,7 @@ def _sources(folder, monkeypatch, gpt2_of_bytes):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
     Path("own.jsonl").write_text(lines)
     monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 300)
-    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 200)
+    monkeypatch.setattr(encoding, "MIN_BATCH_CHARACTERS", 200)
 
 
 def prepare_files(name, source, kind, *flags):
@@ -38,7 +38,7 @@ def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
     expected = prepare_files("one", source, kind)
     monkeypatch.setattr(encoding, "num_cores", lambda: 5)
     monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
-    monkeypatch.setattr(encoding, "BATCH_CHARACTERS", 2**20)
+    monkeypatch.setattr(encoding, "MIN_BATCH_CHARACTERS", 2**20)
     assert prepare_files("other", source, kind) == expected
 
 

@@ -78,7 +78,7 @@ def test_invalid_json_line_is_refused(line):
 
 
 def test_a_row_longer_than_a_block_is_an_error(monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(sources, "TABLE_BLOCK_BYTES", 100)
     assert "at most" in error_of(write("a.jsonl", ["short", "long " * 99, "short"]))
 
 

@@ -23,8 +23,8 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.settings import ROOT, load_settings, parse_arguments, setting
 
-TARGET_LOSS = 1.4697  # of nanoGPT's Shakespeare recipe on its validation split, from its README
-VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}  # of datasets of random ids
+TARGET_LOSS = 1.4697  # of nanoGPT's Shakespeare recipe, from its README
+RANDOM_DATASET_VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}
 
 # {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
 # and {out}, folders. train.py gets --out_dir={out}/NAME.
@@ -125,7 +125,7 @@ from tools.plot.table import format_table
 def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
     for data in (Path("data"), Path(settings.vs_dir, "data")):
-        for name, vocab_size in VOCAB_SIZES.items():
+        for name, vocab_size in RANDOM_DATASET_VOCAB_SIZES.items():
             write_random_tokens(data / name, vocab_size)
     rows = [("measurement", "figures")]
     for part in settings.parts.split(","):

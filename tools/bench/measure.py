@@ -39,7 +39,7 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"; first token (?:after )?(?P<first_s>\d+\.?\d*) s",
     r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
 )
-MINIMUMS = ("val_loss", "to_target_s")  # of other figures, the median is reported
+FIGURES_SHOWN_AS_MINIMUM = ("val_loss", "to_target_s")  # others are shown as medians
 SEPARATOR = "---------------"  # printed after each text
 
 
@@ -122,7 +122,7 @@ def read_figures(lines, command, target=None):
                     values["to_target_s"].append(seconds)
     figures = {}
     for name, numbers in values.items():
-        figures[name] = min(numbers) if name in MINIMUMS else median(numbers)
+        figures[name] = min(numbers) if name in FIGURES_SHOWN_AS_MINIMUM else median(numbers)
     tokens_per_step = figures.pop("tokens_per_step", None)
     if "tokens_per_s" not in figures:  # nanoGPT prints no speed
         if tokens_per_step and "step_ms" in figures:

@@ -19,11 +19,11 @@ from tools.plot.losses import AXES, LABELS, draw_losses
 from tools.plot.runs import find_nested_runs, group_runs, read_runs
 from tools.plot.table import compare_groups
 
-MAIN_SETTINGS = ("temperature", "max_new_tokens", "seed")  # of sample.py
+MAIN_SAMPLE_SETTINGS = ("temperature", "max_new_tokens", "seed")
 MORE_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_stride", "stop")
 LOSSES_INTERVAL_S = 5  # between two updates
 MEMORY_ADVICE = "use --device=cpu, or a smaller model or shorter text"
-MAX_CURVES = 8  # of the best runs
+MAX_DRAWN_RUNS = 8  # the best ones
 ALTERNATIVES_LABEL = "select a token of the text to see which others were likely"
 # Events are private because the description of a public API, with the names of runs, would be
 # served without a password.
@@ -32,14 +32,14 @@ EVENT_OPTIONS = {"show_progress": "hidden", "concurrency_limit": None, "api_visi
 THEME = gr.themes.Default(
     primary_hue="teal", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
 )
-BANDS = (  # of the probability of a token: lowest, text, color
+PROBABILITY_BANDS = (  # (lowest probability, its text, color)
     (0.5, "50–100%", "#e3f1ec"),
     (0.2, "20–50%", "#fdf1c0"),
     (0.05, "5–20%", "#fddca6"),
     (0.01, "1–5%", "#fbbd97"),
     (0.0, "below 1%", "#f1998c"),
 )
-SPANS = [f'<span style="background: {color}">{text}</span>' for _, text, color in BANDS]
+SPANS = [f'<span style="background: {color}">{text}</span>' for _, text, color in PROBABILITY_BANDS]
 LEGEND = f'<p class="legend">probability {"".join(SPANS)}</p>'
 # gr.HighlightedText breaks lines inside words, so texts are HTML.
 TOKENS_CSS = """
@@ -119,7 +119,7 @@ def add_text_tab(page, in_thread, load_model, folder):
                     start = gr.Button("Generate", variant="primary")
                     stop = gr.Button("Stop")
                 with gr.Row():
-                    settings = [add_setting(name) for name in MAIN_SETTINGS]
+                    settings = [add_setting(name) for name in MAIN_SAMPLE_SETTINGS]
                 with gr.Accordion("more settings", open=False):
                     settings += [add_setting(name) for name in MORE_SETTINGS]
             with gr.Tab("Score"):
@@ -212,7 +212,7 @@ def add_runs_tab(in_thread, tab, other_tabs):
     with gr.Row():
         x = gr.Radio(list(AXES), value="steps", label="x axis")
         y = gr.Radio(list(LABELS), value="loss", label="y axis and table")
-    plot = gr.Plot(label=f"the best {MAX_CURVES} runs")
+    plot = gr.Plot(label=f"the best {MAX_DRAWN_RUNS} runs")
     table = gr.Dataframe(label="all runs, the best first", interactive=False)
     timer = gr.Timer(LOSSES_INTERVAL_S, active=False)
 
@@ -225,7 +225,7 @@ def add_runs_tab(in_thread, tab, other_tabs):
             return
         groups = group_runs(read_runs(sizes), y)
         header, *rows = compare_groups(groups) if groups else [["run"]]
-        best_groups = [group for group in groups if group.evaluated_runs][:MAX_CURVES]
+        best_groups = [group for group in groups if group.evaluated_runs][:MAX_DRAWN_RUNS]
         figure = draw_losses(best_groups, x) if best_groups else None
         yield (sizes, x, y), gr.Dataframe(rows, headers=header), figure
 
@@ -263,7 +263,7 @@ def add_setting(name):
 
 def read_settings(values):
     """Returns the SampleConfig with the texts of the inputs; an empty one is the default."""
-    pairs = zip(MAIN_SETTINGS + MORE_SETTINGS, values, strict=True)
+    pairs = zip(MAIN_SAMPLE_SETTINGS + MORE_SETTINGS, values, strict=True)
     flags = [f"--{name}={value}" for name, value in pairs if value]
     return load_settings(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
 
@@ -285,7 +285,7 @@ def render_text(text):
         if logprob is not None:
             probability = math.exp(logprob)
             percent = texts.format_percent(probability)
-            color = next(color for lowest, _, color in BANDS if probability >= lowest)
+            color = next(color for lowest, _, color in PROBABILITY_BANDS if probability >= lowest)
             attributes = f' style="background: {color}" title="{percent}"'
         piece = html.escape(piece).replace("\n", "<span></span>\n")
         spans.append(f'<span class="token"{attributes}>{piece}</span>')

@@ -17,7 +17,7 @@ from tools.plot.attention import format_token
 
 MAX_ALTERNATIVES = 10
 MAX_SCORED_CHARACTERS = 20_000  # a page with more becomes slow
-UPDATE_INTERVAL_S = 0.2  # of a text that is generated
+UPDATE_INTERVAL_S = 0.2
 
 
 class TokenText(NamedTuple):

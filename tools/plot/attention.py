@@ -11,7 +11,7 @@ TOKEN_STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l
 NEXT_TOKENS = 12
 MAX_LABELED_TOKENS = 32  # a longer prompt has positions instead of tokens on its axes
 HEAT_MAP_INCHES = 3
-HEADS_PER_ROW = 4  # of a single layer; several layers have a row each
+HEADS_PER_ROW = 4  # if a single layer is drawn
 
 
 @torch.inference_mode()

@@ -7,7 +7,7 @@ from folio.cli.errors import UserError
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 MAX_TRAINING_POINTS = 100  # more are averaged, because losses of batches are noisy
-CUT_FRACTION = 0.1  # of a run, at its start, whose high losses are cut off
+SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
 
 def draw_losses(groups, axis):
@@ -33,7 +33,7 @@ def draw_losses(groups, axis):
             axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
         x, loss, deviation = group.curve("val", AXES[axis])
         draw_validation(axes, x, loss, deviation, color, group.name)
-        highest.append(loss[x >= x.min() + CUT_FRACTION * np.ptp(x)].max())
+        highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
     legend = axes.legend(title=legend_title(groups), frameon=False)

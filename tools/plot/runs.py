@@ -15,7 +15,7 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.files import is_file
 
-SEED_PATTERN = re.compile(r"\bseed=\d+")  # in the name of a folder
+FOLDER_SEED_PATTERN = re.compile(r"\bseed=\d+")
 
 
 @dataclass
@@ -131,7 +131,7 @@ def group_runs(runs, measure="loss"):
     """
     runs_of_pattern = defaultdict(list)
     for run in runs:
-        runs_of_pattern[SEED_PATTERN.sub("seed=*", run.folder)].append(run)
+        runs_of_pattern[FOLDER_SEED_PATTERN.sub("seed=*", run.folder)].append(run)
     groups = []
     for pattern, similar_runs in runs_of_pattern.items():
         name = pattern if len(similar_runs) > 1 else similar_runs[0].folder

@@ -15,7 +15,7 @@ from tools.sweep.workers import RUN_SETTINGS
 
 LIMIT = 200  # most values of a range, and combinations without --trials
 SEED = 1337  # of the random choice, which is the same when a sweep continues
-SPACINGS = {"uniform": np.linspace, "log": np.geomspace}  # of the values of a range
+RANGE_SPACINGS = {"uniform": np.linspace, "log": np.geomspace}
 
 
 class Grid:
@@ -86,13 +86,13 @@ def list_values(settings_class, name, value):
     is_list = isinstance(value, list | tuple | range) and len(value) > 0
     values = value if is_list else [value]
     kind, *ends = str(values[0]).split(":")
-    if len(values) > 1 or kind not in SPACINGS:
+    if len(values) > 1 or kind not in RANGE_SPACINGS:
         return values
     try:
         low, high = map(float, ends)
         if not low < high < math.inf:
             raise ValueError
-        numbers = SPACINGS[kind](low, high, LIMIT).tolist()
+        numbers = RANGE_SPACINGS[kind](low, high, LIMIT).tolist()
     except ValueError as error:
         rule = "LOW < HIGH" if kind == "uniform" else "0 < LOW < HIGH"
         raise UserError(f"{values[0]} is not a range: write {kind}:LOW:HIGH, {rule}") from error

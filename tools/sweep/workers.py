@@ -25,7 +25,7 @@ from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read_run
 from train import TrainConfig
 
-OUTPUT_NAME = "output.txt"  # in the folder of the run, with what train.py prints
+OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
 POLL_INTERVAL_S = 0.1
 # Settings that a sweep passes on to train.py
 RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
@@ -146,11 +146,11 @@ class WorkerPool:
 def start_worker(task, variables):
     """Starts train.py with a task. Returns the Popen.
 
-    `variables` are added to its environment. What it prints is appended to OUTPUT_NAME.
+    `variables` are added to its environment. What it prints is appended to OUTPUT_FILE.
     """
     command = [sys.executable, str(ROOT / "train.py"), *train_flags(task)]
     task.folder.mkdir(exist_ok=True)
-    with open(task.folder / OUTPUT_NAME, "ab") as output:
+    with open(task.folder / OUTPUT_FILE, "ab") as output:
         return Popen(
             command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=os.environ | variables
         )
@@ -197,7 +197,7 @@ def report_loss(task, status, progress):
 
 def last_line(folder):
     """Returns the last line that a worker has printed."""
-    return (folder / OUTPUT_NAME).read_text(errors="replace").strip().rpartition("\n")[2]
+    return (folder / OUTPUT_FILE).read_text(errors="replace").strip().rpartition("\n")[2]
 
 
 # Losses
