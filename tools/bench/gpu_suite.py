@@ -133,12 +133,11 @@ def main(argv=None):
             command = build_command(name, template, settings)
             try:
                 figures = measure_once(command, Path(settings.results, f"{name}.json"))
-                line = format_figures(figures)
-                rows.append((name, line))
-                print(f"{name}: {line}", flush=True)
+                cell = outcome = format_figures(figures)
             except (UserError, OSError) as error:
-                rows.append((name, "failed"))
-                print(f"{name}: {error}", flush=True)
+                cell, outcome = "failed", error
+            rows.append((name, cell))
+            print(f"{name}: {outcome}", flush=True)
     print("", describe_machine(), "", *format_table(rows), sep="\n")
 
 

@@ -32,7 +32,12 @@ def draw_losses(groups, axis):
             x, loss, _ = group.curve("train", AXES[axis])
             axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
         x, loss, deviation = group.curve("val", AXES[axis])
-        draw_validation(axes, x, loss, deviation, color, group.name)
+        axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=group.name)
+        best = loss.argmin()
+        axes.plot(x[best], loss[best], "o", color=color)
+        if deviation.any():
+            low, high = loss - deviation, loss + deviation
+            axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
@@ -40,16 +45,6 @@ def draw_losses(groups, axis):
     for text in legend.get_texts():
         text.set_parse_math(False)  # a folder's name can contain $
     return figure
-
-
-def draw_validation(axes, x, loss, deviation, color, label):
-    """Draws the validation losses of a group, means and standard deviations, (evaluations,)."""
-    best = loss.argmin()
-    axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
-    axes.plot(x[best], loss[best], "o", color=color)
-    if deviation.any():
-        low, high = loss - deviation, loss + deviation
-        axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
 def legend_title(groups):
