@@ -230,7 +230,7 @@ class Trainer:
             self.restore(plan.resumed)
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         self.divergence = DivergenceMonitor()
-        self.stop_signal = process.StopSignal()
+        self.stop_signal, self.stop_flag = process.StopSignal(), self.world.share_flag()
 
     def restore(self, checkpoint):
         """Continues with a Checkpoint's moments, loss scale and progress."""
@@ -255,7 +255,7 @@ class Trainer:
         Raises StopRequested if any process has received a stop signal. A run reacts to signals only
         here, so it stops between two micro-batches, with the weights of the last complete step.
         """
-        if self.world.any(bool(self.stop_signal)):
+        if self.stop_flag.any(bool(self.stop_signal)):
             raise process.StopRequested(self.stop_signal.number or signal.SIGTERM)
         with self.machine.autocast():
             return self.forward(x, y, temperature)
