@@ -157,7 +157,7 @@ def load_existing_tokenizer(kind):
         return None
     if kind in TOKENIZER_KINDS:
         return TOKENIZERS[kind]()
-    from folio.pretrained.load import checkpoint_tokenizer, load_initial  # import torch: slow
+    from folio.pretrained.load import checkpoint_tokenizer, load_initial  # slow: imports torch
 
     return checkpoint_tokenizer(load_initial(kind))
 

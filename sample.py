@@ -7,7 +7,7 @@
     python sample.py --out_dir=out-shakespeare-char --score=poem.txt
     python sample.py --init_from=gpt2 --start="The meaning of life is"
 
-Text goes to stdout, everything else to stderr. The loop over tokens is two calls below main: it
+Results go to stdout, messages to stderr. The loop over tokens is two calls below main: it
 calls complete (folio/inference/completion.py), which calls generate (folio/inference/generate.py).
 """
 
@@ -64,7 +64,7 @@ class SampleConfig:
     json: bool = setting(False, "print one JSON object per text")
     logprobs: bool = setting(False, "print log-probabilities, a line per token, also for --score")
 
-    device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
+    device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of the weights"
     )
@@ -157,7 +157,7 @@ def read_prompt(start):
     if start.startswith("FILE:") or start == "-":
         start = read_text(start.removeprefix("FILE:"))
     if not start:
-        raise UserError("the prompt is empty; omit --start to begin with a newline")
+        raise UserError("the prompt is empty; omit --start to use the default prompt")
     return start
 
 

@@ -27,16 +27,18 @@ class TrainConfig:
     out_dir: str = setting("out", "folder for checkpoints and log", group="Output", scope="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
-    eval_iters: int = setting(200, "evaluation batches per split, at most all of it", "[1, inf)")
+    eval_iters: int = setting(200, "evaluation batches per split; at most all of it", "[1, inf)")
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
     checkpoint_interval: int | None = setting(
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
     init_from: str = setting(
-        "scratch", "scratch, resume, auto (either), checkpoint, folder, hub id, gpt2", scope="files"
+        "scratch",
+        "scratch, resume, auto (either), or weights: file, folder, hub id",
+        scope="files",
     )
-    overwrite: bool = setting(False, "delete an earlier run; False: rename it", scope="files")
+    overwrite: bool = setting(False, "delete an earlier run; False: move it", scope="files")
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
 
     sample_interval: int | None = setting(
@@ -138,7 +140,7 @@ from folio.training.tracking import Tracking, format_losses, print_end, print_fi
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
     with join_processes(settings) as world:
-        plan = make_plan(settings, world)  # reads and checks everything; writes nothing
+        plan = make_plan(settings, world)  # reads and checks the inputs; writes nothing
         print_start(plan)
         trainer = Trainer(plan)
         if settings.eval_only:
@@ -176,7 +178,7 @@ def run_steps(trainer, tracking, saver):
             with tracking.exclude_time():
                 losses = trainer.evaluate()
                 tracking.log_evaluation(step, losses, lr)
-                saver.save_evaluation(losses["loss"])  # records it; to ckpt.pt if best
+                saver.save_evaluation(losses["loss"])  # records it; writes ckpt.pt or last.pt
 
         is_finished = progress.is_finished(settings)  # max_iters is reached, or patience exhausted
         if settings.stop_at is not None and step >= settings.stop_at and not is_finished:
@@ -215,7 +217,7 @@ def learning_rate_at(step, settings):
 
 
 class Trainer:
-    """The state of a run: model, optimizers, loss scaler and progress; and what changes it."""
+    """A run's model, optimizers, loss scaler and progress, and the methods that update them."""
 
     def __init__(self, plan):
         """Starts with a new state, or with that of plan.resumed."""

@@ -98,7 +98,7 @@ def test_imports_have_no_cycle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
-def test_the_top_level_has_the_four_scripts():
+def test_the_top_level_has_the_scripts_and_the_model():
     assert {*SETTINGS, "model.py"} == {path.name for path in ROOT.glob("*.py")}
 
 

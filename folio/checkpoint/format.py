@@ -47,7 +47,7 @@ class Progress:
     evaluated_step: int = -1  # of the last recorded evaluation
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
-    elapsed_s: float = 0.0  # wall time of all processes of the run
+    elapsed_s: float = 0.0  # wall time of the run, including the time before it was resumed
     fitted_iters: int | None = None  # max_iters that fits into the time budget, if there is one
 
     def record(self, val_loss):
@@ -127,9 +127,9 @@ def _model_args(config):
 def load_checkpoint(path, optimizers=True):
     """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
 
-    With optimizers=False, weights are mapped from the file instead of read, and the optimizer
-    state, two thirds of the file, is ignored. Raises UserError if the file cannot be read, is
-    damaged, not a checkpoint, or from a later version.
+    The file is read once to verify its checksums. With optimizers=False, tensors are then mapped
+    from the file, and the optimizer state is ignored. Raises UserError if the file cannot be read,
+    is damaged, not a checkpoint, or from a later version.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
@@ -197,7 +197,7 @@ def empty_model(config, device="cpu"):
 
 @contextmanager
 def skip_initialization():
-    """A context in which new layers, of any thread, do not initialize their weights.
+    """A context in which new layers, in all threads, are not initialized.
 
     Initializing GPT-2's 124 million weights takes a second; on the meta device, it would import
     torch._dynamo, which takes two.
@@ -212,7 +212,7 @@ def skip_initialization():
 
 
 def build_model(checkpoint):
-    """Returns the checkpoint's GPT on the CPU, which shares its weights. See load_weights."""
+    """Returns the checkpoint's GPT on the CPU. They share memory; see load_weights."""
     model = empty_model(checkpoint.config)
     use_fast_kernels(model)
     load_weights(model, checkpoint)
@@ -220,9 +220,9 @@ def build_model(checkpoint):
 
 
 def load_weights(model, checkpoint):
-    """Sets the parameters of a GPT to a checkpoint's weights, which they share if possible.
+    """Sets the parameters of a GPT to a checkpoint's weights.
 
-    It is possible if dtype and device are the same. A sharded model copies this process's shard.
+    They share memory if dtype and device match. A sharded model copies this process's shard.
     Raises UserError if the names or shapes differ, or if a weight is not finite.
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights

@@ -21,7 +21,7 @@ BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 class RunDir:
     """A run directory. One process at a time may write to it, in the context of lock().
 
-    With torchrun, this is rank 0.
+    With torchrun, only rank 0 writes.
     """
 
     def __init__(self, folder):

@@ -15,8 +15,8 @@ class Saver:
     """Saves the state of a run. Training waits for the copy of the state, not for the file.
 
     At most one write is in flight: the next save, an evaluation and the end of the context wait for
-    it. If it failed, they print a warning, and the evaluation that it contained does not count, so
-    that the best loss stays that of ckpt.pt. All processes of a run call the same methods; only
+    it. If it failed, they print a warning and discard its evaluation, so that the best loss
+    stays that of ckpt.pt. All processes of a run call the same methods; only
     rank 0 has a copy and writes.
     """
 
@@ -31,7 +31,7 @@ class Saver:
         return self
 
     def __exit__(self, _, error, __):
-        """Waits for the write in flight, unless the user does not: after a second Ctrl-C."""
+        """Waits for the write in flight, except after a second Ctrl-C."""
         if not isinstance(error, KeyboardInterrupt) and (message := self._result()):
             self.tracking.warn(message)
         self.writer.shutdown(wait=False)

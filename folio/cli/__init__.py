@@ -1,5 +1,5 @@
 """How a script starts and ends: settings, `--help`, one-line errors, signals, atomic files.
 
-It needs the standard library only, so that `--help` does not wait for torch. Start reading in
-`settings.py`.
+Importing it needs the standard library only, so that `--help` does not wait for torch. Start
+reading in `settings.py`.
 """

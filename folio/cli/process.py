@@ -17,7 +17,7 @@ from pathlib import Path
 from folio.cli.errors import UserError
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
-PRINT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
+EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
 
@@ -87,7 +87,7 @@ def _run(function, *args):
     finally:
         _set_handlers(_exit)
     if error and not is_main() and type(error) in (UserError, Interrupted):
-        time.sleep(PRINT_DELAY_S)  # torchrun ends all processes as soon as one has ended
+        time.sleep(EXIT_DELAY_S)  # torchrun ends all processes as soon as one has ended
     elif error:
         print_error(str(error) or "out of memory: use less data, or a machine with more memory")
     return status

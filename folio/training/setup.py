@@ -1,7 +1,7 @@
 """What a run needs before its first step: its plan, read and checked, and the model to train.
 
-`make_plan` reads the dataset and the checkpoints and raises every error that a user can cause,
-before anything is written. `make_model` and `make_forward` build what the plan describes.
+`make_plan` reads the dataset and the checkpoints, and checks that they fit the settings and the
+machine. It writes nothing. `make_model` and `make_forward` build what the plan describes.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def _make_plan(settings, world):
 
 
 def make_model(plan):
-    """Returns the GPT of a Plan on its device, with drawn weights or those of its checkpoint."""
+    """Returns the GPT of a Plan on its device, with random weights or those of its checkpoint."""
     keep_freed_memory()
     model = empty_model(plan.config, "meta" if plan.is_sharded else plan.machine.device)
     use_fast_kernels(model)
@@ -157,16 +157,16 @@ def plan_model(settings, dataset, resumed=None, initial=None):
     config = model_config(settings, dataset.tokenizer, checkpoint)
     differences, advice = [], None
     if resumed:
-        differences = _differences(resumed, config, dataset, {"dropout"})
-        differences += _differences_of_runs(resumed, settings, dataset)
+        differences = _model_differences(resumed, config, dataset, {"dropout"})
+        differences += _run_differences(resumed, settings, dataset)
         advice = "resume with the run's own settings, or start a new run in another --out_dir"
     elif initial:
         free, old_size = {"dropout"}, initial.config.block_size
         if config.position == "rotary" or config.block_size < old_size:  # learned: only fewer
             free.add("block_size")
-        differences = _differences(initial, config, dataset, free)
-        advice = "omit the model's settings, and prepare the text with "
-        advice += f"--tokenizer={initial.path}"
+        differences = _model_differences(initial, config, dataset, free)
+        tokenizer = initial.path if initial.path.exists() else "gpt2"  # of models on the hub
+        advice = f"omit the model's settings, and prepare the text with --tokenizer={tokenizer}"
     if differences:
         text = "; ".join(differences)
         raise UserError(f"{checkpoint.path} does not match the settings: {text}; {advice}")
@@ -185,7 +185,7 @@ def model_config(settings, tokenizer, checkpoint=None):
         raise UserError(str(error)) from error
 
 
-def _differences_of_runs(checkpoint, settings, dataset):
+def _run_differences(checkpoint, settings, dataset):
     """Returns the differences in optimizer and data as texts."""
     saved, differences = checkpoint.settings, []
     old, new = saved.get("optimizer", "adamw"), settings.optimizer  # nanoGPT has no other
@@ -198,7 +198,7 @@ def _differences_of_runs(checkpoint, settings, dataset):
     return differences
 
 
-def _differences(checkpoint, config, dataset, free):
+def _model_differences(checkpoint, config, dataset, free):
     """Returns the differences in model and tokenizer as texts. `free`: settings that can differ."""
     old, new = dataclasses.asdict(checkpoint.config), dataclasses.asdict(config)
     differences = [
@@ -248,7 +248,7 @@ def state_bytes(config, settings, world_size=1):
     return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
 
 
-def check_memory(config, settings, world_size=1):
+def check_memory(config, settings, world_size):
     """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
     available = memory_bytes(settings.device)
     needed = state_bytes(config, settings, world_size)

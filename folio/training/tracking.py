@@ -17,8 +17,8 @@ from folio.hardware.memory import memory_bytes, peak_memory_gib
 from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
-OVERFITTING_NATS = 0.02  # rise of the validation loss from its lowest value
-MEMORIZATION_NATS = 0.1  # growth of the gap between validation and training loss
+MAX_LOSS_RISE_NATS = 0.02  # rise of the validation loss from its lowest value
+MAX_GAP_GROWTH_NATS = 0.1  # growth of the gap between validation and training loss
 
 
 class Tracking:
@@ -179,7 +179,7 @@ class Tracking:
 
 
 def describe_settings(settings):
-    """Returns the settings that describe a run, without those about files."""
+    """Returns the settings as a dict, without those of scope "files"."""
     files = names_with_scope(type(settings), "files")
     return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
 
@@ -200,6 +200,7 @@ def print_start(plan):
     pairs = [f"{name}={value}" for name, value in changed.items() if name not in resolved]
     peak, source = machine.peak
     size = state_bytes(plan.config, settings, world.size) / 2**20
+    values = "weights" if settings.eval_only else "weights, gradients and moments"
     available = memory_bytes(machine.device)
     limit = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
@@ -210,7 +211,7 @@ def print_start(plan):
         f"model: {empty_model(plan.config, 'meta').num_params():,} parameters; "
         f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        f"memory: {size:,.1f} MiB{limit} for weights, gradients and moments",
+        f"memory: {size:,.1f} MiB{limit} for {values}",
         sep="\n",
         flush=True,
     )
@@ -255,14 +256,14 @@ def advice_on(evaluations, epochs):
     gaps = [val_loss - train_loss for _, train_loss, val_loss in evaluations]
     lowest, best_step = min((val_loss, step) for step, _, val_loss in evaluations)
     rise = evaluations[-1][2] - lowest
-    if rise > OVERFITTING_NATS:
+    if rise > MAX_LOSS_RISE_NATS:
         return (
             f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
             "use more text, a higher --dropout or fewer steps"
         )
     gap = "the gap between validation and training loss "
     gap += f"went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
-    if gaps[-1] > gaps[1] + MEMORIZATION_NATS:
+    if gaps[-1] > gaps[1] + MAX_GAP_GROWTH_NATS:
         return f"{gap} (memorization): more text would help most"
-    help_by = "longer training" if epochs < 1 else "a larger model or longer training"
-    return f"{gap} in {epochs:.2g} passes over the text: {help_by} would help most"
+    remedy = "longer training" if epochs < 1 else "a larger model or longer training"
+    return f"{gap} in {epochs:.2g} passes over the text: {remedy} would help most"

@@ -61,7 +61,7 @@ def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
 @posix
 def test_only_processes_of_torchrun_leave_printing_to_rank_0():
     def fail(rank, **variables):
-        lines = ["process.PRINT_DELAY_S = 0", "def main():", " print('x')"]
+        lines = ["process.EXIT_DELAY_S = 0", "def main():", " print('x')"]
         lines += [" from folio.cli.errors import UserError", " raise UserError('wrong')"]
         return shell("$PYTHON", *lines, "process.run(main)", RANK=rank, **variables)
 
