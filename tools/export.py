@@ -16,7 +16,7 @@ from folio.cli.settings import load_settings, parse_arguments, setting
 class ExportConfig:
     """Write a trained model as a Hugging Face folder, for transformers and llama.cpp."""
 
-    out_dir: str = setting("out", "folder of the run")
+    out_dir: str = setting("out", "run directory")
     to: str | None = setting(None, "new folder to write")
 
     def __post_init__(self):

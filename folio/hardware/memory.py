@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 
 from folio.cli.errors import RankError
 from folio.hardware.device import device_type
@@ -109,7 +109,7 @@ def recompute_activations(model):
     """
     model.__class__ = RecomputedGPT
     for block in model.transformer.h:  # a wrapper would change the names of the parameters
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(recompute, block.forward, use_reentrant=False)
 
 
 class RecomputedGPT(GPT):
@@ -126,7 +126,7 @@ class RecomputedGPT(GPT):
         hidden, flat_targets = hidden.chunk(LOGIT_CHUNKS), targets.flatten().chunk(LOGIT_CHUNKS)
         options = {"use_reentrant": False, "preserve_rng_state": False}  # it has no dropout
         chunks = zip(hidden, flat_targets, strict=True)
-        total = sum(checkpoint(self.sum_losses, *chunk, **options) for chunk in chunks)
+        total = sum(recompute(self.sum_losses, *chunk, **options) for chunk in chunks)
         return total / (targets != -1).sum()
 
     def sum_losses(self, hidden, targets):

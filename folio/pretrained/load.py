@@ -48,7 +48,7 @@ def load_initial(init_from):
     if os.path.isdir(init_from):
         checkpoint = os.path.join(init_from, BEST)
         if is_file(checkpoint):
-            raise UserError(f"{init_from} is the folder of a run: use {checkpoint}")
+            raise UserError(f"{init_from} is a run directory: use {checkpoint}")
         return read_pretrained(init_from)
     if is_file(init_from):
         return load_checkpoint(init_from, optimizers=False)

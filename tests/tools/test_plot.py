@@ -160,7 +160,7 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "specify the run folders"),
+        ([], "specify the run directories"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
         (["out-empty"], "the runs have no loss yet"),
         (["out-a", "--out=gone/a.png"], "cannot write gone.a.png"),

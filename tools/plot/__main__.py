@@ -40,7 +40,7 @@ class PlotConfig:
 
     def __post_init__(self):
         if not self.runs or self.attention and len(self.runs) > 1:
-            raise ValueError("specify the run folders to compare, or one with --attention")
+            raise ValueError("specify the run directories to compare, or one with --attention")
 
 
 if __name__ == "__main__":

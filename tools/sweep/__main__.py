@@ -33,7 +33,7 @@ class SweepSettings:
 
     ARGUMENTS: ClassVar[str] = "[CONFIG_FILE ...] [--name=value[,value ...] ...]"
 
-    sweep_dir: str = setting("out-sweep", "parent folder of the runs", scope="files")
+    sweep_dir: str = setting("out-sweep", "folder of the run directories", scope="files")
     jobs: int = setting(
         1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
     )
