@@ -165,7 +165,7 @@ def load_existing_tokenizer(kind):
 def estimate_characters(corpus, tokenizer, settings):
     """Returns the number of characters with about max_tokens tokens; None if there is no limit.
 
-    A tokenizer that is None is trained on a sample.
+    If the tokenizer does not exist yet, one is trained on a sample.
     """
     if settings.kind == "char" or settings.max_tokens is None:
         return settings.max_tokens

@@ -159,7 +159,7 @@ def train(trainer):
         try:
             run_steps(trainer, tracking, saver)
         except process.StopRequested as request:  # the weights are those of the last step
-            saver.save_and_stop(request.signal_number)  # None after --stop_at
+            saver.save_and_stop(request.signal_number)  # None: at --stop_at
             return
     print_end(trainer)
 
@@ -182,7 +182,7 @@ def run_steps(trainer, tracking, saver):
 
         is_finished = progress.is_finished(settings)  # max_iters is reached, or patience exhausted
         if settings.stop_at is not None and step >= settings.stop_at and not is_finished:
-            raise process.StopRequested
+            raise process.StopRequested(trainer.stop_signal.number)
         if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
             with tracking.exclude_time():
                 text = sample_text(trainer.model, plan.dataset.tokenizer, settings.seed)

@@ -169,6 +169,11 @@ def test_stopping_at_the_last_step_ends_the_run(verse, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("generate text: ")
 
 
+def test_a_signal_just_before_stop_at_is_reported(verse):
+    assert interrupted(*tiny.flags(stop_at=2), calls=2).number == signal.SIGTERM
+    assert tiny.load("last.pt")["iter_num"] == 2
+
+
 def test_a_signal_during_a_step_discards_it(verse):
     settings = {"gradient_accumulation_steps": 4, "dropout": 0.3}
     train.main(tiny.flags(out_dir="out-whole", **settings))

@@ -30,7 +30,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequested(Exception):  # noqa: N818, no error
-    """A run stops before its end, after a signal or, if the number is None, at --stop_at."""
+    """A run stops before its end: after a signal, or at --stop_at if there was none."""
 
     def __init__(self, signal_number=None):
         self.signal_number = signal_number

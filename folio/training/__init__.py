@@ -1,4 +1,4 @@
 """What train.py calls: setup, time budget, optimizers, distillation, log and trackers.
 
-Start reading in `setup.py`, which reads and checks everything that a run needs.
+Start reading in `setup.py`, which reads and checks what a run needs.
 """
