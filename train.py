@@ -12,6 +12,7 @@ optimizers. Checkpoints and log.jsonl go to out_dir.
 
 import math
 import signal
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,7 +132,7 @@ from folio.data.batches import Batches, bytes_per_target, dropout_seed, evaluati
 from folio.distributed.sharding import full_tensor, set_gradient_averaging
 from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
 from folio.inference.completion import sample_text
-from folio.training.budget import fit_to_minutes
+from folio.training.budget import TimeBudget, start_budget
 from folio.training.optimizers import DivergenceMonitor, make_optimizers, restore_optimizers
 from folio.training.setup import join_processes, make_forward, make_model, make_plan
 from folio.training.tracking import Tracking, format_losses, print_end, print_finished, print_start
@@ -146,8 +147,8 @@ def main(argv=None):
         if settings.eval_only:
             print(format_losses(trainer.progress.step, trainer.evaluate()))
             return
-        trainer.settings = fit_to_minutes(trainer)  # fewer steps if --minutes needs it
-        if trainer.progress.is_finished(trainer.settings):
+        start_budget(trainer)  # with --minutes
+        if trainer.progress.is_finished(settings):
             print_finished(trainer)
         else:
             train(trainer)
@@ -168,19 +169,18 @@ def run_steps(trainer, tracking, saver):
     """The training loop. Raises StopRequested if it ends before the run is finished."""
     settings, plan, progress = trainer.settings, trainer.plan, trainer.progress
     batches = Batches(plan.dataset.train, settings, plan.world)  # a function of seed and step
+    budget = TimeBudget(trainer, tracking)  # of --minutes
     while True:
         step = progress.step
-        lr = learning_rate_at(step, settings)
+        lr = learning_rate_at(progress.position, settings)
 
-        # A resumed run does not repeat the evaluation at its first step.
-        is_due = step % settings.eval_interval == 0 or step >= settings.max_iters
-        if is_due and progress.evaluated_step < step:
+        if progress.is_evaluation_due(settings):
             with tracking.exclude_time():
                 losses = trainer.evaluate()
                 tracking.log_evaluation(step, losses, lr)
                 saver.save_evaluation(losses["loss"])  # records it; writes ckpt.pt or last.pt
 
-        is_finished = progress.is_finished(settings)  # max_iters is reached, or patience exhausted
+        is_finished = progress.is_finished(settings)  # all steps are made, or patience exhausted
         if settings.stop_at is not None and step >= settings.stop_at and not is_finished:
             raise process.StopRequested(trainer.stop_signal.number)
         if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
@@ -190,29 +190,33 @@ def run_steps(trainer, tracking, saver):
         if is_finished:
             return
 
+        budget.adapt()
         loss, grad_norm = trainer.forward_backward(batches.at(step), step)  # or StopRequested
         if step % settings.log_interval == 0:
             trainer.divergence.check()  # raises UserError if a loss was not finite
         interval = settings.checkpoint_interval
-        if interval and step % interval == 0 and progress.evaluated_step < step:
+        if interval and step % interval == 0 and saver.saved_step != step:
             with tracking.exclude_time():
                 saver.save()  # to last.pt, after another such check
         trainer.clip_and_step(grad_norm, lr)
+        progress.advance(settings)
         tracking.log_step(step, loss, grad_norm, lr)
-        progress.step += 1
 
 
-def learning_rate_at(step, settings):
-    """Returns the learning rate of a step: linear warmup, then cosine decay to min_lr."""
+def learning_rate_at(position, settings):
+    """Returns the learning rate: linear warmup, then cosine decay to min_lr.
+
+    `position` is the step, unless --minutes makes fewer steps than max_iters; see Progress.
+    """
     if not settings.decay_lr:
         return settings.learning_rate
     end = settings.max_iters if settings.lr_decay_iters is None else settings.lr_decay_iters
     low = settings.learning_rate / 10 if settings.min_lr is None else settings.min_lr
-    if step < settings.warmup_iters:
-        return settings.learning_rate * (step + 1) / (settings.warmup_iters + 1)
-    if step >= end:
+    if position < settings.warmup_iters:
+        return settings.learning_rate * (position + 1) / (settings.warmup_iters + 1)
+    if position >= end:
         return low
-    fraction = (step - settings.warmup_iters) / (end - settings.warmup_iters)
+    fraction = (position - settings.warmup_iters) / (end - settings.warmup_iters)
     return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
@@ -221,7 +225,7 @@ class Trainer:
 
     def __init__(self, plan):
         """Starts with a new state, or with that of plan.resumed."""
-        self.plan, self.settings = plan, plan.settings  # main() adapts the settings to --minutes
+        self.plan, self.settings = plan, plan.settings
         self.world, self.machine = plan.world, plan.machine
         self.model = make_model(plan)
         self.optimizers = make_optimizers(self.model, self.settings, self.world)
@@ -232,7 +236,8 @@ class Trainer:
             self.restore(plan.resumed)
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         self.divergence = DivergenceMonitor()
-        self.stop_signal, self.stop_flag = process.StopSignal(), self.world.share_flag()
+        self.stop_signal = process.StopSignal("stopping soon; a second Ctrl-C exits without saving")
+        self.stop_flag = self.world.share_flag()
 
     def restore(self, checkpoint):
         """Continues with a Checkpoint's moments, loss scale and progress."""
@@ -241,6 +246,10 @@ class Trainer:
         if checkpoint.scaler:
             self.scaler.load_state_dict(checkpoint.scaler)
         self.progress = checkpoint.progress
+
+    def elapsed_s(self):
+        """Returns the seconds that the run has taken, including earlier processes."""
+        return round(self.progress.elapsed_s + time.monotonic() - process.STARTED, 3)
 
     def state_dict(self):
         """Returns references to the state. Tensors are sharded if the model is."""

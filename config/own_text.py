@@ -15,6 +15,7 @@ minutes = minutes or 2  # the default, if there is no --minutes
 
 _size = dataset_size(dataset)
 _relative_size = _size.train_tokens / 1_003_854  # compared with tiny Shakespeare
+_relative_bytes = _size.train_bytes / 1_003_854
 _has_large_vocabulary = _size.vocab_size > 10_000  # such as GPT-2's: several characters per token
 
 out_dir = "out-own-text"
@@ -46,7 +47,7 @@ _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more
 
 # Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
-_has_time = minutes >= 8 * max(1, _relative_size) ** 0.25 and _relative_size >= 0.5
+_has_time = minutes >= 8 * max(1, _relative_bytes) ** 0.25 and _relative_bytes >= 0.5
 if device == "cpu" and not _has_time:  # 4.1 M parameters, 3.7 M of them in tables of n-grams
     n_layer = 2
     n_head = 2

@@ -113,8 +113,8 @@ def trained():
 def text_size(monkeypatch):
     """A function that sets the size of every dataset. Default: that of tiny Shakespeare."""
 
-    def set_size(tokens=1_003_854, vocab_size=65):
-        size = DatasetSize(tokens, tokens // 9, vocab_size)
+    def set_size(tokens=1_003_854, vocab_size=65, num_bytes=None):
+        size = DatasetSize(tokens, tokens // 9, vocab_size, num_bytes or tokens)
         monkeypatch.setattr(dataset, "dataset_size", lambda name: size)
 
     set_size()

@@ -80,7 +80,7 @@ def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimiz
     plan = tiny.plan_of(config, settings, to_device(verse, "meta"), machine)
     plan.teachers = [empty_model(config, "meta")]
     trainer = train.Trainer(plan)
-    trainer.progress = Progress(step=6, evaluated_step=6)
+    trainer.progress = Progress(step=6, evaluated_position=6)
     with pytest.raises(RuntimeError, match="meta"):
         train.train(trainer)
     assert trainer.progress.step == 10

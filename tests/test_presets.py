@@ -107,6 +107,13 @@ def test_the_preset_for_any_text_suits_short_texts(text_size, device):
         assert settings.eval_interval < settings.max_iters
 
 
+def test_the_larger_model_needs_time_and_text_whatever_the_tokens(text_size):
+    for tokens, num_bytes, layers in ((350_000, 10**6, 4), (10**6, 10**6, 4), (10**5, 10**5, 2)):
+        text_size(tokens, num_bytes=num_bytes)
+        assert load_preset("own_text.py", "cpu", "--minutes=5").n_layer == 2
+        assert load_preset("own_text.py", "cpu", "--minutes=30").n_layer == layers
+
+
 def test_the_time_budget_has_a_default_and_can_be_removed():
     assert load_preset("own_text.py", "cpu").minutes == 2
     assert load_preset("own_text.py", "cpu", "--minutes=5").minutes == 5

@@ -172,7 +172,7 @@ def write_checkpoint(path, tokenizer, **changes):
     """Writes a checkpoint of random_model(**changes)."""
     model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(step=3, evaluated_step=3, best_step=3, best_val_loss=2.5)
+    progress = Progress(step=3, evaluated_position=3, best_step=3, best_val_loss=2.5)
     checkpoint = Checkpoint(
         model.config, model.state_dict(), progress, {}, tokenizer=tokenizer.to_dict()
     )

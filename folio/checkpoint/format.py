@@ -1,7 +1,7 @@
 """The format of a checkpoint file, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
-format, muon, scaler, evaluated, best_step, elapsed_s, fitted_iters, tokenizer, data and log_bytes.
+format, muon, scaler, tokenizer, data, log_bytes, and the rest of Progress.
 `optimizer` is AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they
 have their default values, so that nanoGPT can read folio's checkpoints of such models.
 """
@@ -25,7 +25,7 @@ from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig, RotaryEmbedding
 
 FORMAT_VERSION = 1
-PROGRESS_KEYS = {"step": "iter_num", "evaluated_step": "evaluated"}
+PROGRESS_KEYS = {"step": "iter_num", "evaluated_position": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
@@ -41,28 +41,62 @@ CAUSAL_MASK_SUFFIX = ".attn.bias"  # nanoGPT stored the mask before PyTorch 2
 
 @dataclass
 class Progress:
-    """The progress of a training run."""
+    """The progress of a training run.
+
+    Learning rates and evaluations follow a schedule of max_iters positions. The position is the
+    step, unless fewer steps fit into a time budget; then each step advances by several positions.
+    """
 
     step: int = 0  # updates made
-    evaluated_step: int = -1  # of the last recorded evaluation
+    position: float = 0.0
+    num_steps: int | None = None  # of the run, if they must fit into a time budget
+    evaluated_position: float = -1.0  # of the last recorded evaluation
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
-    elapsed_s: float = 0.0  # wall time of the run, including the time before it was resumed
-    fitted_iters: int | None = None  # max_iters that fits into the time budget, if there is one
+    evaluations_since_best: int = 0
+    elapsed_s: float = 0.0  # wall time of the earlier processes of the run
+
+    def steps_left(self, settings):
+        return max(0, (self.num_steps or settings.max_iters) - self.step)
+
+    def advance(self, settings):
+        """Counts a step."""
+        self.position += (settings.max_iters - self.position) / self.steps_left(settings)
+        self.step += 1
+
+    def is_evaluation_due(self, settings):
+        """Whether the run is at its end, or has passed a multiple of eval_interval."""
+        steps = self.steps_left(settings)
+        if not steps:
+            return self.evaluated_position < self.position
+        stride = evaluation_stride(settings.max_iters - self.position, steps)
+        interval = settings.eval_interval * stride
+        return self.position // interval > self.evaluated_position // interval
 
     def record(self, val_loss):
         """Adds the evaluation at this step. Returns whether it is the best."""
-        self.evaluated_step, is_best = self.step, val_loss < self.best_val_loss
+        is_best = val_loss < self.best_val_loss
+        self.evaluated_position = self.position
+        self.evaluations_since_best += 1
         if is_best:
             self.best_step, self.best_val_loss = self.step, val_loss
+            self.evaluations_since_best = 0
         return is_best
 
     def is_finished(self, settings):
-        """Whether max_iters is reached and evaluated, or patience is exhausted."""
-        since_best = self.evaluated_step - self.best_step
-        if settings.patience and since_best >= settings.patience * settings.eval_interval:
+        """Whether all steps are made and evaluated, or patience is exhausted."""
+        if settings.patience and self.evaluations_since_best >= settings.patience:
             return True
-        return min(self.step, self.evaluated_step) >= settings.max_iters
+        return not self.steps_left(settings) and self.evaluated_position >= self.position
+
+
+def evaluation_stride(positions, steps):
+    """Returns n, a power of two, if every n-th evaluation of a schedule is made.
+
+    It is about the square root of the positions per step: evaluations take a larger part of the
+    time of fewer steps. Powers of two keep them apart when the number of steps changes.
+    """
+    return max(1, 2 ** round(math.log2(positions / steps) / 2))
 
 
 @dataclass
@@ -159,7 +193,7 @@ def _parse(content, path):
     if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
         raise UserError(f"{path} is from a later version of folio (format {content['format']})")
     step = int(content["iter_num"])
-    evaluated = int(content.get("evaluated", step))  # nanoGPT saves after an evaluation
+    evaluated = float(content.get("evaluated", step))  # nanoGPT saves after an evaluation
     weights = {}
     for name, tensor in content["model"].items():
         if not name.endswith(CAUSAL_MASK_SUFFIX):
@@ -170,11 +204,13 @@ def _parse(content, path):
         weights=weights,
         progress=Progress(
             step=step,
-            evaluated_step=evaluated,
+            position=float(content.get("position", step)),
+            num_steps=int(content.get("num_steps") or 0) or None,
+            evaluated_position=evaluated,
             best_step=int(content.get("best_step", evaluated)),
             best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's
+            evaluations_since_best=int(content.get("evaluations_since_best", 0)),
             elapsed_s=float(content.get("elapsed_s", 0.0)),
-            fitted_iters=int(content.get("fitted_iters") or 0) or None,
         ),
         settings=dict(content["config"]),
         optimizers=optimizers,

@@ -54,7 +54,7 @@ class RunDir:
             return None
         newest = self._load(path)
         if not is_file(self.best):
-            newest.progress.evaluated_step = newest.progress.best_step = -1
+            newest.progress.evaluated_position = newest.progress.best_step = -1
             newest.progress.best_val_loss = math.inf
         return newest
 

@@ -15,9 +15,8 @@ class Saver:
     """Saves the state of a run. Training waits for the copy of the state, not for the file.
 
     At most one write is in flight: the next save, an evaluation and the end of the context wait for
-    it. If it failed, they print a warning and discard its evaluation, so that the best loss
-    stays that of ckpt.pt. All processes of a run call the same methods; only
-    rank 0 has a copy and writes.
+    it. If it failed, they print a warning and restore the best loss, which stays that of ckpt.pt.
+    All processes of a run call the same methods; only rank 0 has a copy and writes.
     """
 
     def __init__(self, trainer, tracking):
@@ -25,6 +24,7 @@ class Saver:
         self.trainer, self.plan, self.tracking = trainer, trainer.plan, tracking
         self.writer = ThreadPoolExecutor(max_workers=1)
         self.in_flight = None  # future of a write
+        self.saved_step = None  # of the last save, unless it failed
         self.progress_before = None  # before the evaluation that the write contains
 
     def __enter__(self):
@@ -59,7 +59,8 @@ class Saver:
 
         Raises Interrupted if `number` is that of a signal, UserError if writing fails.
         """
-        self.save()
+        if self.saved_step != self.trainer.progress.step:
+            self.save()
         if message := self._wait():
             consequence = "progress since the last save is lost"
             raise UserError(f"stopped without saving ({message}): {consequence}")
@@ -74,11 +75,11 @@ class Saver:
         """Copies the state and starts to write it. Raises UserError if the run diverged."""
         trainer, plan = self.trainer, self.plan
         trainer.divergence.check()
-        trainer.progress.elapsed_s = self.tracking.elapsed_s()
+        self.saved_step = trainer.progress.step
         state = host_copy(trainer.state_dict(), plan.world.is_main)
         if plan.world.is_main:
             checkpoint = Checkpoint(
-                progress=dataclasses.replace(trainer.progress),
+                progress=dataclasses.replace(trainer.progress, elapsed_s=trainer.elapsed_s()),
                 settings=dataclasses.asdict(plan.settings),
                 tokenizer=plan.dataset.tokenizer.to_dict(),
                 data=plan.dataset.fingerprint,
@@ -100,9 +101,9 @@ class Saver:
         """
         message = self.plan.world.from_main(self._result())
         if message:
-            progress, before = self.trainer.progress, self.progress_before
-            progress.evaluated_step = before.evaluated_step
+            progress, before, self.saved_step = self.trainer.progress, self.progress_before, None
             progress.best_step, progress.best_val_loss = before.best_step, before.best_val_loss
+            progress.evaluations_since_best = before.evaluations_since_best
         return message
 
     def _result(self):

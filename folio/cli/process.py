@@ -151,9 +151,12 @@ class StopSignal:
     A program checks it between two pieces of its work. A second SIGINT raises Interrupted
     immediately. The processes of torchrun ignore it: they stop together, and torchrun kills them
     30 s after the first signal. Signals are recorded inside the context only.
+
+    message: printed when the first signal arrives.
     """
 
-    def __init__(self):
+    def __init__(self, message):
+        self.message = message
         self.number = None  # of the first signal
         self._interrupts = 0
 
@@ -173,7 +176,10 @@ class StopSignal:
         self.number = self.number or number
 
     def _receive(self, number, _):
+        if not self and is_main():
+            with suppress(OSError):  # print() fails if the signal interrupts another one
+                os.write(2, f"\n{script_name()}: {self.message}\n".encode())
         self.request(number)
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1 and not is_launched():
-            raise Interrupted(number, "interrupted immediately")
+            raise Interrupted(number, "interrupted again; steps since the last save may be lost")

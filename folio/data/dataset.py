@@ -71,6 +71,7 @@ class DatasetSize(NamedTuple):
     train_tokens: int
     val_tokens: int
     vocab_size: int
+    train_bytes: int
 
 
 def dataset_folder(name):
@@ -114,8 +115,9 @@ def load_dataset(name, verify=False):
 
 def dataset_size(name):
     """Returns the DatasetSize of data/NAME. Raises UserError as load_dataset does."""
-    data = load_dataset(name)
-    return DatasetSize(len(data.train), len(data.val), data.tokenizer.vocab_size)
+    data, meta = load_dataset(name), _read_meta(dataset_folder(name))[0]
+    num_bytes = meta["train"]["bytes"] if meta else len(data.train)  # unknown in nanoGPT's
+    return DatasetSize(len(data.train), len(data.val), data.tokenizer.vocab_size, num_bytes)
 
 
 def load_tokenizer(name):

@@ -1,37 +1,93 @@
-"""The number of steps that fit into a time budget, --minutes."""
+"""The number of steps that fit into a time budget, --minutes.
 
-import copy
-import dataclasses
+It is planned before the first step and adapted during the run, because other programs can slow down
+a machine. With fewer steps than max_iters, each advances by several positions of the schedule (see
+Progress in folio/checkpoint/format.py).
+"""
+
 import time
-from fractions import Fraction
-from math import ceil, sqrt
-from statistics import median
+from itertools import count
+from math import ceil
 
+from folio.checkpoint.format import evaluation_stride
 from folio.cli.errors import UserError
 from folio.data.batches import Batches
 
-STEP_COUNTS = ("max_iters", "warmup_iters", "lr_decay_iters")
-WARMUP_STEPS, MEASURED_STEPS = 2, 20
-MEASURED_FRACTION = 0.05  # largest part of the budget that measuring takes
+PLANNING_STEPS, FIRST_STEPS = 10, 5  # measured before the run, and before the plan is adapted
 FORWARD_FRACTION = 1 / 3  # a backward pass takes twice as long as a forward pass
+ADAPTATIONS = 50  # the plan is adapted after 1/50 of the remaining steps
 
 
-def fit_to_minutes(trainer):
-    """Returns the settings of a train.Trainer, with fewer steps if they would take too long.
+def start_budget(trainer):
+    """Measures the time of a step, plans the number of steps, and prints it.
 
-    A resumed run keeps its step counts, so that its results do not depend on the speed of the
-    machine, unless the budget or the requested number of steps has changed.
+    A resumed run keeps its plan, unless --minutes or --max_iters has changed. `trainer` is a
+    train.Trainer. Raises UserError if the budget is too short for a step.
     """
-    plan, progress = trainer.plan, trainer.progress
-    requested = plan.settings
-    saved = plan.resumed.settings if plan.resumed else {}
-    if not requested.minutes:
-        progress.fitted_iters = None
-    elif any(saved.get(name) != getattr(requested, name) for name in ("minutes", "max_iters")):
-        step_s = seconds_per_step(trainer)
-        cost = steps_per_evaluation(requested, plan.dataset)
-        progress.fitted_iters = steps_within(requested, step_s, cost)
-    return with_max_iters(progress.fitted_iters, requested)
+    progress, settings = trainer.progress, trainer.settings
+    saved = trainer.plan.resumed.settings if trainer.plan.resumed else {}
+    if all(saved.get(name) == getattr(settings, name) for name in ("minutes", "max_iters")):
+        return
+    progress.evaluated_position += progress.step - progress.position
+    progress.position, progress.num_steps = float(progress.step), None
+    if not settings.minutes:
+        return
+    step_s = seconds_per_step(trainer)
+    evaluation_s = step_s * steps_per_evaluation(settings, trainer.plan.dataset)
+    if plan_steps(trainer, step_s, evaluation_s) < 1:
+        raise UserError(
+            f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
+            f"evaluations of {evaluation_s:.2g} s: increase it, or decrease --eval_iters"
+        )
+    line = f"time: {progress.num_steps:,} of {settings.max_iters:,} steps fit into --minutes"
+    if progress.num_steps == settings.max_iters:
+        line = "time: all steps fit into --minutes; for longer training, increase --max_iters"
+    print(line, flush=True)
+
+
+class TimeBudget:
+    """Adapts the number of steps to --minutes during a run."""
+
+    def __init__(self, trainer, tracking):
+        """`trainer` is a train.Trainer, `tracking` its Tracking."""
+        self.trainer, self.tracking = trainer, tracking
+        self.measured_step, self.measured_s = trainer.progress.step, 0.0
+        self.next_step = trainer.progress.step + FIRST_STEPS
+
+    def adapt(self):
+        """Measures the time of a step and plans again, if that is due."""
+        progress, settings = self.trainer.progress, self.trainer.settings
+        step = progress.step
+        if not settings.minutes or step < self.next_step:
+            return
+        train_s, evaluations = self.tracking.train_seconds(), self.tracking.evaluations
+        step_s = (train_s - self.measured_s) / (step - self.measured_step)
+        evaluation_s = step_s * steps_per_evaluation(settings, self.trainer.plan.dataset)
+        if evaluations:  # in this process
+            evaluation_s = self.tracking.pauses_s / evaluations
+        plan_steps(self.trainer, step_s, evaluation_s)
+        self.measured_step, self.measured_s = step, train_s
+        self.next_step = step + ceil(progress.steps_left(settings) / ADAPTATIONS)
+
+
+def plan_steps(trainer, step_s, evaluation_s):
+    """Sets the number of steps of a run, the same on all its processes.
+
+    Steps and evaluations that take `step_s` and `evaluation_s` seconds fit into the rest of
+    --minutes. Returns how many steps fit; if it is less than one, one is made.
+    """
+    progress, settings = trainer.progress, trainer.settings
+    seconds = 60 * settings.minutes - trainer.elapsed_s()
+    positions = settings.max_iters - progress.position
+    is_due = progress.is_evaluation_due(settings)
+    for stride in (2**exponent for exponent in count()):
+        evaluations = ceil(positions / (settings.eval_interval * stride))
+        steps = (seconds - evaluation_s * (is_due + evaluations)) / step_s
+        if evaluations <= 1 or (steps > 0 and evaluation_stride(positions, steps) <= stride):
+            break
+    steps = trainer.world.from_main(steps)
+    progress.num_steps = min(progress.step + max(1, int(steps)), settings.max_iters)
+    return steps
 
 
 def steps_per_evaluation(settings, dataset):
@@ -41,63 +97,15 @@ def steps_per_evaluation(settings, dataset):
     return FORWARD_FRACTION * tokens / settings.tokens_per_step
 
 
-def steps_within(settings, step_s, cost):
-    """Returns how many of max_iters steps fit into --minutes. Prints the time they take.
-
-    `cost`: see steps_per_evaluation.
-    """
-    budget = 60 * settings.minutes / step_s - 2 * cost  # in steps, without two evaluations
-    if budget < 1:
-        raise UserError(
-            f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
-            f"evaluations of {cost * step_s:.2g} s: increase it, or decrease --eval_iters"
-        )
-    # Besides the first and the last, n steps have sqrt(n * max_iters) / eval_interval evaluations
-    # (see with_max_iters). So the largest n is the solution of n + 2 * half * sqrt(n) = budget.
-    half = cost * sqrt(settings.max_iters) / settings.eval_interval / 2
-    steps = max(1, int(min((sqrt(half**2 + budget) - half) ** 2, settings.max_iters)))
-    fitted = with_max_iters(steps, settings)
-    evaluations = -(-steps // fitted.eval_interval) + 1  # the first is at step 0
-    minutes = (steps + evaluations * cost) * step_s / 60
-    print(f"time: about {minutes:.2g} minutes for {steps:,} steps", flush=True)
-    return steps
-
-
-def with_max_iters(max_iters, settings):
-    """Returns the settings with fewer steps, if `max_iters` is given, and fewer evaluations.
-
-    A quarter of the steps has a quarter of the warmup steps, and half as many evaluations.
-    """
-    if max_iters is None:
-        return settings
-    fraction = Fraction(max_iters, settings.max_iters)
-    changes = {"eval_interval": ceil(settings.eval_interval * sqrt(fraction))}
-    for name in STEP_COUNTS:
-        if count := getattr(settings, name):  # not None or 0
-            changes[name] = ceil(count * fraction)
-    return dataclasses.replace(settings, **changes)
-
-
 def seconds_per_step(trainer):
-    """Returns the median time of a training step, the same on all processes of a run.
-
-    The trainer's state does not change.
-    """
+    """Returns the least time of a step without its update, the same on all processes of a run."""
     plan, seconds = trainer.plan, []
-    batches = Batches(plan.dataset.train, plan.settings, plan.world)
-    states = copy.deepcopy([optimizer.state_dict() for optimizer in trainer.optimizers.values()])
-    scaler = trainer.scaler.state_dict()
-    limit_s = MEASURED_FRACTION * 60 * plan.settings.minutes
-    for step in range(WARMUP_STEPS + MEASURED_STEPS):
-        if step > WARMUP_STEPS and plan.world.from_main(sum(seconds)) > limit_s:
-            break
+    batches = Batches(plan.dataset.train, trainer.settings, plan.world)
+    for step in range(PLANNING_STEPS):
         start = time.perf_counter()
-        _, grad_norm = trainer.forward_backward(batches.at(step), step)
-        trainer.clip_and_step(grad_norm, lr=0.0)  # does not change the weights
+        for x, y in batches.at(step):
+            trainer.loss(x, y).backward()
         plan.machine.synchronize()
         seconds.append(time.perf_counter() - start)
-    for optimizer, state in zip(trainer.optimizers.values(), states, strict=True):
-        optimizer.load_state_dict(state)
-    trainer.scaler.load_state_dict(scaler)
-    trainer.divergence.check()
-    return plan.world.from_main(median(seconds[WARMUP_STEPS:]))
+    trainer.model.zero_grad(set_to_none=False)  # DDP and CUDA graphs keep their gradient tensors
+    return plan.world.from_main(min(seconds))

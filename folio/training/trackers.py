@@ -95,7 +95,8 @@ class TensorBoard:
         if resumed:  # purge the steps that an earlier process logged after the checkpoint
             folder = max(root.glob("*-*"), default=folder)
             progress = resumed.progress
-            purge_steps = {"train": progress.step, "val": progress.evaluated_step + 1}
+            is_evaluated = progress.evaluated_position >= progress.position
+            purge_steps = {"train": progress.step, "val": progress.step + is_evaluated}
         self.writers = {
             split: SummaryWriter(folder / split, purge_step=step)
             for split, step in purge_steps.items()

@@ -8,17 +8,21 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 
+import torch
 from tqdm import tqdm
 
 from folio.checkpoint.format import empty_model
-from folio.cli.process import SIGPIPE, STARTED, print_error
+from folio.cli.process import SIGPIPE, print_error
 from folio.cli.settings import changed_settings, names_with_scope
+from folio.hardware.device import device_type
 from folio.hardware.memory import memory_bytes, peak_memory_gib
 from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
 MAX_LOSS_RISE_NATS = 0.02  # rise of the validation loss from its lowest value
 MAX_GAP_GROWTH_NATS = 0.1  # growth of the gap between validation and training loss
+MIN_CPU_SHARE = 0.8  # alone on a machine, threads use all cores: waiting ones do not sleep
+CPU_CHECK_INTERVAL_S = 10
 
 
 class Tracking:
@@ -34,20 +38,23 @@ class Tracking:
         self.trainer, self.plan = trainer, trainer.plan
         self.settings, self.run_dir = trainer.settings, trainer.plan.run_dir
         self.machine, self.is_main = self.plan.machine, self.plan.world.is_main
-        self.elapsed_before = trainer.progress.elapsed_s
         self.first_step, self.log_failed = trainer.progress.step, False
-        self.seconds, self.steps = 0.0, 0  # of training since the last report
+        self.train_s = 0.0  # of training in this process
+        self.evaluations, self.pauses_s = 0, 0.0  # and of everything between steps
+        self.reported_step, self.reported_s = self.first_step, 0.0  # at the last report
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
         self.bar = tqdm(
-            total=self.settings.max_iters,
+            total=trainer.progress.step + trainer.progress.steps_left(self.settings),
             initial=self.first_step,
             bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
             leave=False,
             disable=not self.on_terminal,
         )
         self.started_at = self.counted_at = time.perf_counter()
+        self.has_warned = device_type(self.machine.device) != "cpu" or torch.get_num_threads() == 1
+        self.checked_at, self.checked_cpu_s = self.started_at, time.process_time()
 
     def __enter__(self):
         with ExitStack() as stack:  # closes what has been opened if a process fails
@@ -92,6 +99,7 @@ class Tracking:
             self.say(f"resumed {resumed.path} at step {step}{suffix}")
 
     def log_evaluation(self, step, losses, lr):
+        self.evaluations += 1
         tokens = step * self.settings.tokens_per_step
         self._log("val", step, tokens=tokens, lr=lr, **losses)
         self.say(format_losses(step, losses))
@@ -99,14 +107,14 @@ class Tracking:
     def log_step(self, step, loss, grad_norm, lr):
         """Counts a step. Every log_interval steps, waits for the device and reports."""
         self._print(self.bar.update)
-        self.steps += 1
         if step == self.first_step:
             self.started_at = self.counted_at  # excludes the time before the first step
         if step % self.settings.log_interval:
             return
-        self._count_time()
-        seconds = self.seconds / self.steps  # per step
-        self.seconds, self.steps = 0.0, 0
+        self._check_cores()
+        train_s = self.train_seconds()
+        seconds = (train_s - self.reported_s) / (step + 1 - self.reported_step)  # per step
+        self.reported_step, self.reported_s = step + 1, train_s
         tokens = self.settings.tokens_per_step
         flops = self.trainer.model.flops_per_token() * tokens
         mfu = flops / seconds / self.machine.peak[0] / self.plan.world.size
@@ -118,7 +126,9 @@ class Tracking:
         tokens *= step + 1
         self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=grad_norm, **speeds)
         per_step = (self.counted_at - self.started_at) / (step + 1 - self.first_step)
-        left = tqdm.format_interval(per_step * (self.settings.max_iters - step - 1))
+        steps_left = self.trainer.progress.steps_left(self.settings)
+        self.bar.total = step + 1 + steps_left  # --minutes can change it
+        left = tqdm.format_interval(per_step * steps_left)
         speed = f"{speeds['tokens_per_s']:,.0f} tokens/s, {left} left"
         self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
         if not self.on_terminal:
@@ -130,7 +140,7 @@ class Tracking:
             return
         if (peak := peak_memory_gib(self.machine.device)) is not None:
             values["peak_memory_gib"] = peak
-        event = {"step": step, "split": split, **values, "elapsed_s": self.elapsed_s()}
+        event = {"step": step, "split": split, **values, "elapsed_s": self.trainer.elapsed_s()}
         error = self.run_dir.append(event)
         if error and not self.log_failed:
             self.warn(f"{error}; training continues")
@@ -140,21 +150,36 @@ class Tracking:
 
     # Time
 
-    def elapsed_s(self):
-        """Returns the seconds that the run has taken, including earlier processes."""
-        return round(self.elapsed_before + time.monotonic() - STARTED, 3)
+    def _check_cores(self):
+        """Warns once if the threads of this process do not get the time of all cores."""
+        now, cpu_s = time.perf_counter(), time.process_time()
+        if self.has_warned or now - self.checked_at < CPU_CHECK_INTERVAL_S:
+            return
+        threads = torch.get_num_threads()
+        share = (cpu_s - self.checked_cpu_s) / (now - self.checked_at) / threads
+        self.checked_at, self.checked_cpu_s = now, cpu_s
+        if share < MIN_CPU_SHARE:
+            self.has_warned = True
+            self.warn(
+                f"the {threads} threads get {share:.0%} of the time of {threads} cores and wait "
+                "for each other; beside other programs, OMP_NUM_THREADS=1 is faster"
+            )
+
+    def train_seconds(self):
+        """Waits for the device. Returns the time of the steps of this process."""
+        self.machine.synchronize()
+        now = time.perf_counter()
+        self.train_s += now - self.counted_at
+        self.counted_at = now
+        return self.train_s
 
     @contextmanager
     def exclude_time(self):
         """A context whose time does not count as training time."""
-        self._count_time()
+        self.train_seconds()
         yield
-        self.counted_at = time.perf_counter()
-
-    def _count_time(self):
-        self.machine.synchronize()
         now = time.perf_counter()
-        self.seconds += now - self.counted_at
+        self.pauses_s += now - self.counted_at
         self.counted_at = now
 
     # Console
@@ -200,7 +225,11 @@ def print_start(plan):
     pairs = [f"{name}={value}" for name, value in changed.items() if name not in resolved]
     peak, source = machine.peak
     size = state_bytes(plan.config, settings, world.size) / 2**20
-    values = "weights" if settings.eval_only else "weights, gradients and moments"
+    values = "weights, gradients and moments"
+    work = f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
+    if settings.eval_only:
+        start = plan.resumed or plan.initial
+        values, work = "weights", f"from {start.summary}" if start else "random weights"
     available = memory_bytes(machine.device)
     limit = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
@@ -208,8 +237,7 @@ def print_start(plan):
         f"settings: {' '.join(pairs) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
-        f"model: {empty_model(plan.config, 'meta').num_params():,} parameters; "
-        f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens",
+        f"model: {empty_model(plan.config, 'meta').num_params():,} parameters; {work}",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
         f"memory: {size:,.1f} MiB{limit} for {values}",
         sep="\n",
@@ -219,18 +247,18 @@ def print_start(plan):
 
 def print_finished(trainer):
     """Prints how to continue a run that has finished earlier."""
-    step = trainer.progress.step
-    if step < trainer.settings.max_iters:
+    progress, settings = trainer.progress, trainer.settings
+    if progress.steps_left(settings):
         name = "patience"
     else:
-        name = "max_iters" if step >= trainer.plan.settings.max_iters else "minutes"
-    print(f"finished at step {step}; to continue, increase --{name}")
+        name = "max_iters" if progress.step >= settings.max_iters else "minutes"
+    print(f"finished at step {progress.step}; to continue, increase --{name}")
 
 
 def print_end(trainer):
     """Prints where the best model is and how to use it."""
     progress, settings, plan = trainer.progress, trainer.settings, trainer.plan
-    if progress.step < settings.max_iters:
+    if progress.steps_left(settings):
         print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
     kept = "newest" if settings.always_save_checkpoint else "best"
     best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
@@ -254,13 +282,14 @@ def advice_on(evaluations, epochs):
     if len(evaluations) < 3:
         return None
     gaps = [val_loss - train_loss for _, train_loss, val_loss in evaluations]
-    lowest, best_step = min((val_loss, step) for step, _, val_loss in evaluations)
-    rise = evaluations[-1][2] - lowest
-    if rise > MAX_LOSS_RISE_NATS:
-        return (
-            f"the validation loss has risen by {rise:.2f} since step {best_step:,} (overfitting): "
-            "use more text, a higher --dropout or fewer steps"
-        )
+    best_step, best_train_loss, lowest = min(evaluations, key=lambda evaluation: evaluation[2])
+    _, last_train_loss, last = evaluations[-1]
+    if last - lowest > MAX_LOSS_RISE_NATS:
+        rise = f"loss has risen by {last - lowest:.2f} since step {best_step:,}"
+        if last_train_loss > best_train_loss:
+            return f"the training loss and the validation {rise}: use a lower --learning_rate"
+        remedy = "use more text, a higher --dropout or fewer steps"
+        return f"the validation {rise} (overfitting): {remedy}"
     gap = "the gap between validation and training loss "
     gap += f"went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
     if gaps[-1] > gaps[1] + MAX_GAP_GROWTH_NATS:

@@ -95,9 +95,9 @@ def test_a_signal_during_imports_prints_no_traceback():
     assert shell("$PYTHON", *lines) == (128 + signal.SIGTERM, "")
 
 
-def test_the_first_signal_is_recorded_and_a_second_ctrl_c_interrupts_at_once():
+def test_the_first_signal_is_recorded_and_a_second_ctrl_c_interrupts_at_once(capfd):
     before = [signal.getsignal(number) for number in SIGNALS]
-    with StopSignal() as stop:
+    with StopSignal("stopping") as stop:
         assert not stop
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
@@ -106,12 +106,13 @@ def test_the_first_signal_is_recorded_and_a_second_ctrl_c_interrupts_at_once():
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert capfd.readouterr().err.count(": stopping\n") == 1
 
 
 @posix
 def test_an_ignored_sighup_stays_ignored():  # as after nohup
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process.run(lambda: signal.raise_signal(signal.SIGHUP))
-    with StopSignal() as stop:
+    with StopSignal("stopping") as stop:
         signal.raise_signal(signal.SIGHUP)
     assert not stop

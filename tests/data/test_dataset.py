@@ -82,6 +82,7 @@ def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
     assert int(data.train[0]) == count - 1
     assert "".join(texts_of("own")) == characters[::-1]
     assert dataset_size("own").train_tokens == len(data.train)
+    assert dataset_size("own").train_bytes == 4 * len(data.train)  # in UTF-8
 
 
 # Reading
@@ -115,7 +116,7 @@ def test_split_must_be_longer_than_the_context():
 def test_nanogpts_datasets_are_loaded():
     vocab_size = tiny.write_nanogpt_dataset("nano", "b\na" * 10)
     assert texts_of("nano") == ("b\na" * 9, "b\na")
-    assert dataset_size("nano") == DatasetSize(27, 3, vocab_size)
+    assert dataset_size("nano") == DatasetSize(27, 3, vocab_size, 27)
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
     data = load_dataset("nano")
     assert data.tokenizer.kind == "gpt2"

@@ -1,8 +1,6 @@
 """Time budgets: --minutes."""
 
 import copy
-import dataclasses
-from math import sqrt
 from types import SimpleNamespace
 
 import pytest
@@ -12,97 +10,141 @@ from hypothesis import given, settings, strategies
 import train
 from folio.checkpoint.format import Progress
 from folio.cli.errors import UserError
+from folio.distributed.world import SINGLE_PROCESS
 from folio.training import budget
 from folio.training.budget import (
-    fit_to_minutes,
+    TimeBudget,
     seconds_per_step,
+    start_budget,
     steps_per_evaluation,
-    steps_within,
-    with_max_iters,
 )
 
-SETTINGS = {"max_iters": 600, "eval_interval": 100, "warmup_iters": 50, "lr_decay_iters": 500}
 SHORT = {"minutes": 0.01, "max_iters": 1000, "eval_interval": 500, "warmup_iters": 0}
 
 
-@pytest.fixture
-def one_second(monkeypatch):
-    """Every step takes a second, and an evaluation none."""
-    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 1.0)
-    monkeypatch.setattr(budget, "steps_per_evaluation", lambda *_: 0)
+class SimulatedRun:
+    """Has what budget.py needs of a Trainer and of a Tracking. Steps take `step_s` seconds."""
+
+    def __init__(self, step_s=1.0, resumed=None, **changes):
+        self.settings = tiny.settings(**changes)
+        tokens = range(10 * self.settings.tokens_per_step)
+        splits = SimpleNamespace(train=tokens, val=tokens)
+        self.plan = SimpleNamespace(dataset=splits, resumed=resumed, world=SINGLE_PROCESS)
+        self.world = SINGLE_PROCESS
+        self.progress = copy.copy(resumed.progress) if resumed else Progress()
+        self.step_s, self.seconds, self.trained_s = step_s, 0.0, 0.0
+        self.evaluations, self.pauses_s = 0, 0.0
+
+    def elapsed_s(self):
+        return self.seconds
+
+    def train_seconds(self):
+        return self.trained_s
+
+    def train(self, speeds):
+        """Acts like train.run_steps. `speeds` are those of equal parts of the budget.
+
+        Returns the positions of the evaluations.
+        """
+        progress, settings, evaluations = self.progress, self.settings, []
+        time_budget = TimeBudget(self, self)
+        cost = steps_per_evaluation(settings, self.plan.dataset)
+        while True:
+            part = int(self.seconds / (60 * settings.minutes) * len(speeds))
+            step_s = self.step_s / speeds[min(part, len(speeds) - 1)]
+            if progress.is_evaluation_due(settings):
+                evaluations.append(progress.position)
+                self.seconds += cost * step_s
+                self.pauses_s += cost * step_s
+                self.evaluations += 1
+                progress.record(1.0)
+            if progress.is_finished(settings):
+                return evaluations
+            time_budget.adapt()
+            self.seconds += step_s
+            self.trained_s += step_s
+            progress.advance(settings)
 
 
-def fitted(verse, resumed=None, **changes):
-    """Returns the settings of a run after fit_to_minutes, and its progress."""
-    requested = tiny.settings(**SETTINGS | changes)
-    progress = resumed.progress if resumed else Progress()
-    plan = SimpleNamespace(settings=requested, dataset=verse, resumed=resumed)
-    return fit_to_minutes(SimpleNamespace(plan=plan, progress=progress)), progress
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    monkeypatch.setattr(budget, "seconds_per_step", lambda trainer: trainer.step_s)
 
 
-def counts(settings):
-    return tuple(getattr(settings, name) for name in SETTINGS)
+@settings(max_examples=100, deadline=None)
+@given(
+    minutes=strategies.floats(5, 100),
+    max_iters=strategies.integers(1, 30).map(lambda n: 1000 * n),
+    eval_iters=strategies.integers(1, 10),
+    speeds=strategies.lists(strategies.sampled_from((0.2, 0.5, 1.0, 2.0)), min_size=1, max_size=4),
+)
+def test_a_run_takes_its_budget_or_all_steps(minutes, max_iters, eval_iters, speeds):
+    changes = {"minutes": minutes, "max_iters": max_iters, "eval_interval": max_iters // 10}
+    run = SimulatedRun(eval_iters=eval_iters, warmup_iters=0, **changes)
+    start_budget(run)
+    evaluations = run.train(speeds)
+    fraction = run.seconds / (60 * minutes)
+    assert fraction < 1.1
+    assert fraction > 0.9 or run.progress.step == max_iters
+    assert run.progress.step <= max_iters
+    assert run.progress.position == pytest.approx(max_iters)
+    assert evaluations[0] == 0
+    assert 2 <= len(evaluations) <= 11
+    assert evaluations[-2] < 0.95 * evaluations[-1] == pytest.approx(0.95 * max_iters)
+
+
+def test_without_a_budget_the_position_is_the_step():
+    run = SimulatedRun(max_iters=7, eval_interval=3)
+    start_budget(run)
+    evaluated = []
+    while not run.progress.is_finished(run.settings):
+        if run.progress.is_evaluation_due(run.settings):
+            evaluated.append(run.progress.step)
+            run.progress.record(1.0)
+        else:
+            run.progress.advance(run.settings)
+        assert run.progress.position == run.progress.step
+    assert evaluated == [0, 3, 6, 7]
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("minutes", "line"),
     [
-        ({"minutes": 20}, (600, 100, 50, 500)),
-        ({"minutes": 10}, (600, 100, 50, 500)),
-        ({"minutes": 2.5}, (150, 50, 13, 125)),  # a quarter, with half as many evaluations
-        ({"minutes": 2.5, "warmup_iters": 0, "lr_decay_iters": None}, (150, 50, 0, None)),
+        (
+            20,
+            "time: all steps fit into --minutes; for longer training, increase",
+        ),
+        (5, "time: 284 of 600 steps fit into --minutes"),
     ],
-    ids=str,
 )
-def test_a_short_budget_has_fewer_steps(verse, one_second, changes, expected):
-    assert counts(fitted(verse, **changes)[0]) == expected
+def test_the_plan_is_printed_before_the_run(minutes, line, capsys):
+    run = SimulatedRun(minutes=minutes, max_iters=600, eval_interval=100, eval_iters=6)
+    start_budget(run)
+    assert capsys.readouterr().out.startswith(line)
 
 
-def test_an_evaluation_is_a_forward_pass_of_both_splits(verse):
-    settings, tokens = tiny.settings(eval_iters=2), tiny.settings().tokens_per_step
-    splits = SimpleNamespace(train=range(10 * tokens), val=range(tokens))
-    assert steps_per_evaluation(settings, splits) == pytest.approx((2 + 1) / 3)
-    assert steps_per_evaluation(dataclasses.replace(settings, eval_iters=99), splits) == 11 / 3
+def test_a_budget_that_is_too_short_is_an_error():
+    with pytest.raises(UserError, match=r"--minutes=0.05 is too short for steps of 1 s and two"):
+        start_budget(SimulatedRun(minutes=0.05, max_iters=600, eval_interval=100))
 
 
-@settings(max_examples=30)
-@given(
-    minutes=strategies.floats(0.01, 100),
-    max_iters=strategies.integers(1, 3000),
-    eval_interval=strategies.integers(1, 3000),
-    cost=strategies.floats(0, 300),
-)
-def test_steps_and_evaluations_fit_into_the_budget(minutes, max_iters, eval_interval, cost):
-    changes = {"warmup_iters": 0, "eval_interval": eval_interval}
-    settings = tiny.settings(minutes=minutes, max_iters=max_iters, **changes)
-    if 60 * minutes - 2 * cost < 1:
-        with pytest.raises(UserError, match="too short"):
-            steps_within(settings, 1.0, cost)
-        return
-    steps = steps_within(settings, 1.0, cost)
-    assert 1 <= steps <= max_iters
-    fitted = with_max_iters(steps, settings)
-    evaluated = {*range(0, steps, fitted.eval_interval), steps}
-    assert steps + cost * len(evaluated) <= 60 * minutes * (1 + 1e-9)
-    if steps < max_iters:  # not one step more than necessary is left out
-        interval = eval_interval * sqrt((steps + 1) / max_iters)
-        assert (steps + 1) * (1 + cost / interval) + 2 * cost >= 60 * minutes * (1 - 1e-9)
-
-
-def test_a_resumed_run_keeps_its_steps_unless_the_request_changes(verse, one_second):
-    settings, progress = fitted(verse, minutes=2)
-    progress.fitted_iters = 90  # on a slower machine
+def test_a_resumed_run_keeps_its_plan_unless_the_request_changes():
+    first = SimulatedRun(minutes=2, max_iters=600, eval_interval=100, eval_iters=1)
+    start_budget(first)
+    first.progress.step, first.progress.position = 50, 299.5
 
     def resumed(**changes):
-        saved = SimpleNamespace(progress=copy.copy(progress), settings=SETTINGS | {"minutes": 2})
-        return fitted(verse, saved, **changes)[0]
+        request = {"minutes": 2, "max_iters": 600, "eval_interval": 100, "eval_iters": 1}
+        saved = SimpleNamespace(progress=first.progress, settings=request)
+        run = SimulatedRun(step_s=2.0, resumed=saved, **request | changes)  # a slower machine
+        start_budget(run)
+        return run.progress
 
-    assert settings.max_iters == 120
-    assert resumed(minutes=2).max_iters == 90
-    assert resumed(minutes=2, eval_interval=200).eval_interval == 78
-    assert resumed(minutes=4).max_iters == 240
-    assert resumed(minutes=2, max_iters=60).max_iters == 60
-    assert resumed(minutes=None).max_iters == 600
+    assert resumed() == resumed(eval_interval=200) == first.progress
+    assert resumed(minutes=None).num_steps is None
+    assert resumed(minutes=None).position == 50
+    assert resumed(minutes=4).position == resumed(max_iters=800).position == 50
+    assert 150 < resumed(minutes=4).num_steps < 170
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -113,24 +155,33 @@ def test_measuring_does_not_change_the_state(verse, optimizer):
     assert tiny.equal(trainer.state_dict(), before)
 
 
-def test_a_run_with_a_budget_equals_a_run_of_as_many_steps(verse, monkeypatch):
-    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.01)
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """A function that sets the measured time of a step; no other time passes."""
+    monkeypatch.setattr(train.Trainer, "elapsed_s", lambda trainer: 0.0)
+    monkeypatch.setattr(TimeBudget, "adapt", lambda budget: None)
+
+    def set_time(seconds):
+        monkeypatch.setattr(budget, "seconds_per_step", lambda trainer: seconds)
+
+    set_time(0.01)
+    return set_time
+
+
+def test_a_resumed_run_with_a_budget_equals_an_uninterrupted_one(verse, slow_steps):
     train.main(tiny.flags(out_dir="out-a", **SHORT, stop_at=7))
-    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.02)  # a busy machine
+    slow_steps(0.02)  # another machine
     train.main(tiny.flags(out_dir="out-a", **SHORT, init_from="resume"))
+    slow_steps(0.01)
+    train.main(tiny.flags(out_dir="out-b", **SHORT))
+    assert tiny.differences("out-a", "out-b") == []
     saved = tiny.load("last.pt", "out-a")
     assert saved["config"]["max_iters"] == 1000
-    assert 7 < saved["fitted_iters"] == saved["iter_num"] < 60
-    settings = with_max_iters(saved["fitted_iters"], tiny.settings(**SHORT))
-    fewer = {name: getattr(settings, name) for name in SHORT} | {"minutes": None}
-    train.main(tiny.flags(out_dir="out-b", **fewer))
-    assert tiny.equal(saved["model"], tiny.load("last.pt", "out-b")["model"])
-    assert tiny.untimed_log("out-a")[1:] == tiny.untimed_log("out-b")[1:]
+    assert 7 < saved["num_steps"] == saved["iter_num"] < 60
+    assert saved["position"] == pytest.approx(1000)
 
 
-def test_a_finished_run_continues_after_a_greater_request(verse, monkeypatch, capsys):
-    monkeypatch.setattr(budget, "seconds_per_step", lambda *_: 0.01)
-
+def test_a_finished_run_continues_after_a_greater_request(verse, slow_steps, capsys):
     def run(**changes):
         train.main(tiny.flags(**SHORT | {"init_from": "auto"} | changes))
         return tiny.load("last.pt")["iter_num"]

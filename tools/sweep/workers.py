@@ -101,7 +101,7 @@ def train_runs(tasks, jobs):
     losses = {task.folder: read_earlier_loss(task) for task in tasks}
     waiting = deque(task for task in tasks if losses[task.folder] is None)
     total, ended = len(waiting), 0
-    with StopSignal() as stop, WorkerPool(jobs) as pool:
+    with StopSignal("waiting until the runs are saved") as stop, WorkerPool(jobs) as pool:
         while (waiting or pool.workers) and not stop:
             while waiting and len(pool.workers) < jobs:
                 pool.start(waiting.popleft())
@@ -212,7 +212,7 @@ def read_earlier_loss(task):
     if not is_file(RunDir(folder).last):
         return None
     progress = load_checkpoint(RunDir(folder).last, optimizers=False).progress
-    is_done = progress.evaluated_step >= step or progress.is_finished(settings)
+    is_done = progress.evaluated_position >= step or progress.is_finished(settings)
     return read_best_loss(task) if is_done else None
 
 
