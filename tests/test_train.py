@@ -267,8 +267,13 @@ def test_samples_at_intervals_and_the_end_do_not_change_training(verse, capsys):
 
 def test_eval_only_prints_the_loss_and_writes_nothing(verse, folder, capsys):
     train.main(tiny.flags(eval_only=True))
-    assert "step 0: train loss" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 0: train loss" in out
+    assert "parameters; random weights\n" in out
     assert not (folder / "out").exists()
+    train.main(tiny.flags(max_iters=3))
+    train.main(tiny.flags(init_from="auto", eval_only=True))
+    assert "parameters; from out/last.pt: step 3, best val loss" in capsys.readouterr().out
 
 
 # nanoGPT's files

@@ -1,6 +1,7 @@
 """Saver: states are copied, then written by another thread while training goes on."""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +61,7 @@ def take_step(trainer):
 def make_saver(trainer):
     """Returns a Saver whose `tracking.warnings` has the messages that Tracking would print."""
     warnings = []
-    tracking = SimpleNamespace(warnings=warnings, elapsed_s=lambda: 1.0, warn=warnings.append)
+    tracking = SimpleNamespace(warnings=warnings, warn=warnings.append, say=warnings.append)
     return Saver(trainer, tracking)
 
 
@@ -135,6 +136,16 @@ def test_failed_write_is_reported_at_the_next_save_and_its_evaluation_does_not_c
     assert disk.written == [("ckpt.pt", 1), ("ckpt.pt", 3)]
     best = load_checkpoint("out/ckpt.pt").progress
     assert (best.step, best.best_step, best.best_val_loss) == (3, 3, 1.5)
+
+
+def test_a_stop_after_an_evaluation_does_not_save_the_state_again(trainer, disk):
+    disk.free.set()
+    with make_saver(trainer) as saver:
+        saver.save_evaluation(2.0)
+        with pytest.raises(Interrupted):
+            saver.save_and_stop(2)
+    assert disk.written == [("ckpt.pt", 1)]
+    assert Path("out/last.pt").samefile("out/ckpt.pt")
 
 
 @pytest.mark.parametrize(("error", "count"), [(ZeroDivisionError(), 1), (Interrupted(2), 0)])

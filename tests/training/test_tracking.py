@@ -88,6 +88,22 @@ def test_speed_excludes_pauses_and_time_left_includes_them(trainer, monkeypatch,
     assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
 
 
+@pytest.mark.parametrize(("cpu_share", "warnings"), [(0.5, 1), (0.95, 0)])
+def test_threads_that_do_not_get_their_cores_are_reported_once(
+    trainer, monkeypatch, capsys, cpu_share, warnings
+):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tracking.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(tracking.time, "process_time", lambda: 2 * cpu_share * clock.now)
+    with tracking.Tracking(trainer) as tracker:
+        for step in range(8):
+            clock.now += 4
+            trainer.progress.advance(trainer.settings)
+            tracker.log_step(step, 2.5, 1.0, lr=0.1)
+    assert capsys.readouterr().err.count("the 2 threads get 50% of the time") == warnings
+
+
 def test_output_on_a_full_disk_loses_only_a_line(trainer, monkeypatch):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with tracking.Tracking(trainer) as tracker:
