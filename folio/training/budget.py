@@ -30,7 +30,7 @@ def start_budget(trainer):
         return
     progress.evaluated_position += progress.step - progress.position
     progress.position, progress.num_steps = float(progress.step), None
-    if not settings.minutes:
+    if not settings.minutes or not progress.steps_left(settings):
         return
     step_s = seconds_per_step(trainer)
     evaluation_s = step_s * steps_per_evaluation(settings, trainer.plan.dataset)
