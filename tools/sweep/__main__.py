@@ -1,7 +1,7 @@
 """Train every combination of settings that have several values, and compare the runs.
 
     python -m tools.sweep config/shakespeare_char.py --learning_rate=1e-3,3e-4 --n_layer=4,6
-    python -m tools.sweep config/shakespeare_char.py config/mine.py --seed=1,2,3 --jobs=2
+    python -m tools.sweep config/shakespeare_char.py my_config.py --seed=1,2,3 --jobs=2
     python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
         --eval_interval=200 --halving=3
 
