@@ -152,6 +152,7 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     stopped = page.text()
     assert len(page.select_token(20)) == 10
     assert page.text() == stopped
+    assert page.tab.locator(".token.selected").all_text_contents() == [stopped[20]]
     other.generate(max_new_tokens=ENDLESS)
     other.eventually(lambda: len(other.text()) > 60)
     other.tab.close()

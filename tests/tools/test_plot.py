@@ -17,7 +17,7 @@ from folio.cli.settings import load_settings
 from folio.hardware.compile import optimize_for_inference
 from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
-from tools.plot.attention import NEXT_TOKENS, compute_attention, draw_attention
+from tools.plot.attention import MAX_DRAWN_TOKENS, NEXT_TOKENS, compute_attention, draw_attention
 from tools.plot.losses import MAX_TRAINING_POINTS, draw_losses
 from tools.plot.runs import group_runs, read_runs
 from tools.plot.table import compare_groups, format_table
@@ -230,3 +230,17 @@ def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
     bars = figure.get_axes()[-1]
     widths = [patch.get_width() for patch in bars.patches]
     assert widths == [p for _, p in likely_next(trained, list(range(30)), NEXT_TOKENS)]
+
+
+def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
+    trained.model = tiny.random_model(block_size=200)
+    ids = [number % 37 for number in range(200)]
+    figure = draw_attention(trained, ids, "a title")
+    assert f"last {MAX_DRAWN_TOKENS} of 200 tokens" in figure.get_suptitle()
+    weights = compute_attention(trained.model, torch.tensor(ids), range(2))
+    last = slice(-MAX_DRAWN_TOKENS, None)
+    drawn = torch.cat([values[:, last, last] for values in weights.values()])
+    images = [axes.get_images()[0] for axes in find_heads(figure)]
+    for image, expected in zip(images, drawn, strict=True):
+        assert torch.equal(torch.tensor(image.get_array()), expected)
+        assert image.get_clim() == (0, drawn.max())

@@ -47,14 +47,18 @@ TOKENS_CSS = """
 .tokens p { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 3em; line-height: 1.6 }
 .token { cursor: pointer }
 .token span::before { content: "↵"; opacity: 0.5 }
+.token.selected { outline: 2px solid }
 .token[style], .legend span { color: black }
 .legend { margin-bottom: 8px; font-size: 12px; line-height: 2 }
 .legend span { padding: 2px 6px; white-space: nowrap }
 """
 SELECT_JS = """
 element.addEventListener("click", event => {
-    const index = [...element.querySelectorAll(".token")].indexOf(event.target.closest(".token"));
-    if (index >= 0) trigger("select", {index: index, value: null});
+    const tokens = [...element.querySelectorAll(".token")];
+    const index = tokens.indexOf(event.target.closest(".token"));
+    if (index < 0) return;
+    tokens.forEach((token, number) => token.classList.toggle("selected", number === index));
+    trigger("select", {index: index, value: null});
 });
 """
 
