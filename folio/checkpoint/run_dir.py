@@ -36,9 +36,14 @@ class RunDir:
 
     def exists(self):
         """Whether there is a checkpoint."""
-        return is_file(self.last) or is_file(self.best)
+        return is_file(self.newest)
 
     # Reading
+
+    @property
+    def newest(self):
+        """The path of the newest checkpoint, from which a run resumes."""
+        return self.last if is_file(self.last) else self.best
 
     def load_best(self):
         """Returns the best checkpoint, without optimizer state."""
@@ -49,10 +54,9 @@ class RunDir:
 
         Without ckpt.pt, the best state is unknown; the next evaluation writes it.
         """
-        path = self.last if is_file(self.last) else self.best
-        if not (required or is_file(path)):
+        if not (required or self.exists()):
             return None
-        newest = self._load(path)
+        newest = self._load(self.newest)
         if not is_file(self.best):
             newest.progress.evaluated_step = newest.progress.best_step = -1
             newest.progress.best_val_loss = math.inf

@@ -28,7 +28,8 @@ class SweepSettings:
     In a config file, they are a list: learning_rate = [1e-3, 3e-4]
     With --trials, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
     The values of seed repeat each combination, which is compared by its mean loss: --seed=1,2,3
-    All settings of train.py except those about files can have several: see python train.py --help
+    All settings of train.py can have several, except teachers and those about files: see
+    python train.py --help
     """
 
     ARGUMENTS: ClassVar[str] = "[CONFIG_FILE ...] [--name=value[,value ...] ...]"
@@ -85,6 +86,8 @@ def main(argv=None):
     sweep, combinations = grid.first, grid.combinations()
     planned = [run for combination in combinations for run in combination]
     datasets = dict.fromkeys(settings.dataset for _, settings in planned)
+    if sweep.halving and len(datasets) > 1:
+        raise UserError("--halving compares losses, but those of different datasets differ")
     fingerprints = {name: load_dataset(name).fingerprint for name in datasets}
     for folder, settings in planned:
         rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
@@ -96,18 +99,19 @@ def main(argv=None):
         if runs:
             print("", *format_table(compare_groups(group_runs(runs))), sep="\n")
     if failed:
-        errors = "; ".join(f"{folder.name}: {last_line(folder)}" for folder in failed)
+        first = f"{failed[0].name}: {last_line(failed[0])}"
         raise UserError(
-            f"{len(failed)} of {len(planned)} runs failed: {errors}; to try them again, run the "
-            "same command"
+            f"{len(failed)} of {len(planned)} runs failed: {first}; to try again, run the same "
+            "command"
         )
 
 
 def check_earlier_run(folder, settings, fingerprint):
     """Raises UserError if a folder contains a run with other settings or another dataset."""
-    if not is_file(RunDir(folder).last):
+    run_dir = RunDir(folder)
+    if not run_dir.exists():
         return
-    earlier = load_checkpoint(RunDir(folder).last, optimizers=False)
+    earlier = load_checkpoint(run_dir.newest, optimizers=False)
     names = names_with_scope(TrainConfig, "run") - {"max_iters"}
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()

@@ -19,7 +19,6 @@ import torch
 from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.cli.files import is_file
 from folio.cli.process import Interrupted, StopSignal
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read_run
@@ -209,13 +208,15 @@ def read_earlier_loss(task):
     Raises UserError if its checkpoint is damaged.
     """
     folder, settings, step = task
-    if not is_file(RunDir(folder).last):
+    run_dir = RunDir(folder)
+    if not run_dir.exists():
         return None
-    progress = load_checkpoint(RunDir(folder).last, optimizers=False).progress
+    progress = load_checkpoint(run_dir.newest, optimizers=False).progress
     is_done = progress.evaluated_step >= step or progress.is_finished(settings)
     return read_best_loss(task) if is_done else None
 
 
 def read_best_loss(task):
-    """Returns the best validation loss of a run up to the step of a task."""
-    return min(event["loss"] for event in read_run(task.folder).val if event["step"] <= task.step)
+    """Returns the best validation loss of a run up to the step of a task, infinity if none."""
+    events = read_run(task.folder).val
+    return min((e["loss"] for e in events if e["step"] <= task.step), default=math.inf)
