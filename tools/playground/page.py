@@ -24,6 +24,7 @@ MORE_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_strid
 LOSSES_INTERVAL_S = 5  # between two updates
 MEMORY_ADVICE = "use --device=cpu, or a smaller model or shorter text"
 MAX_DRAWN_RUNS = 8  # the best ones
+MAX_LENGTH = 20_000  # characters of an input, and generated tokens; more make the page slow
 ALTERNATIVES_LABEL = "select a token of the text to see which others were likely"
 # Events are private because the description of a public API, with the names of runs, would be
 # served without a password.
@@ -97,6 +98,9 @@ def make_thread_decorator(device):
         def run(*args):
             items = generator(*args)
             try:
+                for value in args:
+                    if isinstance(value, str) and len(value) > MAX_LENGTH:
+                        raise UserError(f"{len(value):,} characters are too many: use sample.py")
                 while (item := thread.submit(next_item, items).result()) is not None:
                     yield item
             except (UserError, OSError) as error:
@@ -269,7 +273,10 @@ def read_settings(values):
     """Returns the SampleConfig with the texts of the inputs; an empty one is the default."""
     pairs = zip(MAIN_SAMPLE_SETTINGS + MORE_SETTINGS, values, strict=True)
     flags = [f"--{name}={value}" for name, value in pairs if value]
-    return load_settings(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
+    settings = load_settings(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
+    if settings.max_new_tokens > MAX_LENGTH:
+        raise UserError(f"max_new_tokens must be at most {MAX_LENGTH:,}: use sample.py for more")
+    return settings
 
 
 def add_tokens():
