@@ -36,27 +36,23 @@ class RunDir:
 
     def exists(self):
         """Whether there is a checkpoint."""
-        return is_file(self.newest)
+        return is_file(self.last) or is_file(self.best)
 
     # Reading
-
-    @property
-    def newest(self):
-        """The path of the newest checkpoint, from which a run resumes."""
-        return self.last if is_file(self.last) else self.best
 
     def load_best(self):
         """Returns the best checkpoint, without optimizer state."""
         return self._load(self.best, optimizers=False)
 
-    def load_newest(self, required=True):
+    def load_newest(self, required=True, optimizers=True):
         """Returns the newest checkpoint, or None if there is none and it is not required.
 
         Without ckpt.pt, the best state is unknown; the next evaluation writes it.
         """
-        if not (required or self.exists()):
+        path = self.last if is_file(self.last) else self.best
+        if not (required or is_file(path)):
             return None
-        newest = self._load(self.newest)
+        newest = self._load(path, optimizers)
         if not is_file(self.best):
             newest.progress.evaluated_step = newest.progress.best_step = -1
             newest.progress.best_val_loss = math.inf

@@ -72,9 +72,20 @@ def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
     assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
 
 
+def test_losses_of_different_datasets_are_not_ranked():
+    write_run("out-a", [2.0], dataset="b")
+    write_run("out-b", [4.0], dataset="a\x1b[2J")  # control characters are escaped
+    write_run("out-c", [3.0], dataset="a\x1b[2J")
+    head, _, *rows = [line.split() for line in make_table("out-a", "out-b", "out-c")]
+    assert [(row[1], row[-2]) for row in rows] == [
+        ("out-c", r"a\x1b[2J"), ("out-b", r"a\x1b[2J"), ("out-a", "b"),
+    ]  # fmt: skip
+    assert head[-2] == "dataset"
+
+
 def test_table_of_bits_per_byte_has_their_best_first(capsys):
-    write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0])
-    write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25])
+    write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0], dataset="a")
+    write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25], dataset="b")
     write_run("out-c", [4.0, 0.5])
     plot.main(["out-a", "out-b", "out-c", "--y=bits_per_byte"])
     head, _, *rows, _ = capsys.readouterr().out.splitlines()
@@ -163,7 +174,9 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
         ([], "specify the run directories"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
         (["out-empty"], "the runs have no loss yet"),
-        (["out-a", "--out=gone/a.png"], "cannot write gone.a.png"),
+        (["out-a", "--out=gone/a.png"], "--out=gone/a.png must be a PNG file in an existing"),
+        (["out-a", "--out="], "--out= must be a PNG file"),
+        (["out-a", "--out=a.pdf"], "--out=a.pdf must be a PNG file"),
         (["--attention"], "one with --attention"),
         (["--attention", "out-a", "out-b"], "one with --attention"),
         (["--attention", "out-b"], "there is no checkpoint out-b.ckpt.pt"),

@@ -177,7 +177,7 @@ class FakeWorkers:
         self.started.append((folder.name, stop_at))
         folder.mkdir(exist_ok=True)
         if (loss := self.loss_of(settings)) is None:
-            Path(folder, "output.txt").write_text("train.py: it failed\n")
+            Path(folder, "output.txt").write_text("train.py: it failed\x07\n")
             return SimpleNamespace(poll=lambda: 2, returncode=2)
         start = {"split": "start", "parameters": 1, "settings": {"n_embd": settings.n_embd}}
         event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
@@ -218,11 +218,12 @@ def test_halving_compares_the_mean_loss_of_seeds(fake, jobs):
     assert fake.started == [("n_embd=2,seed=2", 10)]  # only the failed run is tried again
 
 
-def test_a_folder_with_another_run_is_refused(fake):
+def test_a_folder_with_another_run_is_refused(fake, capsys):
     argv = [*flags(dtype="auto"), "--seed=1,2"]
     fake.loss_of = lambda settings: None
-    with pytest.raises(UserError, match="^2 of 2 runs failed: seed=1: train.py: it failed; to"):
+    with pytest.raises(UserError, match="^2 of 2 runs failed: seed=1: train.py: it failed\x07; to"):
         sweep.main(argv)
+    assert r"failed: train.py: it failed\x07 (status 2)" in capsys.readouterr().out
     fake.loss_of = lambda settings: 1.0
     sweep.main(argv)
     fake.started.clear()

@@ -23,13 +23,10 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")  # only this machine can reach them
 
 @dataclass(frozen=True)
 class PlaygroundConfig:
-    """Serve a page on which to generate, inspect and compare texts of trained models.
-
-    The environment variable FOLIO_PASSWORD sets the password of the page. The user name is folio.
-    """
+    """Serve a page on which to generate, inspect and compare texts of trained models."""
 
     out_dir: str = setting("out", "run that is selected first", scope="files")
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine")
+    host: str = setting("127.0.0.1", "address to listen on; others need a FOLIO_PASSWORD")
     port: int | None = setting(None, "port; None: the first free one from 7860 on", "[1, 65535]")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
@@ -39,10 +36,7 @@ class PlaygroundConfig:
 
     def __post_init__(self):
         if self.host not in LOCAL_HOSTS and not os.environ.get(PASSWORD_VARIABLE):
-            raise ValueError(
-                f"--host={self.host} lets others use the page: set a password in the environment "
-                f"variable {PASSWORD_VARIABLE}"
-            )
+            raise ValueError(f"--host={self.host} needs a password: set {PASSWORD_VARIABLE}")
 
 
 if __name__ == "__main__":
@@ -70,8 +64,7 @@ def serve(settings):
     # Fails at once if the address is not this machine's; gradio would try 100 ports, 5 s each.
     socket.create_server((settings.host, settings.port or 0)).close()
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # gradio calls only its own server
-    from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.middleware import Middleware, trustedhost
 
     from tools.playground.page import THEME, build_page
     from tools.playground.texts import make_model_loader
@@ -79,13 +72,13 @@ def serve(settings):
     load_model = make_model_loader(settings.device, settings.dtype)
     page = build_page(load_model, settings.device, str(RunDir(settings.out_dir).folder))
     password = os.environ.get(PASSWORD_VARIABLE)
-    # Without a password, refuses a page of another host whose name is resolved to this machine.
-    hosts = None if password else LOCAL_HOSTS
+    # Refuses pages of another host whose name is resolved to this machine.
+    hosts = Middleware(trustedhost.TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS)
     page.launch(
         server_name=settings.host,
         server_port=settings.port,
         auth=(USER_NAME, password) if password else None,
-        app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]},
+        app_kwargs={"middleware": [] if password else [hosts]},
         share=False,
         quiet=True,
         prevent_thread_lock=True,

@@ -23,7 +23,7 @@ MAIN_SAMPLE_SETTINGS = ("temperature", "max_new_tokens", "seed")
 MORE_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_stride", "stop")
 LOSSES_INTERVAL_S = 5  # between two updates
 MEMORY_ADVICE = "use --device=cpu, or a smaller model or shorter text"
-MAX_DRAWN_RUNS = 8  # the best ones
+MAX_DRAWN_RUNS = 8  # the first ones
 MAX_LENGTH = 20_000  # characters of an input, and generated tokens; more make the page slow
 ALTERNATIVES_LABEL = "select a token of the text to see which others were likely"
 # Events are private because the description of a public API, with the names of runs, would be
@@ -220,8 +220,8 @@ def add_runs_tab(in_thread, tab, other_tabs):
     with gr.Row():
         x = gr.Radio(list(AXES), value="steps", label="x axis")
         y = gr.Radio(list(LABELS), value="loss", label="y axis and table")
-    plot = gr.Plot(label=f"the best {MAX_DRAWN_RUNS} runs")
-    table = gr.Dataframe(label="all runs, the best first", interactive=False)
+    plot = gr.Plot(label=f"the first {MAX_DRAWN_RUNS} runs")
+    table = gr.Dataframe(label="all runs, the best of each dataset first", interactive=False)
     timer = gr.Timer(LOSSES_INTERVAL_S, active=False)
 
     @in_thread

@@ -41,7 +41,6 @@ def compute_attention(model, idx, layers):
 def draw_attention(trained, ids, title, layer=None):
     """Returns a matplotlib figure of each head's attention and of the most likely next tokens.
 
-    Colors are relative to the largest weight between the last MAX_DRAWN_TOKENS tokens.
     `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layer` the number of the
     layer to draw; None: all. Raises UserError if it does not exist.
     """
@@ -66,26 +65,21 @@ def draw_attention(trained, ids, title, layer=None):
     grid = figure.add_gridspec(rows, columns + 1)
     labels = [format_token(tokenizer, token) for token in drawn]
     weights = {layer: weights[layer][:, -len(drawn) :, -len(drawn) :] for layer in layers}
+    rotation = 90 if max(map(len, labels)) > 2 else 0
     highest = max(float(values.max()) for values in weights.values())
     heat_maps = []
     for number, (layer, head) in enumerate(heads):
         axes = figure.add_subplot(grid[number // columns, number % columns])
         axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-        image = draw_head(axes, weights[layer][head].numpy(), labels, highest)
+        axes.tick_params(labelsize=6)
+        axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
+        axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
+        image = axes.imshow(weights[layer][head].numpy(), cmap="Blues", vmin=0, vmax=highest)
         heat_maps.append(axes)
     bar = figure.colorbar(image, ax=heat_maps, shrink=0.6, aspect=40, location="bottom")
     bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
     draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
     return figure
-
-
-def draw_head(axes, weights, labels, highest):
-    """Draws the heat map of weights, (T, T), between tokens. Returns the image."""
-    axes.tick_params(labelsize=6)
-    rotation = 90 if max(map(len, labels)) > 2 else 0
-    axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
-    axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
-    return axes.imshow(weights, cmap="Blues", vmin=0, vmax=highest)
 
 
 def draw_next_tokens(axes, trained, ids):

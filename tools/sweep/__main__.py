@@ -28,8 +28,7 @@ class SweepSettings:
     In a config file, they are a list: learning_rate = [1e-3, 3e-4]
     With --trials, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
     The values of seed repeat each combination, which is compared by its mean loss: --seed=1,2,3
-    All settings of train.py can have several, except teachers and those about files: see
-    python train.py --help
+    All settings except teachers and those about files can have several: python train.py --help
     """
 
     ARGUMENTS: ClassVar[str] = "[CONFIG_FILE ...] [--name=value[,value ...] ...]"
@@ -53,7 +52,6 @@ def answer_help():
 if __name__ == "__main__":
     process.start(answer_help)  # --help must not wait for torch
 
-from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
 from folio.training.setup import MODEL_SETTINGS
@@ -72,8 +70,8 @@ class SweepConfig(TrainConfig, SweepSettings):
         super().__post_init__()
         if self.halving and self.minutes:
             raise ValueError("--halving compares runs at the same step: add --minutes=None")
-        allowed = {"out_dir", "init_from"}  # presets set out_dir
-        forbidden = names_with_scope(TrainConfig, "files") - allowed
+        # presets set out_dir
+        forbidden = names_with_scope(TrainConfig, "files") - {"out_dir", "init_from"}
         if names := sorted(forbidden & changed_settings(self).keys()):
             raise ValueError(f"a sweep starts and resumes runs automatically: remove {names[0]}")
 
@@ -100,18 +98,15 @@ def main(argv=None):
             print("", *format_table(compare_groups(group_runs(runs))), sep="\n")
     if failed:
         first = f"{failed[0].name}: {last_line(failed[0])}"
-        raise UserError(
-            f"{len(failed)} of {len(planned)} runs failed: {first}; to try again, run the same "
-            "command"
-        )
+        count = f"{len(failed)} of {len(planned)} runs failed"
+        raise UserError(f"{count}: {first}; to try again, run the same command")
 
 
 def check_earlier_run(folder, settings, fingerprint):
     """Raises UserError if a folder contains a run with other settings or another dataset."""
-    run_dir = RunDir(folder)
-    if not run_dir.exists():
+    earlier = RunDir(folder).load_newest(required=False, optimizers=False)
+    if not earlier:
         return
-    earlier = load_checkpoint(run_dir.newest, optimizers=False)
     names = names_with_scope(TrainConfig, "run") - {"max_iters"}
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.cli.process import Interrupted, StopSignal
+from folio.cli.process import Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read_run
 from train import TrainConfig
@@ -186,7 +185,7 @@ def report_loss(task, status, progress):
     """Prints and returns the loss of a run whose worker has ended, infinity if it failed."""
     name = task.folder.name
     if status:
-        line = last_line(task.folder)
+        line = printable(last_line(task.folder))
         print(f"{progress}: {name}: failed: {line} (status {status})", flush=True)
         return math.inf
     loss = read_best_loss(task)
@@ -208,12 +207,10 @@ def read_earlier_loss(task):
     Raises UserError if its checkpoint is damaged.
     """
     folder, settings, step = task
-    run_dir = RunDir(folder)
-    if not run_dir.exists():
-        return None
-    progress = load_checkpoint(run_dir.newest, optimizers=False).progress
-    is_done = progress.evaluated_step >= step or progress.is_finished(settings)
-    return read_best_loss(task) if is_done else None
+    newest = RunDir(folder).load_newest(required=False, optimizers=False)
+    if newest and (newest.progress.evaluated_step >= step or newest.progress.is_finished(settings)):
+        return read_best_loss(task)
+    return None
 
 
 def read_best_loss(task):
