@@ -17,7 +17,6 @@ from folio.cli.errors import UserError
 from folio.cli.settings import load_settings, parse_arguments, setting
 
 USER_NAME = "folio"
-PASSWORD_VARIABLE = "FOLIO_PASSWORD"  # no flag, because others can see those of a process
 LOCAL_HOSTS = ("127.0.0.1", "localhost")  # only this machine can reach them
 
 
@@ -35,8 +34,8 @@ class PlaygroundConfig:
     )
 
     def __post_init__(self):
-        if self.host not in LOCAL_HOSTS and not os.environ.get(PASSWORD_VARIABLE):
-            raise ValueError(f"--host={self.host} needs a password: set {PASSWORD_VARIABLE}")
+        if self.host not in LOCAL_HOSTS and not os.environ.get("FOLIO_PASSWORD"):
+            raise ValueError(f"--host={self.host} needs a password: set FOLIO_PASSWORD")
 
 
 if __name__ == "__main__":
@@ -71,7 +70,7 @@ def serve(settings):
 
     load_model = make_model_loader(settings.device, settings.dtype)
     page = build_page(load_model, settings.device, str(RunDir(settings.out_dir).folder))
-    password = os.environ.get(PASSWORD_VARIABLE)
+    password = os.environ.get("FOLIO_PASSWORD")  # others can see the flags of a process
     # Refuses pages of another host whose name is resolved to this machine.
     hosts = Middleware(trustedhost.TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS)
     page.launch(

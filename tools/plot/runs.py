@@ -18,7 +18,6 @@ from folio.cli.files import is_file
 FOLDER_SEED_PATTERN = re.compile(r"\bseed=\d+")
 LOSS_KEYS = {"step", "tokens", "loss", "elapsed_s"}  # of each training step and evaluation
 NUMBERS = LOSS_KEYS | {"parameters", "tokens_per_s", "bits_per_byte"}
-MAX_NUMBER = 1e18
 
 
 @dataclass
@@ -53,7 +52,7 @@ def read_run(folder):
 
 def add_event(run, event):
     """Adds an event of a log to a Run, unless a number is infinite, too large or NaN."""
-    if not all(abs(event.get(name, 0)) < MAX_NUMBER for name in NUMBERS):
+    if not all(abs(event.get(name, 0)) < 1e18 for name in NUMBERS):
         return
     match event["split"]:
         case "start":
@@ -69,8 +68,7 @@ def read_runs(folders):
     """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
     runs = []
     for folder in folders:
-        is_run = is_file(RunDir(folder).log)
-        paths = [] if is_run else find_runs(folder)
+        paths = [] if is_file(RunDir(folder).log) else find_runs(folder)
         runs += map(read_run, paths or [folder])
     return runs
 

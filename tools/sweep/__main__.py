@@ -97,9 +97,8 @@ def main(argv=None):
         if runs:
             print("", *format_table(compare_groups(group_runs(runs))), sep="\n")
     if failed:
-        first = f"{failed[0].name}: {last_line(failed[0])}"
-        count = f"{len(failed)} of {len(planned)} runs failed"
-        raise UserError(f"{count}: {first}; to try again, run the same command")
+        error = f"{failed[0].name}: {last_line(failed[0])}; to try again, run the same command"
+        raise UserError(f"{len(failed)} of {len(planned)} runs failed: {error}")
 
 
 def check_earlier_run(folder, settings, fingerprint):

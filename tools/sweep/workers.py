@@ -62,9 +62,7 @@ def train_combinations(combinations, factor, jobs):
 
 def select_best(combinations, losses, factor):
     """Returns the best 1 / factor of the combinations, except those with a run that failed."""
-    means = {}
-    for combination in combinations:
-        means[combination] = fmean(losses[folder] for folder, _ in combination)
+    means = {runs: fmean(losses[folder] for folder, _ in runs) for runs in combinations}
     best = sorted(combinations, key=means.get)[: max(1, len(combinations) // factor)]
     return [combination for combination in best if math.isfinite(means[combination])]
 
@@ -196,9 +194,6 @@ def report_loss(task, status, progress):
 def last_line(folder):
     """Returns the last line that a worker has printed."""
     return (folder / OUTPUT_FILE).read_text(errors="replace").strip().rpartition("\n")[2]
-
-
-# Losses
 
 
 def read_earlier_loss(task):
