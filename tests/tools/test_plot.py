@@ -76,9 +76,10 @@ def test_losses_of_different_datasets_are_not_ranked():
     write_run("out-a", [2.0], dataset="b")
     write_run("out-b", [4.0], dataset="a\x1b[2J")  # control characters are escaped
     write_run("out-c", [3.0], dataset="a\x1b[2J")
-    head, _, *rows = [line.split() for line in make_table("out-a", "out-b", "out-c")]
+    write_run("out-d", [], dataset="A")
+    head, _, *rows = [line.split() for line in make_table("out-a", "out-b", "out-c", "out-d")]
     assert [(row[1], row[-2]) for row in rows] == [
-        ("out-c", r"a\x1b[2J"), ("out-b", r"a\x1b[2J"), ("out-a", "b"),
+        ("out-c", r"a\x1b[2J"), ("out-b", r"a\x1b[2J"), ("out-a", "b"), ("out-d", "A"),
     ]  # fmt: skip
     assert head[-2] == "dataset"
 

@@ -141,4 +141,6 @@ def group_runs(runs, measure="loss"):
         name = pattern if len(similar_runs) > 1 else similar_runs[0].folder
         groups.append(Group(name, similar_runs, measure))
     groups.sort(key=lambda group: group.mean_loss)
-    return sorted(groups, key=lambda g: sorted(g.values("dataset")) if measure == "loss" else [])
+    if measure == "loss":
+        groups.sort(key=lambda group: (not group.losses, sorted(group.values("dataset"))))
+    return groups
