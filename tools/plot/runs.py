@@ -130,8 +130,7 @@ class Group:
 def group_runs(runs, measure="loss"):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
-    Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are a group. Losses of
-    different datasets cannot be compared, so the groups are sorted by dataset first.
+    Runs whose folders differ only in "seed=NUMBER" are a group. Losses are compared per dataset.
     """
     runs_of_pattern = defaultdict(list)
     for run in runs:

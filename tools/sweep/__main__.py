@@ -70,8 +70,7 @@ class SweepConfig(TrainConfig, SweepSettings):
         super().__post_init__()
         if self.halving and self.minutes:
             raise ValueError("--halving compares runs at the same step: add --minutes=None")
-        # presets set out_dir
-        forbidden = names_with_scope(TrainConfig, "files") - {"out_dir", "init_from"}
+        forbidden = names_with_scope(TrainConfig, "files") - {"out_dir", "init_from"}  # in presets
         if names := sorted(forbidden & changed_settings(self).keys()):
             raise ValueError(f"a sweep starts and resumes runs automatically: remove {names[0]}")
 
