@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+import shutil
 import subprocess
 import sys
 import typing
@@ -60,7 +61,8 @@ def test_constraints_pin_every_required_package():
 
 # A module imports only from its own folder and from those before it.
 ORDER = "cli model hardware distributed data checkpoint pretrained training inference scripts tools"
-FILES = [*ROOT.glob("*.py"), *ROOT.glob("folio/**/*.py"), *ROOT.glob("tools/**/*.py")]
+FILES = [ROOT / "model.py", *map(ROOT.joinpath, SETTINGS)]
+FILES += [*ROOT.glob("folio/**/*.py"), *ROOT.glob("tools/**/*.py")]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for path in FILES
@@ -98,8 +100,19 @@ def test_imports_have_no_cycle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
-def test_the_top_level_has_the_scripts_and_the_model():
-    assert {*SETTINGS, "model.py"} == {path.name for path in ROOT.glob("*.py")}
+def test_a_users_own_files_are_not_checked_and_exports_are_ignored(tmp_path):
+    for name in (".gitignore", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("my_config.py", "notebook.ipynb", "out-a/a.py", "mine-hf/model.py", "runs.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("max_iters = undefined( 1 )\n")
+    for command in (["check", "."], ["format", "--check", "."]):
+        subprocess.run([sys.executable, "-m", "ruff", *command], cwd=tmp_path, check=True)
+    if shutil.which("git"):
+        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+        status = subprocess.check_output(["git", "status", "--short"], cwd=tmp_path, text=True)
+        untracked = {"?? .gitignore", "?? my_config.py", "?? notebook.ipynb", "?? pyproject.toml"}
+        assert set(status.splitlines()) == untracked
 
 
 def python(code, folder):

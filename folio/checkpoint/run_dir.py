@@ -44,7 +44,7 @@ class RunDir:
         """Returns the best checkpoint, without optimizer state."""
         return self._load(self.best, optimizers=False)
 
-    def load_newest(self, required=True):
+    def load_newest(self, required=True, optimizers=True):
         """Returns the newest checkpoint, or None if there is none and it is not required.
 
         Without ckpt.pt, the best state is unknown; the next evaluation writes it.
@@ -52,7 +52,7 @@ class RunDir:
         path = self.last if is_file(self.last) else self.best
         if not (required or is_file(path)):
             return None
-        newest = self._load(path)
+        newest = self._load(path, optimizers)
         if not is_file(self.best):
             newest.progress.evaluated_position = newest.progress.best_step = -1
             newest.progress.best_val_loss = math.inf

@@ -107,9 +107,13 @@ def script_name():
 def print_error(message):
     """Prints one line on stderr, without control characters."""
     line = f"{script_name()}: {' '.join(str(message).split())}"
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     with suppress(OSError):  # the terminal may be gone, or the disk full
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
+
+
+def printable(text):
+    """Returns text with escaped control characters, which could change a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # Processes of a run

@@ -4,6 +4,7 @@ import math
 import socket
 from dataclasses import fields
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -36,7 +37,7 @@ def load_model(folder):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--password=", "password"),
+        ("--host=0.0.0.0", "FOLIO_PASSWORD"),
         ("--port=0", "port.* 0"),
         ("--device=cuda:99", "cuda:99"),
         ("--out_dir=oui", "oui.* did you mean out"),
@@ -53,7 +54,8 @@ def test_a_password_protects_everything(load_model, monkeypatch):
     for name in ("NO_PROXY", "no_proxy"):  # which serve() sets
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # is not asked for the page
-    flags = ["--device=cpu", "--password=verse"]
+    monkeypatch.setenv("FOLIO_PASSWORD", "verse")
+    flags = ["--device=cpu"]
     url = playground.serve(load_settings(PlaygroundConfig, flags))
     session = requests.Session()
     session.trust_env = False  # no proxy
@@ -70,6 +72,10 @@ def test_a_password_protects_everything(load_model, monkeypatch):
         port = server.getsockname()[1]
         with pytest.raises(OSError, match=str(port)):
             playground.serve(load_settings(PlaygroundConfig, [*flags, f"--port={port}"]))
+    monkeypatch.delenv("FOLIO_PASSWORD")
+    url = playground.serve(load_settings(PlaygroundConfig, flags))
+    for host, status in ("localhost:80", 200), (urlsplit(url).netloc, 200), ("example.com", 400):
+        assert session.get(f"{url}config", headers={"Host": host}).status_code == status
     gradio.close_all(verbose=False)
 
 
@@ -198,6 +204,9 @@ def test_errors_and_tokens_are_escaped(page):
     [generate] = {fn.fn for fn in page.fns.values() if fn.name == "generate"}
     with pytest.raises(gradio.Error, match="&lt;b&gt;/last.pt"):
         next(generate("<b>", "S", *[""] * 9))
+    for prompt, count, message in ("S" * 20_001, "", "20,001 char"), ("S", "20001", "at most 20,0"):
+        with pytest.raises(gradio.Error, match=message):
+            next(generate("out", prompt, "", count, *[""] * 7))
     text = texts.TokenText(None, [1, 2], ["<b>\n", " &"], [0, 0], [None, -9.0], "<i>")
     tokens, status = render_text(text)
     assert tokens.endswith(

@@ -17,7 +17,7 @@ from folio.cli.settings import load_settings
 from folio.hardware.compile import optimize_for_inference
 from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
-from tools.plot.attention import NEXT_TOKENS, compute_attention, draw_attention
+from tools.plot.attention import MAX_DRAWN_TOKENS, NEXT_TOKENS, compute_attention, draw_attention
 from tools.plot.losses import MAX_TRAINING_POINTS, draw_losses
 from tools.plot.runs import group_runs, read_runs
 from tools.plot.table import compare_groups, format_table
@@ -72,9 +72,21 @@ def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
     assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
 
 
+def test_losses_of_different_datasets_are_not_ranked():
+    write_run("out-a", [2.0], dataset="b")
+    write_run("out-b", [4.0], dataset="a\x1b[2J")  # control characters are escaped
+    write_run("out-c", [3.0], dataset="a\x1b[2J")
+    write_run("out-d", [], dataset="A")
+    head, _, *rows = [line.split() for line in make_table("out-a", "out-b", "out-c", "out-d")]
+    assert [(row[1], row[-2]) for row in rows] == [
+        ("out-c", r"a\x1b[2J"), ("out-b", r"a\x1b[2J"), ("out-a", "b"), ("out-d", "A"),
+    ]  # fmt: skip
+    assert head[-2] == "dataset"
+
+
 def test_table_of_bits_per_byte_has_their_best_first(capsys):
-    write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0])
-    write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25])
+    write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0], dataset="a")
+    write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25], dataset="b")
     write_run("out-c", [4.0, 0.5])
     plot.main(["out-a", "out-b", "out-c", "--y=bits_per_byte"])
     head, _, *rows, _ = capsys.readouterr().out.splitlines()
@@ -163,7 +175,9 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
         ([], "specify the run directories"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
         (["out-empty"], "the runs have no loss yet"),
-        (["out-a", "--out=gone/a.png"], "cannot write gone.a.png"),
+        (["out-a", "--out=gone/a.png"], "--out=gone/a.png must be a PNG file in an existing"),
+        (["out-a", "--out="], "--out= must be a PNG file"),
+        (["out-a", "--out=a.pdf"], "--out=a.pdf must be a PNG file"),
         (["--attention"], "one with --attention"),
         (["--attention", "out-a", "out-b"], "one with --attention"),
         (["--attention", "out-b"], "there is no checkpoint out-b.ckpt.pt"),
@@ -230,3 +244,17 @@ def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
     bars = figure.get_axes()[-1]
     widths = [patch.get_width() for patch in bars.patches]
     assert widths == [p for _, p in likely_next(trained, list(range(30)), NEXT_TOKENS)]
+
+
+def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
+    trained.model = tiny.random_model(block_size=200)
+    ids = [number % 37 for number in range(200)]
+    figure = draw_attention(trained, ids, "a title")
+    assert f"last {MAX_DRAWN_TOKENS} of 200 tokens" in figure.get_suptitle()
+    weights = compute_attention(trained.model, torch.tensor(ids), range(2))
+    last = slice(-MAX_DRAWN_TOKENS, None)
+    drawn = torch.cat([values[:, last, last] for values in weights.values()])
+    images = [axes.get_images()[0] for axes in find_heads(figure)]
+    for image, expected in zip(images, drawn, strict=True):
+        assert torch.equal(torch.tensor(image.get_array()), expected)
+        assert image.get_clim() == (0, drawn.max())

@@ -1,13 +1,17 @@
 """tools.plot.runs: logs, and groups of runs that differ in their seed only."""
 
 import math
+import os
 
 import pytest
 import tiny
 from tiny import write_run
 
 import train
+from folio.cli.errors import UserError
 from tools.plot.runs import Run, group_runs, read_run, read_runs
+
+VAL = '{"split": "val", "step": 1, "tokens": 1, "elapsed_s": 1, "loss": %s}'
 
 
 def run(folder, loss):
@@ -38,15 +42,30 @@ def test_folder_of_runs_stands_for_its_runs(folder):
     assert [run.folder for run in read_runs(["out-sweep/a/"])] == ["out-sweep/a"]
 
 
-def test_resuming_changes_settings_and_incomplete_lines_are_skipped(folder):
+def test_resuming_changes_settings_and_invalid_lines_are_skipped(folder):
     write_run("out-a", [4.0, 2.5])
     run = read_run("out-a")
     lines = [
         '{"step": 1, "spl{"step": 2, "split": "val"}',
         '{"step": 1, "split": "resume", "changed": {"seed": [1, 5]}}',
+        '{"split": "start", "parameters": 1, "settings": [1]}',
+        '{"split": "start", "parameters": "1", "settings": {}}',
+        '{"split": "resume", "changed": [1]}',
+        '{"split": "val", "step": 1, "tokens": 1, "elapsed_s": 1}',
+        '["val"]',
+        "[" * 100_000,
+        *(VAL % value for value in ('"1"', "NaN", "Infinity", "[[1]]", "null", "1" + "0" * 400)),
         '{"step": 0, "split": "val", "tok',
     ]
     with open("out-a/log.jsonl", "a") as log:
         log.write("\n".join(lines))
     run.settings["seed"] = 5
     assert read_run("out-a") == run
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_a_pipe_is_refused(folder):
+    os.mkdir("out-a")
+    os.mkfifo("out-a/log.jsonl")
+    with pytest.raises(UserError, match="not a regular file"):
+        read_run("out-a")

@@ -76,13 +76,21 @@ def test_rightmost_argument_takes_precedence():
         ("--norm=rmsnorm,layernorm", ["rmsnorm", "layernorm"]),
         ("--dropout=0.1,0.10,0.2", [0.1, 0.2]),
         ("--dataset=a b,a/b", ["a b", "a/b"]),
-        ("--teachers=a,b", ["a", "b"]),
     ],
 )
 def test_values_of_every_type(argument, expected):
     _, values = combine_values(argument)
     assert values == [(value,) for value in expected]
     assert not any("/" in run for run in combine(argument))
+
+
+def test_a_run_can_have_several_teachers():
+    for argument in (
+        "--teachers=a,b",
+        write("teachers = 'a,b'"),
+        write("teachers = ['a', 'b']", "b.py"),
+    ):
+        assert [run.teachers for run in combine("--seed=1,2", argument).values()] == ["a,b"] * 2
 
 
 def test_config_file_reads_values_of_its_combination(capsys):
@@ -118,6 +126,7 @@ def test_values_of_ranges_are_drawn_evenly():
         (["--seed=1,2", "--halving=3", "--minutes=1"], "--minutes=None"),
         (["--seed=1,2", "--halving=3", "--max_iters=4"], "max_iters=4"),
         (["--seed=1,2", "--stop_at=4"], "stop_at"),
+        (["--dataset=verse,b", "--halving=3"], "different datasets"),
         (["--seed=1,2", "--dataset=gone"], "gone"),
         (["--jobs=1,2"], "jobs"),
         (["--seed=1,x"], "'x'"),
@@ -168,7 +177,7 @@ class FakeWorkers:
         self.started.append((folder.name, stop_at))
         folder.mkdir(exist_ok=True)
         if (loss := self.loss_of(settings)) is None:
-            Path(folder, "output.txt").write_text("train.py: it failed\n")
+            Path(folder, "output.txt").write_text("train.py: it failed\x07\n")
             return SimpleNamespace(poll=lambda: 2, returncode=2)
         start = {"split": "start", "parameters": 1, "settings": {"n_embd": settings.n_embd}}
         event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
@@ -209,10 +218,16 @@ def test_halving_compares_the_mean_loss_of_seeds(fake, jobs):
     assert fake.started == [("n_embd=2,seed=2", 10)]  # only the failed run is tried again
 
 
-def test_a_folder_with_another_run_is_refused(fake):
+def test_a_folder_with_another_run_is_refused(fake, capsys):
     argv = [*flags(dtype="auto"), "--seed=1,2"]
+    fake.loss_of = lambda settings: None
+    with pytest.raises(UserError, match="^2 of 2 runs failed: seed=1: train.py: it failed\x07; to"):
+        sweep.main(argv)
+    assert r"failed: train.py: it failed\x07 (status 2)" in capsys.readouterr().out
+    fake.loss_of = lambda settings: 1.0
     sweep.main(argv)
     fake.started.clear()
+    Path("out-sweep/seed=1/last.pt").unlink()  # as after a crash during the last evaluation
     sweep.main([*argv, "--log_interval=7"])
     assert not fake.started
     with pytest.raises(UserError, match="batch_size was 4, now 3"):
@@ -279,6 +294,7 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
     model = tuple(f"--{name}=" for name in tiny.SHAPE)
     argv = [flag for flag in flags() if not flag.startswith(model)]
     argv += ["--init_from=out/ckpt.pt", "--n_layer=1,2", "--seed=1,2", "--jobs=2"]
+    start_time = time.monotonic()
     with pytest.raises(UserError, match="2 of 4 runs failed: .*n_layer is 1 in the checkpoint"):
         sweep.main(argv)
     out = capsys.readouterr().out
@@ -289,6 +305,7 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
         assert run.folder == f"out-sweep/{name}"
         assert run.val[0]["loss"] == pytest.approx(tiny.load()["best_val_loss"])
         assert run.val[-1]["step"] == 6
+        assert 0 < run.seconds < time.monotonic() - start_time  # since its own process started
         assert f"{name}: val loss {run.best()['loss']:.4f}" in out
         assert "step 6: train loss" in Path(run.folder, "output.txt").read_text()
     head, _, row = out[out.index("| run") :].splitlines()

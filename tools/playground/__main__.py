@@ -25,9 +25,8 @@ class PlaygroundConfig:
     """Serve a page on which to generate, inspect and compare texts of trained models."""
 
     out_dir: str = setting("out", "run that is selected first", scope="files")
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine")
+    host: str = setting("127.0.0.1", "address to listen on; others need a FOLIO_PASSWORD")
     port: int | None = setting(None, "port; None: the first free one from 7860 on", "[1, 65535]")
-    password: str | None = setting(None, f"password of the page; the user name is {USER_NAME}")
 
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps", group="Machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
@@ -35,12 +34,8 @@ class PlaygroundConfig:
     )
 
     def __post_init__(self):
-        if self.password == "":
-            raise ValueError("the password is empty")
-        if self.host not in LOCAL_HOSTS and self.password is None:
-            raise ValueError(
-                f"--host={self.host} lets others use the page: add --password=PASSWORD"
-            )
+        if self.host not in LOCAL_HOSTS and not os.environ.get("FOLIO_PASSWORD"):
+            raise ValueError(f"--host={self.host} needs a password: set FOLIO_PASSWORD")
 
 
 if __name__ == "__main__":
@@ -68,15 +63,21 @@ def serve(settings):
     # Fails at once if the address is not this machine's; gradio would try 100 ports, 5 s each.
     socket.create_server((settings.host, settings.port or 0)).close()
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # gradio calls only its own server
+    from starlette.middleware import Middleware, trustedhost
+
     from tools.playground.page import THEME, build_page
     from tools.playground.texts import make_model_loader
 
     load_model = make_model_loader(settings.device, settings.dtype)
     page = build_page(load_model, settings.device, str(RunDir(settings.out_dir).folder))
+    password = os.environ.get("FOLIO_PASSWORD")  # others can see the flags of a process
+    # Refuses pages of another host whose name is resolved to this machine.
+    hosts = Middleware(trustedhost.TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS)
     page.launch(
         server_name=settings.host,
         server_port=settings.port,
-        auth=(USER_NAME, settings.password) if settings.password else None,
+        auth=(USER_NAME, password) if password else None,
+        app_kwargs={"middleware": [] if password else [hosts]},
         share=False,
         quiet=True,
         prevent_thread_lock=True,

@@ -23,7 +23,8 @@ MAIN_SAMPLE_SETTINGS = ("temperature", "max_new_tokens", "seed")
 MORE_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_stride", "stop")
 LOSSES_INTERVAL_S = 5  # between two updates
 MEMORY_ADVICE = "use --device=cpu, or a smaller model or shorter text"
-MAX_DRAWN_RUNS = 8  # the best ones
+MAX_DRAWN_RUNS = 8  # the first ones
+MAX_LENGTH = 20_000  # characters of an input, and generated tokens; more make the page slow
 ALTERNATIVES_LABEL = "select a token of the text to see which others were likely"
 # Events are private because the description of a public API, with the names of runs, would be
 # served without a password.
@@ -47,14 +48,18 @@ TOKENS_CSS = """
 .tokens p { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 3em; line-height: 1.6 }
 .token { cursor: pointer }
 .token span::before { content: "↵"; opacity: 0.5 }
+.token.selected { outline: 2px solid }
 .token[style], .legend span { color: black }
 .legend { margin-bottom: 8px; font-size: 12px; line-height: 2 }
 .legend span { padding: 2px 6px; white-space: nowrap }
 """
 SELECT_JS = """
 element.addEventListener("click", event => {
-    const index = [...element.querySelectorAll(".token")].indexOf(event.target.closest(".token"));
-    if (index >= 0) trigger("select", {index: index, value: null});
+    const tokens = [...element.querySelectorAll(".token")];
+    const index = tokens.indexOf(event.target.closest(".token"));
+    if (index < 0) return;
+    tokens.forEach((token, number) => token.classList.toggle("selected", number === index));
+    trigger("select", {index: index, value: null});
 });
 """
 
@@ -93,6 +98,9 @@ def make_thread_decorator(device):
         def run(*args):
             items = generator(*args)
             try:
+                for value in args:
+                    if isinstance(value, str) and len(value) > MAX_LENGTH:
+                        raise UserError(f"{len(value):,} characters are too many: use sample.py")
                 while (item := thread.submit(next_item, items).result()) is not None:
                     yield item
             except (UserError, OSError) as error:
@@ -212,8 +220,8 @@ def add_runs_tab(in_thread, tab, other_tabs):
     with gr.Row():
         x = gr.Radio(list(AXES), value="steps", label="x axis")
         y = gr.Radio(list(LABELS), value="loss", label="y axis and table")
-    plot = gr.Plot(label=f"the best {MAX_DRAWN_RUNS} runs")
-    table = gr.Dataframe(label="all runs, the best first", interactive=False)
+    plot = gr.Plot(label=f"the first {MAX_DRAWN_RUNS} runs")
+    table = gr.Dataframe(label="all runs, the best of each dataset first", interactive=False)
     timer = gr.Timer(LOSSES_INTERVAL_S, active=False)
 
     @in_thread
@@ -265,7 +273,10 @@ def read_settings(values):
     """Returns the SampleConfig with the texts of the inputs; an empty one is the default."""
     pairs = zip(MAIN_SAMPLE_SETTINGS + MORE_SETTINGS, values, strict=True)
     flags = [f"--{name}={value}" for name, value in pairs if value]
-    return load_settings(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
+    settings = load_settings(SampleConfig, [*flags, "--num_samples=1", "--stream=True"])
+    if settings.max_new_tokens > MAX_LENGTH:
+        raise UserError(f"max_new_tokens must be at most {MAX_LENGTH:,}: use sample.py for more")
+    return settings
 
 
 def add_tokens():

@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.errors import UserError
 from folio.inference.completion import Completion, complete
 from folio.inference.generate import context_start, stride_of
 from folio.inference.sampling import Controls
@@ -16,7 +15,6 @@ from sample import parse_stop_texts
 from tools.plot.attention import format_token
 
 MAX_ALTERNATIVES = 10
-MAX_SCORED_CHARACTERS = 20_000  # a page with more becomes slow
 UPDATE_INTERVAL_S = 0.2
 
 
@@ -107,8 +105,6 @@ def decode_pieces(trained, ids):
 
 def score(trained, string):
     """Returns the TokenText of a string, with the probabilities of its tokens."""
-    if len(string) > MAX_SCORED_CHARACTERS:
-        raise UserError(f"the text has {len(string):,} characters: use sample.py --score=FILE")
     scored = score_text(trained, string)
     pieces = decode_pieces(trained, scored.ids)
     starts = [0, *scoring_starts(trained.model, len(scored.ids))]

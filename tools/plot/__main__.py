@@ -10,6 +10,7 @@ Plots are PNG files and need matplotlib.
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from folio.cli import process
@@ -41,6 +42,9 @@ class PlotConfig:
     def __post_init__(self):
         if not self.runs or self.attention and len(self.runs) > 1:
             raise ValueError("specify the run directories to compare, or one with --attention")
+        path = Path("runs.png" if self.out is None else self.out)
+        if path.suffix.lower() != ".png" or not path.parent.is_dir():
+            raise ValueError(f"--out={self.out} must be a PNG file in an existing folder")
 
 
 if __name__ == "__main__":

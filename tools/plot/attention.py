@@ -9,7 +9,7 @@ from folio.inference.scoring import likely_next
 
 TOKEN_STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l look different
 NEXT_TOKENS = 12
-MAX_LABELED_TOKENS = 32  # a longer prompt has positions instead of tokens on its axes
+MAX_DRAWN_TOKENS = 32  # the last ones: of a longer prompt, cells and weights would be too small
 HEAT_MAP_INCHES = 3
 HEADS_PER_ROW = 4  # if a single layer is drawn
 
@@ -59,29 +59,27 @@ def draw_attention(trained, ids, title, layer=None):
     rows = math.ceil(len(heads) / columns)
     size = HEAT_MAP_INCHES * (columns + 1), HEAT_MAP_INCHES * rows + 1
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(f"{title}\nprompt {tokenizer.decode(ids)[:60]!r}", fontsize=10, **TOKEN_STYLE)
+    drawn = ids[-MAX_DRAWN_TOKENS:]
+    part = f"last {len(drawn)} of {len(ids)} tokens" if len(drawn) < len(ids) else "prompt"
+    figure.suptitle(f"{title}\n{part} {tokenizer.decode(drawn)[:60]!r}", fontsize=10, **TOKEN_STYLE)
     grid = figure.add_gridspec(rows, columns + 1)
-    labels = [format_token(tokenizer, token) for token in ids]
+    labels = [format_token(tokenizer, token) for token in drawn]
+    weights = {layer: weights[layer][:, -len(drawn) :, -len(drawn) :] for layer in layers}
+    rotation = 90 if max(map(len, labels)) > 2 else 0
+    highest = max(float(values.max()) for values in weights.values())
     heat_maps = []
     for number, (layer, head) in enumerate(heads):
         axes = figure.add_subplot(grid[number // columns, number % columns])
         axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-        image = draw_head(axes, weights[layer][head].numpy(), labels)
+        axes.tick_params(labelsize=6)
+        axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
+        axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
+        image = axes.imshow(weights[layer][head].numpy(), cmap="Blues", vmin=0, vmax=highest)
         heat_maps.append(axes)
     bar = figure.colorbar(image, ax=heat_maps, shrink=0.6, aspect=40, location="bottom")
     bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
     draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
     return figure
-
-
-def draw_head(axes, weights, labels):
-    """Draws the heat map of weights, (T, T), between tokens. Returns the image."""
-    axes.tick_params(labelsize=6)
-    if len(labels) <= MAX_LABELED_TOKENS:
-        rotation = 90 if max(map(len, labels)) > 2 else 0
-        axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
-        axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
-    return axes.imshow(weights, cmap="Blues", vmin=0, vmax=1)
 
 
 def draw_next_tokens(axes, trained, ids):

@@ -16,6 +16,8 @@ from folio.cli.errors import UserError
 from folio.cli.files import is_file
 
 FOLDER_SEED_PATTERN = re.compile(r"\bseed=\d+")
+LOSS_KEYS = {"step", "tokens", "loss", "elapsed_s"}  # of each training step and evaluation
+NUMBERS = LOSS_KEYS | {"parameters", "tokens_per_s", "bits_per_byte"}
 
 
 @dataclass
@@ -43,19 +45,21 @@ def read_run(folder):
     run = Run(str(Path(folder)))  # without a slash at the end
     for line in path.read_bytes().splitlines():
         # Skips a line that a process is still writing, or that another program has written.
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             add_event(run, json.loads(line))
     return run
 
 
 def add_event(run, event):
-    """Adds an event of a log to a Run."""
+    """Adds an event of a log to a Run, unless a number is infinite, too large or NaN."""
+    if not all(abs(event.get(name, 0)) < 1e18 for name in NUMBERS):
+        return
     match event["split"]:
         case "start":
-            run.settings, run.parameters = event["settings"], event["parameters"]
+            run.settings, run.parameters = dict(event["settings"]), event["parameters"]
         case "resume":
             run.settings |= {name: new for name, (_, new) in event["changed"].items()}
-        case "train" | "val" as split:
+        case "train" | "val" as split if event.keys() >= LOSS_KEYS:
             run.seconds = event["elapsed_s"]
             getattr(run, split).append(event)
 
@@ -64,8 +68,7 @@ def read_runs(folders):
     """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
     runs = []
     for folder in folders:
-        is_run = is_file(RunDir(folder).log)
-        paths = [] if is_run else find_runs(folder)
+        paths = [] if is_file(RunDir(folder).log) else find_runs(folder)
         runs += map(read_run, paths or [folder])
     return runs
 
@@ -94,7 +97,7 @@ class Group:
     @property
     def evaluated_runs(self):
         """The runs that have been evaluated, with a value of the measure."""
-        return [run for run in self.runs if run.val and self.measure in run.val[0]]
+        return [run for run in self.runs if run.val and all(self.measure in e for e in run.val)]
 
     @property
     def losses(self):
@@ -127,7 +130,7 @@ class Group:
 def group_runs(runs, measure="loss"):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
-    Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are a group.
+    Runs whose folders differ only in "seed=NUMBER" are a group. Losses are compared per dataset.
     """
     runs_of_pattern = defaultdict(list)
     for run in runs:
@@ -136,4 +139,7 @@ def group_runs(runs, measure="loss"):
     for pattern, similar_runs in runs_of_pattern.items():
         name = pattern if len(similar_runs) > 1 else similar_runs[0].folder
         groups.append(Group(name, similar_runs, measure))
-    return sorted(groups, key=lambda group: group.mean_loss)
+    groups.sort(key=lambda group: group.mean_loss)
+    if measure == "loss":
+        groups.sort(key=lambda group: (not group.losses, sorted(group.values("dataset"))))
+    return groups

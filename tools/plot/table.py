@@ -2,6 +2,8 @@
 
 from statistics import median, stdev
 
+from folio.cli.process import printable
+
 FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # columns after the loss
 
 
@@ -52,7 +54,7 @@ def compute_figures(group):
     figures = (
         [run.best(group.measure)["step"] for run in group.evaluated_runs],
         [run.seconds for run in group.runs if run.seconds],
-        [event["tokens_per_s"] for run in group.runs for event in run.train],
+        [event.get("tokens_per_s", 0) for run in group.runs for event in run.train],
         [run.parameters for run in group.runs],
         [run.val[-1]["step"] for run in group.evaluated_runs],
     )
@@ -61,6 +63,7 @@ def compute_figures(group):
 
 def format_table(rows):
     """Returns the lines of a Markdown table. The first row is the header, the first column text."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(2, *map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = []

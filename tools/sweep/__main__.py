@@ -1,7 +1,7 @@
 """Train every combination of settings that have several values, and compare the runs.
 
     python -m tools.sweep config/shakespeare_char.py --learning_rate=1e-3,3e-4 --n_layer=4,6
-    python -m tools.sweep config/shakespeare_char.py config/mine.py --seed=1,2,3 --jobs=2
+    python -m tools.sweep config/shakespeare_char.py my_config.py --seed=1,2,3 --jobs=2
     python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
         --eval_interval=200 --halving=3
 
@@ -28,7 +28,7 @@ class SweepSettings:
     In a config file, they are a list: learning_rate = [1e-3, 3e-4]
     With --trials, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
     The values of seed repeat each combination, which is compared by its mean loss: --seed=1,2,3
-    All settings of train.py except those about files can have several: see python train.py --help
+    All settings except teachers and those about files can have several: python train.py --help
     """
 
     ARGUMENTS: ClassVar[str] = "[CONFIG_FILE ...] [--name=value[,value ...] ...]"
@@ -52,7 +52,6 @@ def answer_help():
 if __name__ == "__main__":
     process.start(answer_help)  # --help must not wait for torch
 
-from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
 from folio.training.setup import MODEL_SETTINGS
@@ -71,8 +70,7 @@ class SweepConfig(TrainConfig, SweepSettings):
         super().__post_init__()
         if self.halving and self.minutes:
             raise ValueError("--halving compares runs at the same step: add --minutes=None")
-        allowed = {"out_dir", "init_from"}  # presets set out_dir
-        forbidden = names_with_scope(TrainConfig, "files") - allowed
+        forbidden = names_with_scope(TrainConfig, "files") - {"out_dir", "init_from"}  # in presets
         if names := sorted(forbidden & changed_settings(self).keys()):
             raise ValueError(f"a sweep starts and resumes runs automatically: remove {names[0]}")
 
@@ -85,6 +83,8 @@ def main(argv=None):
     sweep, combinations = grid.first, grid.combinations()
     planned = [run for combination in combinations for run in combination]
     datasets = dict.fromkeys(settings.dataset for _, settings in planned)
+    if sweep.halving and len(datasets) > 1:
+        raise UserError("--halving compares losses, but those of different datasets differ")
     fingerprints = {name: load_dataset(name).fingerprint for name in datasets}
     for folder, settings in planned:
         rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
@@ -96,18 +96,15 @@ def main(argv=None):
         if runs:
             print("", *format_table(compare_groups(group_runs(runs))), sep="\n")
     if failed:
-        errors = "; ".join(f"{folder.name}: {last_line(folder)}" for folder in failed)
-        raise UserError(
-            f"{len(failed)} of {len(planned)} runs failed: {errors}; to try them again, run the "
-            "same command"
-        )
+        error = f"{failed[0].name}: {last_line(failed[0])}; to try again, run the same command"
+        raise UserError(f"{len(failed)} of {len(planned)} runs failed: {error}")
 
 
 def check_earlier_run(folder, settings, fingerprint):
     """Raises UserError if a folder contains a run with other settings or another dataset."""
-    if not is_file(RunDir(folder).last):
+    earlier = RunDir(folder).load_newest(required=False, optimizers=False)
+    if not earlier:
         return
-    earlier = load_checkpoint(RunDir(folder).last, optimizers=False)
     names = names_with_scope(TrainConfig, "run") - {"max_iters"}
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()

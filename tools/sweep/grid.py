@@ -67,6 +67,8 @@ class Grid:
         """Returns the settings with the values at `indices`, and the first of every other list."""
 
         def choose(name, value):
+            if name == "teachers" and isinstance(value, list | tuple):  # of one run
+                value = ",".join(map(str, value))
             values = list_values(self.settings_class, name, value)
             self.sizes[name] = max(len(values), self.sizes.get(name, 1))
             return values[indices.get(name, 0) % len(values)]  # a list may replace a longer one

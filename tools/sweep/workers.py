@@ -16,11 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.cli.files import is_file
-from folio.cli.process import Interrupted, StopSignal
+from folio.cli.process import Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read_run
 from train import TrainConfig
@@ -64,9 +62,7 @@ def train_combinations(combinations, factor, jobs):
 
 def select_best(combinations, losses, factor):
     """Returns the best 1 / factor of the combinations, except those with a run that failed."""
-    means = {}
-    for combination in combinations:
-        means[combination] = fmean(losses[folder] for folder, _ in combination)
+    means = {runs: fmean(losses[folder] for folder, _ in runs) for runs in combinations}
     best = sorted(combinations, key=means.get)[: max(1, len(combinations) // factor)]
     return [combination for combination in best if math.isfinite(means[combination])]
 
@@ -187,7 +183,7 @@ def report_loss(task, status, progress):
     """Prints and returns the loss of a run whose worker has ended, infinity if it failed."""
     name = task.folder.name
     if status:
-        line = last_line(task.folder)
+        line = printable(last_line(task.folder))
         print(f"{progress}: {name}: failed: {line} (status {status})", flush=True)
         return math.inf
     loss = read_best_loss(task)
@@ -200,22 +196,21 @@ def last_line(folder):
     return (folder / OUTPUT_FILE).read_text(errors="replace").strip().rpartition("\n")[2]
 
 
-# Losses
-
-
 def read_earlier_loss(task):
     """Returns the best loss of a run that an earlier sweep has trained up to the step, else None.
 
     Raises UserError if its checkpoint is damaged.
     """
     folder, settings, step = task
-    if not is_file(RunDir(folder).last):
+    newest = RunDir(folder).load_newest(required=False, optimizers=False)
+    if newest is None:
         return None
-    progress = load_checkpoint(RunDir(folder).last, optimizers=False).progress
+    progress = newest.progress
     is_done = progress.evaluated_position >= step or progress.is_finished(settings)
     return read_best_loss(task) if is_done else None
 
 
 def read_best_loss(task):
-    """Returns the best validation loss of a run up to the step of a task."""
-    return min(event["loss"] for event in read_run(task.folder).val if event["step"] <= task.step)
+    """Returns the best validation loss of a run up to the step of a task, infinity if none."""
+    events = read_run(task.folder).val
+    return min((e["loss"] for e in events if e["step"] <= task.step), default=math.inf)
