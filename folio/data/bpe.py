@@ -62,9 +62,13 @@ def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
     from_str = load_library().Tokenizer.from_str
     try:
-        if '"Regex": "' in json.dumps(json.loads(definition)):  # it could take exponential time
-            raise ValueError("regular expressions are not supported")
-        return from_str(definition)
+        fields = json.loads(definition) | dict.fromkeys(("truncation", "padding", "post_processor"))
+        fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
+        for name in ("normalizer", "pre_tokenizer", "decoder"):
+            # Others can crash, and patterns can take exponential time.
+            if fields.get(name) and fields[name]["type"] not in ("ByteLevel", "Fuse"):
+                raise ValueError(f"{name} {fields[name]['type']} is not supported")
+        return from_str(json.dumps(fields))
     except Exception as error:  # the library has no type for its errors
         raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
 

@@ -184,7 +184,7 @@ def _check_ids(ids, vocab_size):
     return crc
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _PlainUnpickler(pickle._Unpickler):  # in C, a large memo index would exhaust the memory
     """Reads dicts, lists, strings and numbers; refuses everything that could execute code."""
 
     def find_class(self, module, name):

@@ -40,12 +40,9 @@ class DatasetWriter:
         self.splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
 
     def append(self, split, ids, num_bytes):
-        """Appends ids to a split.
+        """Appends `ids`, (N,) of any integer type, to a split.
 
-        Args:
-            split: "train" or "val".
-            ids: (N,) array of any integer type.
-            num_bytes: UTF-8 bytes of the text that they encode, without separators.
+        They encode `num_bytes` UTF-8 bytes of text, without separators.
         """
         ids = np.ascontiguousarray(ids, self.dtype)
         entry = self.splits[split]
