@@ -154,11 +154,12 @@ def _explain_errors(path):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         found = ", ".join(sorted(known)[:20]) or "no other dataset"
-        hint = suggest(name, known, f"; {DATA_FOLDER.resolve()} has {found}")
+        folder = DATA_FOLDER.resolve()
+        hint = f"; {folder} has {found}" if folder.is_dir() else f"; there is no folder {folder}"
         raise UserError(
-            f"{path} is missing{hint}; prepare it with python prepare.py --dataset={name} (and "
-            "--input=FILE_OR_FOLDER for your own text), or start with a preset: python prepare.py "
-            "&& python train.py config/shakespeare_char_fast.py"
+            f"{path} is missing{suggest(name, known, hint)}; prepare it with python prepare.py "
+            f"--dataset={name} (and --input=FILE_OR_FOLDER for your own text), or start with a "
+            "preset: python prepare.py && python train.py config/shakespeare_char_fast.py"
         )
     try:
         yield path
