@@ -8,12 +8,14 @@
     python prepare.py --input=hf:ORG/NAME --dataset=NAME --tokenizer=gpt2
     python prepare.py --dataset=fineweb_edu --max_tokens=1000000000
 
-Files of any size are read in constant memory: text, and by suffix .jsonl, .csv (both may be .gz or
-.zst) and .parquet. A dataset is replaced when the new one is complete. folio/data/corpus.py
+Files of any size are read in constant memory: text (may be .gz), and by suffix .jsonl, .csv (may be
+.gz or .zst) and .parquet. A dataset is replaced when the new one is complete. folio/data/corpus.py
 defines the validation split, folio/data/dataset.py the format.
 """
 
+import itertools
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ PROVIDED_DATASETS = {  # name: default tokenizer
     "fineweb_edu": "gpt2",
 }
 TOKENIZER_KINDS = ("char", "byte", "bpe", "gpt2")
+MAX_BPE_CHARACTERS = 2**24  # training a BPE takes up to 300 bytes of memory for each
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class PrepareConfig:
         None,
         "your own UTF-8 text, JSON lines, CSV or Parquet: a file, folder or glob pattern, or "
         "hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub; the validation split is the "
-        "last 10% of a text, or documents chosen by hash (about 20 MB, at most 10%)",
+        "last 10% of a text, or documents chosen by hash (about 20 MB, but 0.05% to 10%)",
     )
     text_key: str = setting("text", "column or field with the text in JSON lines, CSV or Parquet")
     subset: str | None = setting(
@@ -66,7 +69,7 @@ class PrepareConfig:
 
     def __post_init__(self):
         if self.input is not None and self.dataset is None:
-            name = Path(self.input).resolve().stem
+            name = "".join(filter(str.isalnum, Path(self.input).resolve().stem)) or "own"
             raise ValueError(f"--input needs a name for the dataset, such as --dataset={name}")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
@@ -129,6 +132,7 @@ def main(argv=None):
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
+    print(f"train: python train.py {training_arguments(name, settings.kind)}")
 
 
 def select_sources(name, settings):
@@ -151,6 +155,15 @@ def select_sources(name, settings):
     raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
 
 
+def training_arguments(name, kind):
+    """Returns the arguments of train.py that fit a dataset with a kind of tokenizer."""
+    if (name, kind) == ("shakespeare_char", "char"):
+        return "config/shakespeare_char_fast.py"
+    gpt2 = "train_gpt2.py" if name in HUB_DATASETS else "finetune_shakespeare.py --init_from=gpt2"
+    preset = gpt2 if kind == "gpt2" else "own_text.py"
+    return f"config/{preset} --dataset={shlex.quote(name)} --out_dir={shlex.quote('out-' + name)}"
+
+
 def load_existing_tokenizer(kind):
     """Returns a tokenizer from a path, or of a kind; None if it depends on the corpus."""
     if kind in ("char", "bpe"):
@@ -170,8 +183,7 @@ def estimate_characters(corpus, tokenizer, settings):
     if settings.kind == "char" or settings.max_tokens is None:
         return settings.max_tokens
     sample = corpus.sample()
-    if tokenizer is None:
-        tokenizer = BPETokenizer.train([sample], settings.vocab_size)
+    tokenizer = tokenizer or BPETokenizer.train([sample], settings.vocab_size)
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 
@@ -179,7 +191,9 @@ def make_tokenizer(corpus, alphabet, settings):
     """Returns a tokenizer of all characters, or a BPE that is trained on the training split."""
     if settings.kind == "char":
         return CharTokenizer(str(alphabet))
-    return BPETokenizer.train(corpus.read_training_texts(), settings.vocab_size)
+    stride = 1 + corpus.train_characters // MAX_BPE_CHARACTERS  # reads evenly spread parts
+    texts = itertools.islice(corpus.read_training_texts(), 0, None, stride)
+    return BPETokenizer.train(texts, settings.vocab_size)
 
 
 if __name__ == "__main__":

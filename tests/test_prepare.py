@@ -10,6 +10,7 @@ from pydoc_data import topics
 import pytest
 import tiny
 
+import prepare
 import train
 from folio.cli.errors import UserError
 from folio.data import downloads
@@ -107,6 +108,34 @@ def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes
         assert text_of("own") == text
 
 
+def test_a_bpe_is_trained_on_evenly_spread_parts_of_a_long_text(monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_BPE_CHARACTERS", 300)
+    for number, word in enumerate(["low"] * 3 + ["high"] * 3):
+        write(f"in/{number}.txt", f" {word}" * 50)
+    main(["--input=in", "--dataset=own", "--tokenizer=bpe"])
+    tokenizer = load_dataset("own").tokenizer
+    pieces = {tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
+    assert {b" low", b" high"} <= pieces
+
+
+@pytest.mark.parametrize(
+    ("flags", "command"),
+    [
+        ("--dataset=pydocs", "config/own_text.py --dataset=pydocs --out_dir=out-pydocs"),
+        ("--input=own.txt --dataset=x$y", "config/own_text.py --dataset='x$y' --out_dir='out-x$y'"),
+        ("--input=own.txt --dataset=own --tokenizer=gpt2",
+         "config/finetune_shakespeare.py --init_from=gpt2 --dataset=own --out_dir=out-own"),
+        ("--input=own.txt --dataset=openwebtext --tokenizer=gpt2",
+         "config/train_gpt2.py --dataset=openwebtext --out_dir=out-openwebtext"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("gpt2_of_bytes")
+def test_the_last_line_is_a_command_that_trains(flags, command, capsys):
+    write("own.txt", "rose " * 100)
+    main(flags.split())
+    assert capsys.readouterr().out.splitlines()[-1] == f"train: python train.py {command}"
+
+
 # Texts that folio provides
 
 
@@ -147,6 +176,8 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
         ("--input=empty --dataset=x", "empty"),
         ("--input= --dataset=x", "--input= "),
         ("--input=t/a.txt", "--dataset=a"),
+        ("--input=t/*.txt", "--dataset=own"),
+        ("--input=hf:ORG/NAME@main", "--dataset=NAMEmain"),
         ("--dataset=x", "--input=FILE_OR_FOLDER"),
         ("--dataset=pydoc", "did you mean pydocs?"),
         ("--dataset=pydocs", "cannot write to data/pydocs: Not a directory"),

@@ -3,16 +3,17 @@
 A definition is the content of a tokenizer.json, which is the library's format.
 """
 
+import json
 import re
 import sys
 from functools import cache
 
 from folio.cli.errors import UserError, cause_of
 
-MIN_PIECE_CHARACTERS = 2**16
+MIN_PIECE_CHARACTERS, MAX_PIECE_CHARACTERS = 2**16, 2**17
 # After a match, a text can be cut without a change of its tokens: a line end between two characters
-# that are not whitespace, or a character before a single space.
-CUT_PATTERN = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)")
+# that are not whitespace, a character before a single space, a letter before a comma or full stop.
+CUT_PATTERN = re.compile(r"(?<=\S)\n(?=\S)|(?<=\S)(?= \S)|(?<=[^\W_])(?=[,.\u3001\u3002\uff0c])")
 
 
 def train_bpe(texts, vocab_size, end_of_text):
@@ -22,7 +23,9 @@ def train_bpe(texts, vocab_size, end_of_text):
     """
     library = load_library()
     tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    limit = library.pre_tokenizers.FixedLength(256)  # longer words would take quadratic time
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence([byte_level, limit])
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -32,6 +35,7 @@ def train_bpe(texts, vocab_size, end_of_text):
     )
     pieces = (piece for text in texts for piece in cut_text(text))
     tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.pre_tokenizer = byte_level
     return tokenizer.to_str()
 
 
@@ -58,7 +62,13 @@ def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
     from_str = load_library().Tokenizer.from_str
     try:
-        return from_str(definition)
+        fields = json.loads(definition) | dict.fromkeys(("truncation", "padding", "post_processor"))
+        fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
+        for name in ("normalizer", "pre_tokenizer", "decoder"):
+            # Others can crash, and patterns can take exponential time.
+            if fields.get(name) and fields[name]["type"] not in ("ByteLevel", "Fuse"):
+                raise ValueError(f"{name} {fields[name]['type']} is not supported")
+        return from_str(json.dumps(fields))
     except Exception as error:  # the library has no type for its errors
         raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
 
@@ -74,23 +84,22 @@ def encode_text(encoder, text, allow_special):
 def cut_text(text):
     """Yields pieces of a text, whose tokens are those of the text.
 
-    Each has at least MIN_PIECE_CHARACTERS, except the last.
+    Each has MIN_PIECE_CHARACTERS to MAX_PIECE_CHARACTERS, except the last. If CUT_PATTERN has no
+    match in between, a piece ends after the maximum, which can change the tokens at this position.
     """
     start = 0
-    while start < len(text):
-        cut = CUT_PATTERN.search(text, start + MIN_PIECE_CHARACTERS)
-        end = cut.end() if cut else len(text)
+    while start < len(text) or start == 0:
+        limit = start + MAX_PIECE_CHARACTERS
+        cut = CUT_PATTERN.search(text, start + MIN_PIECE_CHARACTERS, limit)
+        end = cut.end() if cut else limit
         yield text[start:end]
         start = end
 
 
 def find_last_cut(text):
-    """Returns the last position at which a text can be cut, or 0 if there is none."""
-    for start in (max(len(text) - 256, 0), 0):  # most texts have one near the end
-        cuts = [cut.end() for cut in CUT_PATTERN.finditer(text, start)]
-        if cuts:
-            return cuts[-1]
-    return 0
+    """Returns the last position near the end at which a text can be cut, or 0 if there is none."""
+    cuts = CUT_PATTERN.finditer(text, max(len(text) - MIN_PIECE_CHARACTERS, 0))
+    return max((cut.end() for cut in cuts), default=0)
 
 
 @cache
@@ -108,6 +117,7 @@ def load_library():
     """Returns the package tokenizers. Raises UserError if it is not installed."""
     try:
         import tokenizers  # imported here because it is optional
+        from tokenizers.pre_tokenizers import FixedLength  # noqa: F401, not in old versions
     except ImportError as error:
-        raise UserError("BPE tokenizers need a package: pip install tokenizers") from error
+        raise UserError("BPE tokenizers need: pip install --upgrade tokenizers") from error
     return tokenizers

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.errors import UserError, cause_of, os_error, suggest
 from folio.cli.files import is_file
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
 
@@ -129,11 +129,15 @@ def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
     if is_file(folder / "meta.json"):
         with _explain_errors(folder / "meta.json") as path:
-            meta = json.loads(path.read_bytes())
+            meta = {"dtype": "uint16"} | json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
                 raise ValueError(f"it is from a later version of folio (format {meta['format']})")
             if meta["crc32"] != meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
+            counts = [meta[split][key] for split in SPLITS for key in ("tokens", "bytes", "crc32")]
+            are_valid = all(type(count) is int and 0 <= count < 2**63 for count in counts)
+            if not are_valid or meta["dtype"] not in DTYPES:
+                raise ValueError("a value has the wrong type or size")
             return meta, from_dict(meta["tokenizer"])
     if is_file(folder / "meta.pkl"):
         with _explain_errors(folder / "meta.pkl") as path:
@@ -150,15 +154,19 @@ def _explain_errors(path):
     """Yields `path`. Turns any error in a file, which may contain anything, into a UserError."""
     if not is_file(path):  # a pipe is an error, too, because reading it would block
         name = path.parent.name
+        known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
+        found = ", ".join(sorted(known)[:20]) or "no other dataset"
+        folder = DATA_FOLDER.resolve()
+        hint = f"; {folder} has {found}" if folder.is_dir() else f"; there is no folder {folder}"
         raise UserError(
-            f"{path} is missing; prepare it with python prepare.py --dataset={name} (and "
-            "--input=FILE_OR_FOLDER for your own text), or start with a preset: python prepare.py "
-            "&& python train.py config/shakespeare_char_fast.py"
+            f"{path} is missing{suggest(name, known, hint)}; prepare it with python prepare.py "
+            f"--dataset={name} (and --input=FILE_OR_FOLDER for your own text), or start with a "
+            "preset: python prepare.py && python train.py config/shakespeare_char_fast.py"
         )
     try:
         yield path
-    except UserError:  # such as a missing package
-        raise
+    except UserError as error:  # such as a missing package
+        raise UserError(f"{path}: {error}") from error
     except OSError as error:
         raise os_error("read", path, error) from error
     except Exception as error:
@@ -179,7 +187,7 @@ def _check_ids(ids, vocab_size):
     return crc
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _PlainUnpickler(pickle._Unpickler):  # in C, a large memo index would exhaust the memory
     """Reads dicts, lists, strings and numbers; refuses everything that could execute code."""
 
     def find_class(self, module, name):

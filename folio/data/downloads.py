@@ -61,6 +61,7 @@ def download_shakespeare(path):
     import requests  # imported here because other datasets do not need it
 
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
         response.raise_for_status()
     except OSError as error:  # the type of all errors of requests

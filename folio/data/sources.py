@@ -4,8 +4,10 @@ A file of text is one document. A table (JSON lines, CSV or Parquet) has one per
 """
 
 import glob
+import gzip
 import hashlib
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from folio.data.bpe import find_last_cut
 
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".csv.gz", ".csv.zst")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
-MAX_UNCUT_CHARACTERS = 2**21  # after which a text is cut even if that changes its tokens
+MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 TABLE_BLOCK_BYTES = 2**25  # a longer row of JSON lines or CSV is an error
 PARQUET_ROWS_PER_BATCH = 1000
 
@@ -75,14 +77,18 @@ class Source:
         except ImportError as error:
             raise UserError(f"{self.name} needs a package: pip install pyarrow") from error
         except UnicodeDecodeError as error:
+            byte, path = error.object[error.start], shlex.quote(str(self.path))
+            read = "gzip -cd" if self.path.suffix == ".gz" else "cat"
+            encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "ENCODING"
             raise UserError(
-                f"{self.name} is not UTF-8 text: it contains byte "
-                f"0x{error.object[error.start]:02x}; convert it to UTF-8, or leave it out"
+                f"{self.name} is not UTF-8 text: it contains byte 0x{byte:02x}; extract the text "
+                "of an archive or document; convert another encoding with: "
+                f"{read} {path} | iconv -f {encoding} -t UTF-8 > {path}.txt"
             ) from error
         except Exception as error:  # pyarrow has many types of errors
             raise UserError(
-                f"{self.name} cannot be read ({cause_of(error)}); --text_key names the column "
-                "with the text, and a row of JSON lines or CSV has at most "
+                f"{self.name} cannot be read ({cause_of(error)}); in a table, --text_key names the "
+                "column with the text, and a row of JSON lines or CSV has at most "
                 f"{TABLE_BLOCK_BYTES / 1e6:.0f} MB"
             ) from error
 
@@ -97,11 +103,12 @@ def _read_text(source):
     in more than MAX_UNCUT_CHARACTERS, they end anywhere.
     """
     text, is_end = "", False
-    with open(source.local_path(), encoding="utf-8-sig", newline="") as file:
+    open_file = gzip.open if source.path.suffix == ".gz" else open
+    with open_file(source.local_path(), "rt", encoding="utf-8-sig", newline="") as file:
         while not is_end:
             new_text = file.read(CHUNK_CHARACTERS)
             if "\0" in new_text:
-                raise UserError(f"{source.name} is not UTF-8 text: it contains null bytes")
+                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "not in a text")
             text += new_text
             is_end = not new_text
             cut = len(text) if is_end else find_last_cut(text)

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from folio.cli.errors import UserError, cause_of
-from folio.data.bpe import encode_text, load_encoder, read_vocabulary, train_bpe
+from folio.data.bpe import cut_text, encode_text, load_encoder, read_vocabulary, train_bpe
 
 UNICODE_CODE_POINTS = 0x110000
 END_OF_TEXT = "<|endoftext|>"
@@ -100,16 +100,13 @@ class CharTokenizer(Tokenizer):
         """`characters` is a string, indexed by id."""
         self.characters = characters
         self.vocab_size = len(characters)
+        self.start = "\n" if "\n" in characters else characters[:1]
         self._ids = np.full(UNICODE_CODE_POINTS, -1, np.int32)
         self._ids[_code_points(characters)] = np.arange(self.vocab_size)
         self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
-
-    @property
-    def start(self):
-        return "\n" if "\n" in self.characters else self.characters[0]
 
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (length,). Raises UserError for unknown characters."""
@@ -170,17 +167,16 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.eot_token
 
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, uint16.
+        """Returns the ids of `text`, (N,) uint16. Raises UserError for lone surrogates.
 
         END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
         """
         special = {END_OF_TEXT} if allow_special else set()
         options = {"allowed_special": special, "disallowed_special": ()}
-        try:
-            ids = self._encoding.encode_to_numpy(text, **options)
-        except ValueError as error:  # tiktoken fails on a million equal characters in a row
-            raise UserError(f"tiktoken cannot encode the text ({error})") from error
-        return ids.astype(self.dtype)
+        _utf8(text)
+        # tiktoken fails on a million equal characters in a row
+        arrays = [self._encoding.encode_to_numpy(piece, **options) for piece in cut_text(text)]
+        return np.concatenate(arrays, dtype=self.dtype, casting="unsafe")
 
     def token_bytes(self, token):
         """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
@@ -229,7 +225,7 @@ def from_dict(data):
     try:
         parameters = dict(data)
         return TOKENIZERS[parameters.pop("kind")](**parameters)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         known = ", ".join(TOKENIZERS)
         raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
 

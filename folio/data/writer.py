@@ -31,11 +31,7 @@ def open_writer(folder, tokenizer):
 
 
 class DatasetWriter:
-    """Writes token ids to the files of a dataset.
-
-    Args:
-        files: binary files: meta.json and one of each split.
-    """
+    """Writes token ids to the files of a dataset: meta.json and one of each split."""
 
     def __init__(self, files, tokenizer):
         self.tokenizer, self.dtype = tokenizer, DTYPES[tokenizer.dtype.name]
@@ -44,12 +40,9 @@ class DatasetWriter:
         self.splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
 
     def append(self, split, ids, num_bytes):
-        """Appends ids to a split.
+        """Appends `ids`, (N,) of any integer type, to a split.
 
-        Args:
-            split: "train" or "val".
-            ids: (N,) array of any integer type.
-            num_bytes: UTF-8 bytes of the text that they encode, without separators.
+        They encode `num_bytes` UTF-8 bytes of text, without separators.
         """
         ids = np.ascontiguousarray(ids, self.dtype)
         entry = self.splits[split]
@@ -59,13 +52,9 @@ class DatasetWriter:
         entry["crc32"] = zlib.crc32(ids, entry["crc32"])
 
     def finish(self, source, source_sha256):
-        """Writes meta.json. Returns its content.
+        """Writes meta.json, with the description and the hash of the corpus. Returns its content.
 
         Raises UserError if a split has fewer than 2 tokens.
-
-        Args:
-            source: description of the corpus.
-            source_sha256: its hash.
         """
         num_bytes = sum(entry["bytes"] for entry in self.splits.values())
         for split, entry in self.splits.items():

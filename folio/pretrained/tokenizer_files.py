@@ -113,14 +113,11 @@ def read_tokenizer(folder):
 
 def _tokenizer(built):
     """Returns the tokenizer here that is equivalent to one of the library."""
-    built.no_truncation()
-    built.no_padding()
-    built.post_processor = None  # would add tokens, and is not used here
     text = built.to_str()
     fields = json.loads(text)
     model = fields["model"]
-    if model["type"] != "BPE":
-        raise UserError(f"the tokenizer is of type {model['type']}")
+    if model["type"] != "BPE" or not model["vocab"]:
+        raise UserError(f"the tokenizer is of type {model['type']} or has missing tokens")
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     for candidate in (ByteTokenizer(), CharTokenizer("".join(tokens))):
         if text == make_definition(candidate):

@@ -102,6 +102,29 @@ def test_error_for_a_missing_file_says_how_to_prepare_it():
     assert "data/own/val.bin" in error_of(load_dataset, "own")
 
 
+def test_error_for_a_missing_dataset_names_a_similar_one_or_all():
+    assert f"; there is no folder {Path('data').resolve()};" in error_of(load_dataset, "own")
+    Path("data").mkdir()
+    assert "data has no other dataset; prepare it" in error_of(load_dataset, "own")
+    write_text()
+    assert "; did you mean own?; prepare it" in error_of(load_dataset, "ovn")
+    assert "data has own; prepare it" in error_of(load_dataset, "other")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"train": "x"}, {"val": {"tokens": 2, "bytes": 3}}, {"dtype": []}, {"tokenizer": 5},
+     {"train": {"tokens": 18.0, "bytes": -1, "crc32": 0}},
+     {"train": {"tokens": 18, "bytes": 0, "crc32": 10**99}}],
+    ids=str,
+)  # fmt: skip
+def test_meta_json_with_a_wrong_value_and_a_valid_checksum_is_refused(changes):
+    meta = write_text() | changes
+    meta["crc32"] = dataset.meta_checksum(meta)
+    Path("data/own/meta.json").write_text(json.dumps(meta))
+    assert error_of(load_dataset, "own").startswith("data/own/meta.json")
+
+
 def test_split_must_be_longer_than_the_context():
     write_text()
     data = load_dataset("own")
@@ -117,6 +140,8 @@ def test_nanogpts_datasets_are_loaded():
     vocab_size = tiny.write_nanogpt_dataset("nano", "b\na" * 10)
     assert texts_of("nano") == ("b\na" * 9, "b\na")
     assert dataset_size("nano") == DatasetSize(27, 3, vocab_size, 27)
+    Path("data/nano/meta.pkl").write_bytes(b"\x80\x04K\0r\xff\xff\xff\x7f.")  # memo index 2^31 - 1
+    assert "not subscriptable" in error_of(load_dataset, "nano")
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
     data = load_dataset("nano")
     assert data.tokenizer.kind == "gpt2"

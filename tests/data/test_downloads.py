@@ -93,7 +93,7 @@ def test_failed_downloads_are_explained_and_leave_no_files(path, serve, monkeypa
     message = error_of()
     assert f"{server.server_port}/{path}" in message
     assert "data/shakespeare_char/input.txt" in message
-    assert list(Path().iterdir()) == []
+    assert [*Path().rglob("*")] == [Path("data"), Path("data/shakespeare_char")]
 
 
 def test_shakespeare_is_downloaded_once(serve, capsys, gpt2_of_bytes):
@@ -102,7 +102,8 @@ def test_shakespeare_is_downloaded_once(serve, capsys, gpt2_of_bytes):
         prepare.main([])
         assert capsys.readouterr() == (
             "data/shakespeare_char: 108,000 characters of data/shakespeare_char/input.txt, "
-            "vocabulary 16 (char), 97,200 training and 10,800 validation tokens\n",
+            "vocabulary 16 (char), 97,200 training and 10,800 validation tokens\n"
+            "train: python train.py config/shakespeare_char_fast.py\n",
             "",
         )
     prepare.main(["--dataset=shakespeare"])

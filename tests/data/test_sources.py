@@ -106,12 +106,26 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
     [
         (b"a" * 20_000 + b"\x80b", "byte 0x80"),
         (b"abcd\xe2\x82", "byte 0xe2"),
-        (b"ab\0", "null bytes"),
+        (b"ab\0", "byte 0x00"),
+        ("é".encode("latin-1"), "cat 'my text' | iconv -f ENCODING -t UTF-8 > 'my text'.txt"),
+        ("é".encode("utf-16"), "cat 'my text' | iconv -f UTF-16 -t UTF-8 > 'my text'.txt"),
+        ("漢".encode("shift-jis"), "iconv -f ENCODING"),
+        (b"PK\3\4\x14\0", "archive"),
     ],
 )
 def test_a_file_that_is_not_utf8_is_refused(raw, part):
-    Path("a.txt").write_bytes(raw)
-    assert part in error_of(Source(Path("a.txt")))
+    Path("my text").write_bytes(raw)
+    assert part in error_of(Source(Path("my text")))
+
+
+def test_compressed_text_is_read():
+    source, raw = Source(Path("a.txt.gz")), gzip.compress(b"one\r\ntwo\n")
+    source.path.write_bytes(raw)
+    assert "".join(chunk.text for chunk in source.read()) == "one\r\ntwo\n"
+    for damaged in (raw[:-9], b"one", gzip.compress(b"\xff")):
+        source.path.write_bytes(damaged)
+        error = error_of(source)
+    assert "gzip -cd a.txt.gz | iconv" in error
 
 
 # Finding files

@@ -136,8 +136,29 @@ def test_cutting_a_text_does_not_change_its_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
+def test_text_without_a_place_to_cut_is_cut_after_the_maximum(kind, gpt2_of_bytes, monkeypatch):
+    """Otherwise, time would be quadratic, and tiktoken fails on a million equal characters."""
+    monkeypatch.setattr(bpe, "MIN_PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(bpe, "MAX_PIECE_CHARACTERS", 20)
+    text = "漢" * 30 + "字、字" * 10 + "a" * 99
+    pieces = [*bpe.cut_text(text)]
+    assert "".join(pieces) == text
+    assert [len(piece) for piece in pieces] == [20, 11, 12, 12, 20, 20, 20, 20, 20, 4]
+    tokenizer = gpt2_of_bytes if kind == "gpt2" else BPETokenizer.train([text], 270)
+    expected = [token for piece in pieces for token in tokenizer.encode(piece)]
+    assert tokenizer.encode(text).tolist() == expected
+
+
+def test_bpe_is_trained_on_parts_of_long_words():
+    """Otherwise, training would take quadratic time."""
+    tokenizer = BPETokenizer.train(["ab" * 1000], 1000)
+    assert max(map(len, map(tokenizer.token_bytes, range(tokenizer.vocab_size)))) == 256
+    assert json.loads(tokenizer.definition)["pre_tokenizer"]["type"] == "ByteLevel"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "gpt2"])
 @with_fixtures
-@given(text=st.text("ab1.' \n\r\té\x1c\x85\xa0\u2028", max_size=20))
+@given(text=st.text("ab1.' \n\r\té\x1c\x85\xa0\u2028漢、。_", max_size=20))
 @example(text="it's  so.\r\nI'm 's a\n\nb 1\n")
 def test_every_cut_keeps_the_tokens(kind, text, request):
     trained = BPETokenizer.train(["it's a b. a\n\nb \r\n a  a' 's 1 a.\n"] * 9, 290)
@@ -152,7 +173,7 @@ def test_every_cut_keeps_the_tokens(kind, text, request):
 
 def test_missing_tokenizers_library_is_a_user_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install tokenizers"):
+    with pytest.raises(UserError, match="pip install --upgrade tokenizers"):
         BPETokenizer.train(["ab"])
 
 
@@ -187,7 +208,7 @@ def test_gpt2_ids(gpt2):
 @pytest.mark.parametrize(
     "data",
     [None, [], {}, {"kind": ["char"]}, {"kind": "x"}, {"kind": "char", "characters": None},
-     {"kind": "byte", "definition": ""}],
+     {"kind": "char", "characters": ["a"]}, {"kind": "byte", "definition": ""}],
     ids=repr,
 )  # fmt: skip
 def test_damaged_tokenizer_is_refused(data):
@@ -210,3 +231,21 @@ def test_a_bpe_with_damaged_merges_is_a_user_error():
     plain["model"]["merges"] = [["nothing", "known"]]
     with pytest.raises(UserError, match="damaged"):
         BPETokenizer(json.dumps(plain))
+
+
+@pytest.mark.parametrize("name", ["normalizer", "pre_tokenizer", "decoder"])
+def test_a_bpe_with_a_pattern_is_refused(name):
+    """Matching it could take exponential time."""
+    plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    with pytest.raises(UserError, match=f"{name} Split is not supported"):
+        BPETokenizer(json.dumps(plain | {name: split}))
+
+
+def test_settings_of_the_library_that_crash_or_change_tokens_have_no_effect():
+    plain = BPETokenizer.train(["ab" * 9], 260)
+    changed = json.loads(plain.definition)
+    changed["model"] |= {"dropout": 1.0, "continuing_subword_prefix": "##"}
+    changed["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 9}
+    restored = BPETokenizer(json.dumps(changed))
+    assert restored.encode("abab").tolist() == plain.encode("abab").tolist()

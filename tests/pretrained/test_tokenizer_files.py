@@ -114,6 +114,7 @@ def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
     [
         {"model": []},
         {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}, "merges": []}},  # an id is missing
+        {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
         {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}},
         {"normalizer": {"type": "NFC"}},
         {"pre_tokenizer": None},

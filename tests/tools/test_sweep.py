@@ -183,7 +183,10 @@ class FakeWorkers:
         event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
         with open(folder / "log.jsonl", "a") as log:
             log.write(f"{json.dumps(start)}\n{json.dumps(event)}\n")
-        model, progress = tiny.random_model(), Progress(stop_at, stop_at, None, stop_at, stop_at, loss)
+        model, progress = (
+            tiny.random_model(),
+            Progress(stop_at, stop_at, None, stop_at, stop_at, loss),
+        )
         settings_dict = dataclasses.asdict(settings)
         checkpoint = Checkpoint(model.config, model.state_dict(), progress, settings_dict)
         checkpoint.data = load_dataset(settings.dataset).fingerprint
