@@ -64,6 +64,8 @@ def test_flags_and_config_files_are_combined():
 def test_rightmost_argument_takes_precedence():
     file = write("n_layer = [1, 2, 3]\ndropout = [0.1, 0]")
     assert combine_values(file, "--dropout=0.3")[1] == [(0.3, 1), (0.3, 2), (0.3, 3)]
+    teachers = [run.teachers for run in combine(file, "--teachers=a,b", "--dropout=0").values()]
+    assert teachers == ["a,b"] * 3  # commas separate those of one run
     assert combine_values("--dropout=0.3,0.4", file, "--n_layer=7")[1] == [(0.1, 7), (0.0, 7)]
     assert combine_values(file, "--dropout=0", "--n_layer=7,8")[1] == [(0.0, 7), (0.0, 8)]
 
@@ -76,7 +78,6 @@ def test_rightmost_argument_takes_precedence():
         ("--norm=rmsnorm,layernorm", ["rmsnorm", "layernorm"]),
         ("--dropout=0.1,0.10,0.2", [0.1, 0.2]),
         ("--dataset=a b,a/b", ["a b", "a/b"]),
-        ("--teachers=a,b", ["a", "b"]),
     ],
 )
 def test_values_of_every_type(argument, expected):
@@ -123,7 +124,7 @@ def test_values_of_ranges_are_drawn_evenly():
         (["--seed=1,x"], "'x'"),
         (["--dropout=0.1,0.2,7"], "7.0"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr"),
-        (["a.py"], "a.py: warmup_iters must be int, not 'x'"),
+        (["a.py"], "a.py line 1: warmup_iters must be int, not 'x'"),
         (["b.py"], "1,000,000,000"),
         (["--dropout=uniform:0:0.3"], "--trials=N"),
         (["--dropout=uniform:1:0"], "uniform:1:0"),
