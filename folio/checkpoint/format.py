@@ -20,6 +20,7 @@ from torch import nn
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import write_atomically
 from folio.distributed.sharding import assign
+from folio.hardware.device import DTYPES
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig, RotaryEmbedding
@@ -137,7 +138,7 @@ def load_checkpoint(path, optimizers=True):
             if damaged_name is not None:
                 raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
-        checkpoint = _parse(content, Path(path))
+        checkpoint = checked(_parse(content, Path(path)))
     except UserError:
         raise
     except OSError as error:
@@ -181,6 +182,21 @@ def _parse(content, path):
         path=path,
         **{name: content.get(name) for name in OPTIONAL_KEYS},
     )
+
+
+def checked(checkpoint):
+    """Returns a Checkpoint. Raises UserError for wrong types, or too few weights for its model."""
+    path, config, weights = checkpoint.path, checkpoint.config, checkpoint.weights
+    for name, kind in Checkpoint.__annotations__.items():
+        if not isinstance(getattr(checkpoint, name), kind):
+            raise UserError(f"{path} is damaged or not a checkpoint ({name} has another type)")
+    kinds = {(w.layout, w.device.type, w.dtype) for w in weights.values()}
+    if kinds - {(torch.strided, "cpu", dtype) for dtype in DTYPES.values()}:
+        raise UserError(f"{path} has weights that are not dense tensors of 16 or 32-bit floats")
+    shape = getattr(weights.get("transformer.wte.weight"), "shape", None)
+    if shape != (config.vocab_size, config.n_embd) or config.n_layer + config.ngrams > len(weights):
+        raise UserError(f"{path} has few weights for its model, or another transformer.wte.weight")
+    return checkpoint
 
 
 # Use

@@ -34,7 +34,7 @@ def write(path, step=0):
     [
         ([], "out", "; train a model first: python train.py"),
         (["out-verse/ckpt.pt", "b/ckpt.pt"], "out-vers", "; did you mean out-verse?"),
-        (["out-verse/ckpt.pt", "b/ckpt.pt"], "zz", "; available: b, out-verse"),
+        (["out-verse/ckpt.pt", "b/ckpt.pt", "c/log.jsonl"], "zz", "; available: b, out-verse"),
     ],
 )
 def test_missing_checkpoint_is_an_error_with_a_hint(existing, name, hint):
