@@ -169,7 +169,15 @@ CHECKPOINTS = {
 MODEL_ARGS = [{"n_embd": 32}, {"n_embd": 16.0}, {"n_embd": 2**40}, {"n_layer": 10**9}]
 MODEL_ARGS += [{"n_layer": 10**6}, {"bias": "yes"}, {"vocab_size": True}, {"dropout": 2.0}]
 MODEL_ARGS += [{"position": "rotary", "block_size": 2**62}, {"activation": []}]
-FIELDS = [{"scaler": 1}, {"tokenizer": [1]}, {"data": "x"}, {"config": 3}]
+FIELDS = [
+    {"scaler": 1},
+    {"tokenizer": {"kind": "char", "characters": [1]}},
+    {"tokenizer": [1]},
+    {"data": "x"},
+    {"config": 3},
+    {"config": {"bias": torch.ones(2)}},
+]
+FIELDS += [{"data": {"train": torch.ones(2)}}]
 FIELDS += [{"iter_num": "x"}, {"log_bytes": "1"}, {"best_val_loss": None}, {"model": {"a": 1}}]
 CONVERSIONS = {
     "complex": lambda w: w.to(torch.complex64),

@@ -7,6 +7,7 @@ have their default values, so that nanoGPT can read folio's checkpoints of such 
 """
 
 import dataclasses
+import json
 import math
 import pickle
 import zipfile
@@ -166,6 +167,8 @@ def _parse(content, path):
         if not name.endswith(CAUSAL_MASK_SUFFIX):
             weights[name.removeprefix(COMPILED_PREFIX)] = tensor
     optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
+    names = ("config", *OPTIONAL_KEYS)
+    plain = json.loads(json.dumps({name: content.get(name) for name in names}))  # no tensors
     return Checkpoint(
         config=GPTConfig(**content["model_args"]),
         weights=weights,
@@ -177,10 +180,10 @@ def _parse(content, path):
             elapsed_s=float(content.get("elapsed_s", 0.0)),
             fitted_iters=int(content.get("fitted_iters") or 0) or None,
         ),
-        settings=dict(content["config"]),
+        settings=plain.pop("config"),
         optimizers=optimizers,
         path=path,
-        **{name: content.get(name) for name in OPTIONAL_KEYS},
+        **plain,
     )
 
 

@@ -63,9 +63,8 @@ class RunDir:
     def _load(self, path, optimizers=True):
         if not is_file(path):
             runs = {str(run) for run in self.find() if (run / path.name).is_file()}
-            hint = "; train a model first: python train.py config/shakespeare_char.py"
-            if runs:
-                hint = f"; available: {', '.join(sorted(runs))}"
+            known = ", ".join(sorted(runs)) or "none; first run python train.py CONFIG_FILE"
+            hint = f"; available: {known}"
             raise UserError(f"there is no checkpoint {path}{suggest(str(self.folder), runs, hint)}")
         return load_checkpoint(path, optimizers)
 

@@ -66,8 +66,7 @@ def _run(function, *args):
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
     error = status = None
-    # Those of torchrun end at once, also while they wait in C++ for the others to connect.
-    _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)
+    _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)  # torch may wait in C++
     try:
         try:
             function(*args)

@@ -251,17 +251,16 @@ def _run_config_file(path, fields, readable, choose):
 
     `readable`: the values of the settings before, which it can read as global names.
     """
-    names = _Names(readable | {"__file__": str(path), "__name__": path.stem})
+    names = _Names(readable | {"__file__": str(path)})
     try:
         exec(compile(path.read_bytes(), path, "exec"), names)
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" line {frame.lineno}" for frame in frames if frame.filename == str(path)]
-        location = f"{path}{lines[-1] if lines else ''}"
-        lines = [f"{location}:", *traceback.format_exception_only(error)]
-        raise UserError(" ".join(lines)) from error
+        places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
+        texts = traceback.format_exception_only(error)
+        raise UserError(f"{[path, *places][-1]}: {' '.join(texts)}") from error
     values, lines = {}, names.get("_lines", {})
     for name, value in names.items():
         is_unchanged = name not in lines and value is readable.get(name)

@@ -229,7 +229,7 @@ def from_dict(data):
     try:
         parameters = dict(data)
         return TOKENIZERS[parameters.pop("kind")](**parameters)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         known = ", ".join(TOKENIZERS)
         raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
 

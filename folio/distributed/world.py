@@ -75,8 +75,6 @@ class World:
         try:
             result = function(*args)
         except UserError as error:
-            if self.size == 1:
-                raise
             own_error = str(error)
         for rank, error in enumerate(self.gather(own_error)):
             if error:
@@ -135,16 +133,15 @@ def process_group(device):
     if not is_launched():
         yield World(device=device)
         return
-    world = _read_world(device)
-    backend = BACKENDS[device_type(device)]
     try:
+        world, backend = _read_world(device), BACKENDS[device_type(device)]
         torch.distributed.init_process_group(
             backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size
         )
     except (RuntimeError, ValueError) as error:  # torch has no type for all of them
         raise RankError(
-            f"rank {world.rank} cannot connect to the other processes ({cause_of(error)}): start "
-            "all with torchrun, and check the address and port of --rdzv_endpoint"
+            f"rank {os.environ['RANK']} cannot connect to the other processes ({cause_of(error)}): "
+            "start all with torchrun, and check the address and port of --rdzv_endpoint"
         ) from error
     try:
         yield world

@@ -64,8 +64,8 @@ def read_pretrained(folder):
         weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
     tokenizer = read_tokenizer(folder).to_dict()
     checkpoint = Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
-    weights = checked(checkpoint).weights
-    weights = {name: weight.float().contiguous() for name, weight in weights.items()}
+    tensors = checked(checkpoint).weights
+    weights = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
     if config.tie_weights and EMBEDDING_WEIGHT in weights:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
     checkpoint.weights = weights

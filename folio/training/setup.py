@@ -18,7 +18,6 @@ from folio.cli.errors import UserError
 from folio.cli.settings import changed_settings
 from folio.data.batches import to_device
 from folio.data.dataset import Dataset, load_dataset
-from folio.data.tokenizer import from_dict
 from folio.distributed.sharding import assign, replicate, shard_model
 from folio.distributed.world import SINGLE_PROCESS, World, process_group
 from folio.hardware.compile import compile_model
@@ -30,7 +29,7 @@ from folio.hardware.memory import (
     memory_bytes,
     recompute_activations,
 )
-from folio.pretrained.load import crop, load_start
+from folio.pretrained.load import checkpoint_tokenizer, crop, load_start
 from folio.training.distillation import Distillation, load_teachers
 from model import GPTConfig
 
@@ -209,7 +208,7 @@ def _model_differences(checkpoint, config, dataset, free):
         if new[name] != old[name] and name not in free
     ]
     if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
-        old, new = from_dict(checkpoint.tokenizer).name, dataset.tokenizer.name
+        old, new = checkpoint_tokenizer(checkpoint).name, dataset.tokenizer.name
         new = f"another {new}" if new == old else new
         differences.append(f"the tokenizer is {old} in the checkpoint and {new} in the dataset")
     return differences

@@ -272,6 +272,9 @@ def test_restarts_that_read_old_addresses_are_refused(monkeypatch):
     words = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     with pytest.raises(UserError, match=words), process_group("cpu"):
         pass
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(RankError, match="rank x cannot connect"), process_group("cpu"):
+        pass
 
 
 # Muon
