@@ -28,6 +28,7 @@ from folio.cli.settings import load_settings, parse_arguments, setting
 EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
     ("interactive", "stream", "json", "logprobs"),
+    ("score", "stream"),
 )
 
 
@@ -167,7 +168,7 @@ def parse_stop_texts(stop):
         return []
     try:
         parsed = json.loads(stop)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = None
     stop_texts = parsed if isinstance(parsed, list) else [stop]
     if not all(isinstance(text, str) and text for text in stop_texts):

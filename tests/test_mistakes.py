@@ -47,6 +47,15 @@ def put_folder(path):
     Path(path).mkdir()
 
 
+def put_pipe(path):
+    """Creates a pipe, which would block a reader, in place of a file."""
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("this system has no named pipes")
+    put(path)
+    Path(path).unlink()
+    os.mkfifo(path)
+
+
 def cut(path):
     put(path, Path(path).read_bytes()[:-20])
 
@@ -56,6 +65,11 @@ def alter(path, change):
     content = torch.load(path)
     change(content)
     torch.save(content, path)
+
+
+def set_weights(content, convert):
+    """Replaces the token embedding by a tensor of another kind."""
+    content["model"]["transformer.wte.weight"] = convert(content["model"]["transformer.wte.weight"])
 
 
 def alter_moments(content):
@@ -101,7 +115,11 @@ MISTAKES_BY_SCRIPT = {
         (None, ["--out_dir="], "out_dir"),
         (None, ["--out_dir=verse.txt/out"], "verse.txt/out"),
         (None, ["--device=gpu"], "'gpu'"),
-        (None, ["--n_layer=1000000000"], "memory"),
+        (None, ["--n_layer=1000000000"], "n_layer must be from 0 to 16777216"),
+        (None, ["--n_layer=10000000"], "memory"),
+        (None, ["--out_dir=run/ckpt.pt"], "'run/ckpt.pt' is not a run's folder"),
+        (None, ["--teachers=run/ckpt.pt"], "'run/ckpt.pt' is not a run's folder"),
+        (None, ["--teachers=,"], "'' is not a run's folder"),
         # Datasets
         (None, ["--dataset=vers"], "data/vers/train.bin"),
         (None, ["--block_size=512"], "block_size"),
@@ -109,15 +127,18 @@ MISTAKES_BY_SCRIPT = {
         (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), [], CHARACTER_TABLE),
         # Resuming
         (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
-        (None, [*RESUME, "--n_layer=2"], "n_layer is 1 in the checkpoint"),
+        (None, [*RESUME, "--n_layer=12"], "n_layer is 1 in the checkpoint and 12"),  # the default
         (None, [*RESUME, "--optimizer=muon"], "optimizer is adamw in the checkpoint"),
         (
             lambda: tiny.prepare_verse(text=tiny.VERSE * 30),
             RESUME,
             "dataset verse has other content",
         ),
+        (lambda: alter(LAST, lambda c: c.update(optimizer=7)), RESUME, LAST),
         (lambda: alter(LAST, alter_moments), RESUME, LAST),  # fused AdamW would crash
         (lambda: put_folder("run/log.jsonl"), RESUME, "run/log.jsonl"),
+        (lambda: put_pipe("run/log.jsonl"), RESUME, "run/log.jsonl"),
+        (lambda: put_pipe(META), [], META),
     ),
     "sample.py": (
         (lambda: Path(BEST).unlink(), [], BEST),
@@ -125,6 +146,9 @@ MISTAKES_BY_SCRIPT = {
         (lambda: (remove_tokenizer(), put_table({"itos": Hostile()})), [], CHARACTER_TABLE),
         (None, ["--start=\udcff"], "U+DCFF"),
         (None, ["--start=-"], "empty"),
+        (None, ["sample.py", "run"], "--out_dir=run"),
+        (lambda: put_pipe("hf/config.json"), ["--init_from=hf"], "hf/config.json"),
+        (lambda: put("hf/config.json", "[" * 10**5), ["--init_from=hf"], "hf/config.json"),
     ),
 }
 COMMANDS = {"prepare.py": TEXT, "train.py": TRAIN, "sample.py": SAMPLE}
@@ -140,8 +164,34 @@ CHECKPOINTS = {
     "a folder": put_folder,
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
     "a later format": lambda path: alter(path, lambda c: c.update(format=99)),
-    "another width": lambda path: alter(path, lambda c: c["model_args"].update(n_embd=32)),
+    "a pipe": put_pipe,
 }
+MODEL_ARGS = [{"n_embd": 32}, {"n_embd": 16.0}, {"n_embd": 2**40}, {"n_layer": 10**9}]
+MODEL_ARGS += [{"n_layer": 10**6}, {"bias": "yes"}, {"vocab_size": True}, {"dropout": 2.0}]
+MODEL_ARGS += [{"position": "rotary", "block_size": 2**62}, {"activation": []}]
+FIELDS = [
+    {"scaler": 1},
+    {"tokenizer": {"kind": "char", "characters": [1]}},
+    {"tokenizer": [1]},
+    {"data": "x"},
+    {"config": 3},
+    {"config": {"bias": torch.ones(2)}},
+]
+FIELDS += [{"data": {"train": torch.ones(2)}}]
+FIELDS += [{"iter_num": "x"}, {"log_bytes": "1"}, {"best_val_loss": None}, {"model": {"a": 1}}]
+CONVERSIONS = {
+    "complex": lambda w: w.to(torch.complex64),
+    "float8": lambda w: w.to(torch.float8_e4m3fn),
+    "integers": lambda w: w.to(torch.int8),
+    "sparse": lambda w: w.to_sparse(),
+    "meta": lambda w: w.to("meta"),
+}
+for value in MODEL_ARGS:
+    CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c["model_args"].update(v))
+for value in FIELDS:
+    CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c.update(v))
+for name, convert in CONVERSIONS.items():
+    CHECKPOINTS[name] = lambda path, f=convert: alter(path, lambda c: set_weights(c, f))
 
 
 # Tests

@@ -21,7 +21,12 @@ from folio.data.tokenizer import from_dict
 
 QUICK = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
 SEPARATOR = "---------------"
-COMBINED = ("start=a --prompts=b", "score=a --interactive", "interactive --json")
+COMBINED = (
+    "start=a --prompts=b",
+    "score=a --interactive",
+    "interactive --json",
+    "score=a --stream",
+)
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +239,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--out_dir=nowhere", "nowhere/ckpt.pt; available: out"),
         ("--out_dir=nowhere --score=nope", "nope"),  # before a model is loaded
         ('--stop=["a",1]', "--stop="),
+        (f"--stop={'[' * 10**5} --prompts=empty.txt", "no prompt"),
         ("--device=cuda:99", "device=cuda:99"),
     ],
 )

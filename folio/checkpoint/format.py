@@ -7,6 +7,7 @@ have their default values, so that nanoGPT can read folio's checkpoints of such 
 """
 
 import dataclasses
+import json
 import math
 import pickle
 import zipfile
@@ -20,6 +21,7 @@ from torch import nn
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import write_atomically
 from folio.distributed.sharding import assign
+from folio.hardware.device import DTYPES
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig, RotaryEmbedding
@@ -171,7 +173,7 @@ def load_checkpoint(path, optimizers=True):
             if damaged_name is not None:
                 raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
-        checkpoint = _parse(content, Path(path))
+        checkpoint = checked(_parse(content, Path(path)))
     except UserError:
         raise
     except OSError as error:
@@ -199,6 +201,8 @@ def _parse(content, path):
         if not name.endswith(CAUSAL_MASK_SUFFIX):
             weights[name.removeprefix(COMPILED_PREFIX)] = tensor
     optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
+    names = ("config", *OPTIONAL_KEYS)
+    plain = json.loads(json.dumps({name: content.get(name) for name in names}))  # no tensors
     return Checkpoint(
         config=GPTConfig(**content["model_args"]),
         weights=weights,
@@ -212,11 +216,26 @@ def _parse(content, path):
             evaluations_since_best=int(content.get("evaluations_since_best", 0)),
             elapsed_s=float(content.get("elapsed_s", 0.0)),
         ),
-        settings=dict(content["config"]),
+        settings=plain.pop("config"),
         optimizers=optimizers,
         path=path,
-        **{name: content.get(name) for name in OPTIONAL_KEYS},
+        **plain,
     )
+
+
+def checked(checkpoint):
+    """Returns a Checkpoint. Raises UserError for wrong types, or too few weights for its model."""
+    path, config, weights = checkpoint.path, checkpoint.config, checkpoint.weights
+    for name, kind in Checkpoint.__annotations__.items():
+        if not isinstance(getattr(checkpoint, name), kind):
+            raise UserError(f"{path} is damaged or not a checkpoint ({name} has another type)")
+    kinds = {(w.layout, w.device.type, w.dtype) for w in weights.values()}
+    if kinds - {(torch.strided, "cpu", dtype) for dtype in DTYPES.values()}:
+        raise UserError(f"{path} has weights that are not dense tensors of 16 or 32-bit floats")
+    shape = getattr(weights.get("transformer.wte.weight"), "shape", None)
+    if shape != (config.vocab_size, config.n_embd) or config.n_layer + config.ngrams > len(weights):
+        raise UserError(f"{path} has too few weights, or an embedding of another shape")
+    return checkpoint
 
 
 # Use

@@ -26,6 +26,8 @@ class RunDir:
 
     def __init__(self, folder):
         self.folder = Path(folder)
+        if not folder or os.path.isfile(folder):  # in a list of teachers, or with /ckpt.pt
+            raise UserError(f"'{folder}' is not a run's folder: give one, such as --out_dir=out")
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
 
     @staticmethod
@@ -60,10 +62,9 @@ class RunDir:
 
     def _load(self, path, optimizers=True):
         if not is_file(path):
-            runs = {str(folder) for folder in self.find()} - {str(self.folder)}
-            hint = "; train a model first: python train.py config/shakespeare_char.py"
-            if runs:
-                hint = f"; available: {', '.join(sorted(runs))}"
+            runs = {str(run) for run in self.find() if (run / path.name).is_file()}
+            known = ", ".join(sorted(runs)) or "none; first run python train.py CONFIG_FILE"
+            hint = f"; available: {known}"
             raise UserError(f"there is no checkpoint {path}{suggest(str(self.folder), runs, hint)}")
         return load_checkpoint(path, optimizers)
 
@@ -117,7 +118,7 @@ class RunDir:
         evaluations = []
         with suppress(OSError):
             for line in self.log.read_bytes().splitlines():
-                with suppress(ValueError):
+                with suppress(ValueError, KeyError, TypeError):
                     event = json.loads(line)
                     if event["split"] == "val":
                         evaluations.append((event["step"], event["train_loss"], event["loss"]))

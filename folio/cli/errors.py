@@ -11,9 +11,9 @@ class RankError(UserError):
     """An error of one process of a distributed run. That process prints it, whatever its rank."""
 
 
-def suggest(name, known, otherwise=""):
+def suggest(name, known, otherwise="", similarity=0.6):
     """Returns '; did you mean NAME?' with the most similar name in `known`, or else `otherwise`."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
+    matches = difflib.get_close_matches(name, list(known), 1, similarity)
     return f"; did you mean {matches[0]}?" if matches else otherwise
 
 

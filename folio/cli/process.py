@@ -66,7 +66,7 @@ def _run(function, *args):
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
     error = status = None
-    _set_handlers(_interrupt)
+    _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)  # torch may wait in C++
     try:
         try:
             function(*args)
@@ -78,6 +78,10 @@ def _run(function, *args):
         error, status = interrupt, 128 + getattr(interrupt, "number", signal.SIGINT)
     except (UserError, MemoryError) as failure:
         error, status = failure, 2
+    except RuntimeError as failure:
+        if str(failure) != "can't start new thread":
+            raise
+        error, status = f"{failure}: increase the limit of processes, ulimit -u", 2
     except BrokenPipeError:  # the reader of the output has exited
         status = 128 + SIGPIPE
         _discard_output()

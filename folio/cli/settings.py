@@ -12,7 +12,6 @@ import inspect
 import io
 import os
 import reprlib
-import runpy
 import sys
 import traceback
 import types
@@ -51,9 +50,10 @@ def names_with_scope(settings_class, *scopes):
 
 
 def changed_settings(settings):
-    """Returns the settings that differ from their defaults, as a dict."""
+    """Returns the settings that were given or differ from their defaults, as a dict."""
+    given = getattr(settings, "given", ())  # a copy by dataclasses.replace has none
     pairs = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
-    return {field.name: value for field, value in pairs if value != field.default}
+    return {f.name: value for f, value in pairs if f.name in given or value != f.default}
 
 
 def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
@@ -72,20 +72,21 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=
     """
     arguments = parse_arguments(settings_class, argv, choose)
     fields = _fields_by_name(settings_class)
-    values = {name: field.default for name, field in fields.items()}
+    defaults, given = {name: field.default for name, field in fields.items()}, {}
     for position, argument in enumerate(arguments):
         if isinstance(argument, Flag):
-            values[argument.name] = argument.value
+            given[argument.name] = argument.value
             continue
         later_flags = dict(flag for flag in arguments[position:] if isinstance(flag, Flag))
-        readable = _resolve(values | later_flags, resolvers)
+        readable = _resolve(defaults | given | later_flags, resolvers)
         with redirect_stdout(io.StringIO() if quiet else sys.stdout):
-            values |= _run_config_file(argument, fields, readable, choose)
-    values = _resolve(values, resolvers)
+            given |= _run_config_file(argument, fields, readable, choose)
     try:
-        return settings_class(**values)
+        settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
         raise UserError(str(error)) from error
+    object.__setattr__(settings, "given", set(given))  # frozen otherwise
+    return settings
 
 
 def _fields_by_name(settings_class):
@@ -130,7 +131,7 @@ def parse_arguments(settings_class, argv=None, choose=None):
         elif operands_name:
             operands.append(argument)
         else:
-            arguments.append(_find_config_file(argument))
+            arguments.append(_find_config_file(argument, settings_class))
     if operands:
         arguments.append(Flag(operands_name, tuple(operands)))
     return arguments
@@ -157,12 +158,14 @@ def _parse_flag(settings_class, argument, remaining, choose):
     return Flag(name, parse_value(field, text, f"--{name}"))
 
 
-def _find_config_file(argument):
+def _find_config_file(argument, settings_class):
     for path in (Path(argument), ROOT / argument):  # presets are found from any folder
         if path.suffix == ".py" and os.path.isfile(path):  # Path.is_file raises for a long name
             return path
     if "=" in argument or argument.startswith("-"):
         raise UserError(f"write settings as --name=value, not {argument}")
+    if os.path.isdir(argument) and hasattr(settings_class, "out_dir"):
+        raise UserError(f"{argument} is a folder; did you mean --out_dir={argument}?")
     paths = sorted(PRESETS_FOLDER.rglob("[!_]*.py"))
     presets = [path.relative_to(ROOT).as_posix() for path in paths]
     hint = suggest(argument, presets, f"; available: {', '.join(presets)}")
@@ -235,30 +238,41 @@ def _options(annotation):
 # Config files
 
 
+class _Names(dict):
+    """Global names of a config file. "_lines" has the line of each assignment at module level."""
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        self.setdefault("_lines", {})[name] = sys._getframe(1).f_lineno
+
+
 def _run_config_file(path, fields, readable, choose):
-    """Runs a config file. Returns the values of all settings afterward, checked.
+    """Runs a config file. Returns the values of the settings that it assigns, checked.
 
     `readable`: the values of the settings before, which it can read as global names.
     """
+    names = _Names(readable | {"__file__": str(path)})
     try:
-        names = runpy.run_path(str(path), init_globals=readable)
+        exec(compile(path.read_bytes(), path, "exec"), names)
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [f" line {frame.lineno}" for frame in frames if frame.filename == str(path)]
-        location = f"{path}{lines[-1] if lines else ''}"
-        raise UserError(f"{location}: {type(error).__name__}: {error}") from error
-    values = {}
+        places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
+        texts = traceback.format_exception_only(error)
+        raise UserError(f"{[path, *places][-1]}: {' '.join(texts)}") from error
+    values, lines = {}, names.get("_lines", {})
     for name, value in names.items():
-        if isinstance(value, types.ModuleType):
+        is_unchanged = name not in lines and value is readable.get(name)
+        if is_unchanged or isinstance(value, types.ModuleType):
             continue
+        place = f"{path} line {lines.get(name, '?')}: {name}"  # ?: of a function
         if name in fields:
             value = choose(name, value) if choose else value
-            values[name] = check_value(fields[name], value, f"{path}: {name}")
+            values[name] = check_value(fields[name], value, place)
         elif not (name.startswith("_") or callable(value)):
-            hint = f"{suggest(name, fields)}; names of helper variables start with _"
-            raise UserError(f"{path}: unknown setting {name}{hint}")
+            hint = suggest(name, fields, similarity=0.8)
+            raise UserError(f"{place} is no setting; names of helper variables start with _{hint}")
     return values
 
 

@@ -19,10 +19,7 @@ from folio.hardware.device import device_type
 
 # Plain data and flags are exchanged on the CPU, so that they do not wait for a GPU's queue.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
-LOST_CONNECTION = (  # parts of messages; the last two are NCCL's
-    "connection closed", "connection reset", "broken pipe", "timed out", "timeout",
-    "remote process exited", "communicator was aborted",
-)  # fmt: skip
+GLOO_NETWORK = "/gloo/transport/"  # its messages begin with a path; torch has no type for them
 TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed at once
 
 
@@ -78,8 +75,6 @@ class World:
         try:
             result = function(*args)
         except UserError as error:
-            if self.size == 1:
-                raise
             own_error = str(error)
         for rank, error in enumerate(self.gather(own_error)):
             if error:
@@ -138,21 +133,20 @@ def process_group(device):
     if not is_launched():
         yield World(device=device)
         return
-    world = _read_world(device)
-    backend = BACKENDS[device_type(device)]
     try:
+        world, backend = _read_world(device), BACKENDS[device_type(device)]
         torch.distributed.init_process_group(
             backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size
         )
     except (RuntimeError, ValueError) as error:  # torch has no type for all of them
         raise RankError(
-            f"rank {world.rank} cannot connect to the other processes ({cause_of(error)}): start "
-            "all with torchrun, and check the address and port of --rdzv_endpoint"
+            f"rank {os.environ['RANK']} cannot connect to the other processes ({cause_of(error)}): "
+            "start all with torchrun, and check the address and port of --rdzv_endpoint"
         ) from error
     try:
         yield world
     except RuntimeError as error:
-        if not any(word in str(error).lower() for word in LOST_CONNECTION):
+        if not (isinstance(error, torch.distributed.DistError) or GLOO_NETWORK in str(error)):
             raise
         raise RankError(
             f"rank {world.rank}: another process of the run has ended or cannot be reached "

@@ -82,7 +82,7 @@ def choose_machine(device, dtype, compile):
     elif kind == "cpu":
         gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
         name = f"{gpu}threads: {torch.get_num_threads()}"
-    dtype_reason = compile_reason = "as set"
+    dtype_reason, compile_reason = "as set", "as set" if compile else "compile=False"
     if dtype == "auto":
         dtype = resolve_dtype(dtype, device)
         dtype_reason = DTYPE_REASONS[dtype]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import model
-from folio.checkpoint.format import Checkpoint, Progress, build_model
+from folio.checkpoint.format import Checkpoint, Progress, build_model, checked
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import is_file, read_text, write_atomically
 from folio.pretrained.tokenizer_files import make_tokenizer_files, read_tokenizer
@@ -58,18 +58,18 @@ def read_pretrained(folder):
     folder = Path(folder)
     config, is_gpt2 = _read_config(folder / CONFIG_FILE)
     tensors = _read_tensors(folder)
-    if config.n_layer > len(tensors):  # building such a model could take forever
-        layers = f"{config.n_layer:,} layers"
-        raise UserError(f"{folder / CONFIG_FILE} says {layers}, more than its weights")
     if is_gpt2:
         weights = _from_gpt2(tensors, config)
     else:
         weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
-    weights = {name: weight.float().contiguous() for name, weight in weights.items()}
+    tokenizer = read_tokenizer(folder).to_dict()
+    checkpoint = Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
+    tensors = checked(checkpoint).weights
+    weights = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
     if config.tie_weights and EMBEDDING_WEIGHT in weights:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
-    tokenizer = read_tokenizer(folder).to_dict()
-    return Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
+    checkpoint.weights = weights
+    return checkpoint
 
 
 def _read_config(path):
@@ -104,17 +104,19 @@ def _from_gpt2(tensors, config):
     for name, tensor in tensors.items():
         if not name.startswith(("transformer.", HEAD_WEIGHT)):  # in files without a head
             name = f"transformer.{name}"
-        is_zero_bias = not config.bias and name.endswith(".bias") and not tensor.any()
+        is_zero_bias = not config.bias and name.endswith(".bias") and not tensor.float().any()
         if is_zero_bias or name.endswith(MASK_SUFFIXES):
             continue
-        weights[name] = tensor.t() if name.endswith(TRANSPOSED_SUFFIXES) else tensor
+        is_transposed = name.endswith(TRANSPOSED_SUFFIXES) and tensor.dim() == 2
+        weights[name] = tensor.t() if is_transposed else tensor
     return weights
 
 
 def _read_json(path):
+    is_file(path)  # raises if it is a pipe, which would block
     try:
         return dict(json.loads(read_text(path)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({cause_of(error)})") from error
 
 
@@ -124,7 +126,7 @@ def _read_tensors(folder):
         file_names = {WEIGHTS_FILE}
     elif is_file(folder / INDEX_FILE):
         weight_map = _read_json(folder / INDEX_FILE).get("weight_map", {})
-        file_names = set(dict(weight_map).values())
+        file_names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else ()
     else:
         raise UserError(
             f"{folder} has no {WEIGHTS_FILE}; if it has other weights that you trust (pickled ones "
@@ -134,6 +136,7 @@ def _read_tensors(folder):
     safetensors, tensors = _load_library(), {}
     try:
         for name in file_names:
+            is_file(folder / name)
             tensors |= safetensors.torch.load_file(folder / name)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"cannot read the weights in {folder}: {cause_of(error)}") from error

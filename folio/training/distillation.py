@@ -55,7 +55,7 @@ def load_teachers(settings, config, tokenizer):
 
     Raises UserError if a run is missing, or if its context or tokenizer does not fit.
     """
-    folders = [folder.strip() for folder in settings.teachers.split(",") if folder.strip()]
+    folders = [folder.strip() for folder in settings.teachers.split(",") if settings.teachers]
     if settings.eval_only or not folders:
         return []
     if settings.parallel == "fsdp":

@@ -32,9 +32,9 @@ def write(path, step=0):
 @pytest.mark.parametrize(
     ("existing", "name", "hint"),
     [
-        ([], "out", "; train a model first: python train.py"),
+        ([], "out", "; available: none; first run python train.py"),
         (["out-verse/ckpt.pt", "b/ckpt.pt"], "out-vers", "; did you mean out-verse?"),
-        (["out-verse/ckpt.pt", "b/ckpt.pt"], "zz", "; available: b, out-verse"),
+        (["out-verse/ckpt.pt", "b/ckpt.pt", "c/log.jsonl"], "zz", "; available: b, out-verse"),
     ],
 )
 def test_missing_checkpoint_is_an_error_with_a_hint(existing, name, hint):

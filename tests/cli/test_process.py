@@ -47,6 +47,7 @@ def shell(command, *lines, **variables):
     [
         (UserError("no such\n  thing: \ud800\x1b"), "no such thing: \\ud800\\x1b"),
         (MemoryError(), "out of memory: use less data, or a machine with more memory"),
+        (RuntimeError("can't start new thread"), "can't start new thread: increase the limit"),
         (FileNotFoundError(2, "No such file or directory", "a"), "[Errno 2] No such file or "),
     ],
 )
@@ -80,6 +81,15 @@ def test_failing_output_sets_the_exit_status_and_prints_no_traceback(tmp_path):
 
 
 # Signals
+
+
+@posix
+def test_a_signal_ends_a_process_of_torchrun_while_it_waits_in_c():
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    lines = ["import ctypes, threading", "def main():", " libc = ctypes.CDLL(None)"]
+    lines += [" threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()"]
+    lines += [" libc.sleep(20) or libc.sleep(20)", "process.run(main)"]
+    assert shell("exec $PYTHON", *lines, **launched)[0] == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -33,6 +33,7 @@ class Settings:
             raise ValueError(f"warmup={self.warmup} is longer than steps={self.steps}")
 
 
+HELPER_RULE = "is no setting; names of helper variables start with _"
 FIELDS = {field.name: field for field in fields(Settings)}
 
 
@@ -114,6 +115,7 @@ def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, rea
         (["--bias", "--steps=7"], {"bias": True, "steps": 7}),
         (["--bias", "true"], {"bias": True}),
         (["--name=--a=b"], {"name": "--a=b"}),
+        (["--steps=100"], {"steps": 100}),  # the default, but given
     ],
 )
 def test_spellings_of_a_flag(argv, expected):
@@ -131,6 +133,7 @@ def test_spellings_of_a_flag(argv, expected):
         (["c.py", "b.py"], {"steps": 20, "warmup": 10, "rate": 1.0}),  # of the default
         (["b.py", "c.py"], {"steps": 20, "warmup": 2, "rate": 1.0}),
         (["d.py"], {"steps": 50}),
+        (["e.py"], {"steps": 3, "rate": 0.5, "bias": False}),
     ],
 )
 def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_right(
@@ -141,6 +144,8 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
     config_file("warmup = steps // 10", "c.py")
     helpers = "import math as bias\ndef half(x): return x // 2\nclass A: pass\n_hundred = 100\n"
     config_file(helpers + "steps = half(_hundred)", "d.py")
+    defaults = "exec('rate = 0.5')\nbias = False\nif bias:\n    name = 'x'\n"
+    config_file(defaults + "def f():\n    global steps\n    steps = 3\nf()", "e.py")
     assert changed_settings(load_settings(Settings, order)) == expected
 
 
@@ -170,15 +175,19 @@ def test_a_config_file_reads_the_resolved_device(argv, device):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("steps = -1", "a.py: steps must be in [0, inf), not -1"),
+        ("name = 'x'\nsteps = -1", "a.py line 2: steps must be in [0, inf), not -1"),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("\nraise SystemExit('enough')", "a.py line 2: SystemExit: enough"),
-        ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
-        ("step = 1", "a.py: unknown setting step; did you mean steps?; "),
+        ("steps = 1\nrate = = 2", 'a.py:   File "a.py", line 2'),
+        ("class E(Exception):\n    __str__ = None\nraise E", "a.py line 3: E: <exception str"),
+        ("step = 1", f"a.py line 1: step {HELPER_RULE}; did you mean steps?"),
+        ("\nbase = 128", f"a.py line 2: base {HELPER_RULE}"),  # no setting is similar enough
     ],
 )
 def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
-    assert error_of(config_file(text)).startswith(message)
+    error = error_of(config_file(text))
+    assert error.startswith(message)
+    assert "mean" not in error.replace(message, "")
 
 
 # Invalid arguments

@@ -16,7 +16,7 @@ import torch
 from ranks import Ranks, in_world, train_ranks
 
 import train
-from folio.cli.errors import UserError
+from folio.cli.errors import RankError, UserError
 from folio.cli.files import lock_folder
 from folio.distributed.sharding import from_shard, full_tensor
 from folio.distributed.world import process_group
@@ -249,11 +249,31 @@ def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advi
         check_parallel(tiny.settings(**settings), size)
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("the timeout in a bug: connection closed"), RuntimeError),
+        (RuntimeError("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"), RankError),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited"), RankError),
+    ],
+    ids=str,
+)
+def test_only_errors_of_the_network_are_a_lost_connection(monkeypatch, error, expected):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    with pytest.raises(expected), process_group("cpu"):
+        raise error
+
+
 def test_restarts_that_read_old_addresses_are_refused(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     words = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     with pytest.raises(UserError, match=words), process_group("cpu"):
+        pass
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(RankError, match="rank x cannot connect"), process_group("cpu"):
         pass
 
 

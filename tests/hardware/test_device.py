@@ -102,3 +102,11 @@ def test_the_peak_of_a_card_with_a_similar_name_is_measured(card, machine_with, 
 def test_matrix_products_run_in_the_machines_dtype(dtype):
     with choose_machine("cpu", dtype, False).autocast():
         assert (torch.eye(2) @ torch.eye(2)).dtype is DTYPES[dtype]
+
+
+@pytest.mark.parametrize(
+    ("compile", "words"),
+    [("auto", "not compiled (default on cpu)"), (False, "(compile=False)"), (True, "(as set)")],
+)
+def test_the_summary_says_why_a_model_is_compiled_or_not(compile, words):
+    assert choose_machine("cpu", "float32", compile).summary.endswith(words)

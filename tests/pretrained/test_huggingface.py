@@ -17,6 +17,7 @@ from folio.pretrained.huggingface import (
     CONFIG_FILE,
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
+    INDEX_FILE,
     TRANSPOSED_SUFFIXES,
     WEIGHTS_FILE,
     read_pretrained,
@@ -155,10 +156,11 @@ def test_names_in_older_files_are_known(change):
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ({"activation_function": "silu"}, "silu"),
-        ({"n_positions": "8"}, "str"),
+        ({"n_positions": "8"}, "block_size must be int, not '8'"),
         ({"n_head": 3}, "n_head=3"),
         ({"model_type": "folio", **asdict(GPTConfig()), "position": "absolute"}, "absolute"),
-        ({"n_layer": 10**12}, "1,000,000,000,000 layers"),
+        ({"n_layer": 10**12}, "n_layer must be from 0 to"),
+        ({"n_embd": 16.0}, "n_embd must be int"),
     ],
 )
 def test_config_of_another_model_is_refused(changes, words):
@@ -171,6 +173,17 @@ def test_weights_that_do_not_fit_are_named():
     path = save(transformers_model())
     rewrite_weights(path, lambda t: {k: v for k, v in t.items() if k != EMBEDDING_WEIGHT})
     assert refused(path, str(path), EMBEDDING_WEIGHT)
+    (path / WEIGHTS_FILE).unlink()
+    for index in ("[]", '{"weight_map": [[]]}', '{"weight_map": {"a": 5}}'):
+        (path / INDEX_FILE).write_text(index)
+        assert refused(path, str(path))
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, 2, 2), torch.zeros(4, dtype=torch.complex64)])
+def test_weights_of_other_kinds_are_refused(value):
+    path = save(transformers_model())
+    rewrite_weights(path, lambda t: t | {"transformer.h.0.attn.c_attn.weight": value})
+    assert refused(path, str(path))
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])

@@ -101,6 +101,11 @@ def test_config_file_reads_values_of_its_combination(capsys):
     assert combine_values("--n_layer=3,5", file)[1] == [(3, 3), (3, 6), (5, 5), (5, 10)]
 
 
+def test_a_worker_gets_a_default_value_that_is_given():
+    run = next(iter(combine("--n_layer=12", "--dropout=0,0.1").values()))
+    assert "--n_layer=12" in workers.train_flags(workers.Task(Path("run"), run, 1))
+
+
 def test_random_combinations_are_reproducible_and_nested():
     argv = ["--n_layer=1,2,3,4,5", "--n_head=1,2,3,4"]
     counts = (1, 5, 15, 19, 20, 21)
@@ -132,7 +137,7 @@ def test_values_of_ranges_are_drawn_evenly():
         (["--seed=1,x"], "'x'"),
         (["--dropout=0.1,0.2,7"], "7.0"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr"),
-        (["a.py"], "a.py: warmup_iters must be int, not 'x'"),
+        (["a.py"], "a.py line 1: warmup_iters must be int, not 'x'"),
         (["b.py"], "1,000,000,000"),
         (["--dropout=uniform:0:0.3"], "--trials=N"),
         (["--dropout=uniform:1:0"], "uniform:1:0"),

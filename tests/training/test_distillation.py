@@ -1,5 +1,7 @@
 """Training on the predictions of other models: the loss, runs, and teachers that do not fit."""
 
+from unittest.mock import patch
+
 import pytest
 import tiny
 import torch
@@ -9,7 +11,8 @@ from tiny import random_ids, random_model
 
 import train
 from folio.cli.errors import UserError
-from folio.training.distillation import Distillation
+from folio.training import setup
+from folio.training.distillation import Distillation, load_teachers
 
 
 @pytest.fixture
@@ -73,7 +76,6 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
         ({"block_size": 16}, "block_size=8"),
         ({"dataset": "other"}, "vocab_size="),
         ({"dataset": "same-size"}, "tokenizer"),
-        ({"parallel": "fsdp"}, "parallel=fsdp"),
         ({"out_dir": "./out-teacher"}, "out_dir"),
     ],
     ids=str,
@@ -83,6 +85,14 @@ def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
     tiny.prepare_verse("same-size", tiny.VERSE.replace("S", "Z") * 20)
     with pytest.raises(UserError, match=value):
         tiny.new_trainer(**({"teachers": "out-teacher"} | settings))
+
+
+def test_fsdp_counts_only_with_several_processes(teacher):
+    settings = {"teachers": "out-teacher", "parallel": "fsdp", "compile": "max-autotune"}
+    with patch.object(setup, "compile_model", lambda model, *_: model):
+        assert not tiny.new_trainer(**settings).plan.is_sharded
+    with pytest.raises(UserError, match="parallel=fsdp"):
+        load_teachers(tiny.settings(**settings), None, None)
 
 
 @pytest.mark.slow

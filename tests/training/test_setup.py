@@ -1,11 +1,14 @@
 """What a run needs before its first step: checks of the machine and its memory."""
 
+from unittest.mock import Mock, patch
+
 import pytest
 import tiny
 
 import train
 from folio.cli.errors import UserError
-from folio.training.setup import memory_advice, state_bytes
+from folio.training import setup
+from folio.training.setup import make_forward, make_plan, memory_advice, state_bytes
 from model import GPT, GPTConfig
 
 
@@ -24,6 +27,14 @@ def test_weights_gradients_and_moments_are_counted(switches):
 def test_a_model_that_cannot_fit_is_refused(verse):
     with pytest.raises(UserError, match="decrease .*--n_embd"):
         train.main(tiny.flags(n_embd=10**6))
+
+
+def test_all_processes_compile_or_none(verse):
+    plan = make_plan(tiny.settings(compile=True))
+    for successes, expected in (([True, True], "compiled"), ([True, False], "model")):
+        plan.world = Mock(is_launched=False, gather=Mock(return_value=successes))
+        with patch.object(setup, "compile_model", return_value="compiled"):
+            assert make_forward("model", plan) == expected
 
 
 def test_advice_keeps_tokens_per_step_and_evaluation():
