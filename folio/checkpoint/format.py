@@ -234,7 +234,7 @@ def checked(checkpoint):
         raise UserError(f"{path} has weights that are not dense tensors of 16 or 32-bit floats")
     shape = getattr(weights.get("transformer.wte.weight"), "shape", None)
     if shape != (config.vocab_size, config.n_embd) or config.n_layer + config.ngrams > len(weights):
-        raise UserError(f"{path} has too few weights, or an embedding of another shape")
+        raise UserError(f"{path} has too few weights, or a transformer.wte.weight of another shape")
     return checkpoint
 
 
