@@ -192,8 +192,8 @@ def make_tokenizer(corpus, alphabet, settings):
     if settings.kind == "char":
         return CharTokenizer(str(alphabet))
     stride = 1 + corpus.train_characters // MAX_BPE_CHARACTERS  # reads evenly spread parts
-    texts = itertools.islice(corpus.read_training_texts(), 0, None, stride)
-    return BPETokenizer.train(texts, settings.vocab_size)
+    texts = (piece.text for piece in corpus.read() if piece.split == "train")
+    return BPETokenizer.train(itertools.islice(texts, 0, None, stride), settings.vocab_size)
 
 
 if __name__ == "__main__":
