@@ -70,14 +70,11 @@ class Split:
 
     def windows(self, starts, block_size):
         """Returns inputs and targets at positions `starts`, (B,); each is (B, block_size) int64."""
+        positions = starts[:, None] + np.arange(block_size + 1)
         if self.resident is None:
-            length = block_size + 1
-            windows = [self.ids[start : start + length] for start in starts.tolist()]
-            ids = np.concatenate(windows, dtype=np.int64).reshape(len(starts), length)
-            tokens = self._to_device(ids)
+            tokens = self._to_device(self.ids[positions].astype(np.int64))
         else:
-            offsets = torch.arange(block_size + 1, device=self.device)
-            tokens = self.resident[self._to_device(starts)[:, None] + offsets].long()
+            tokens = self.resident[self._to_device(positions)].long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _to_device(self, array):
