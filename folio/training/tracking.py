@@ -274,9 +274,8 @@ def print_end(trainer):
 def advice_on(evaluations, epochs):
     """Returns a line on what would improve the model, or None with fewer than three evaluations.
 
-    The gap between validation and training loss has two causes: the validation text may differ in
-    kind, which shows from the first evaluations on, and the model may memorize the training text,
-    which makes the gap grow. `evaluations`: see RunDir.read_evaluations; the first is before any
+    A validation text of another kind makes a gap between the losses from the first evaluations on;
+    memorization makes it grow. `evaluations`: see RunDir.read_evaluations; the first is before any
     training. `epochs`: how often the run has read the training text.
     """
     if len(evaluations) < 3:
