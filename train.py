@@ -3,7 +3,6 @@
     python train.py config/shakespeare_char.py
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-lower-lr
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
-    python train.py config/finetune_shakespeare.py --init_from=gpt2
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
 This file has, in order: the settings, the training loop, and Trainer, which holds the model and the

@@ -67,7 +67,9 @@ class Tracking:
         stack.callback(self.bar.close)
         if self.is_main:
             stack.enter_context(self.run_dir.lock())
-        plan, settings = self.plan, describe_settings(self.plan.settings)
+        plan, settings = self.plan, dataclasses.asdict(self.settings)
+        for name in names_with_scope(type(self.settings), "files"):
+            del settings[name]
         self.trackers = Trackers(self.settings, settings, plan.resumed, self.warn)
         stack.callback(self.trackers.close)
         # Last, because it deletes or moves files.
@@ -201,12 +203,6 @@ class Tracking:
             self.trainer.stop_signal.request(SIGPIPE)
         except OSError:  # a full disk
             pass
-
-
-def describe_settings(settings):
-    """Returns the settings as a dict, without those of scope "files"."""
-    files = names_with_scope(type(settings), "files")
-    return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
 
 
 def format_losses(step, losses):
