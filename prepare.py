@@ -4,13 +4,10 @@
     python prepare.py --dataset=shakespeare                  the same with GPT-2's tokenizer
     python prepare.py --dataset=pydocs                       Python's documentation, no network
     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME  your own text
-    python prepare.py --input=FILE --dataset=NAME --tokenizer=bpe --vocab_size=4096
     python prepare.py --input=hf:ORG/NAME --dataset=NAME --tokenizer=gpt2
-    python prepare.py --dataset=fineweb_edu --max_tokens=1000000000
 
-Files of any size are read in constant memory: text (may be .gz), and by suffix .jsonl, .csv (may be
-.gz or .zst) and .parquet. A dataset is replaced when the new one is complete. folio/data/corpus.py
-defines the validation split, folio/data/dataset.py the format.
+Files of any size are read in constant memory. A dataset is replaced when the new one is complete.
+folio/data/corpus.py defines the validation split, folio/data/dataset.py the format.
 """
 
 import itertools
@@ -192,8 +189,8 @@ def make_tokenizer(corpus, alphabet, settings):
     if settings.kind == "char":
         return CharTokenizer(str(alphabet))
     stride = 1 + corpus.train_characters // MAX_BPE_CHARACTERS  # reads evenly spread parts
-    texts = itertools.islice(corpus.read_training_texts(), 0, None, stride)
-    return BPETokenizer.train(texts, settings.vocab_size)
+    texts = (piece.text for piece in corpus.read() if piece.split == "train")
+    return BPETokenizer.train(itertools.islice(texts, 0, None, stride), settings.vocab_size)
 
 
 if __name__ == "__main__":

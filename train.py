@@ -3,7 +3,6 @@
     python train.py config/shakespeare_char.py
     python train.py config/shakespeare_char.py --learning_rate=3e-4 --out_dir=out-lower-lr
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
-    python train.py config/finetune_shakespeare.py --init_from=gpt2
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
 This file has, in order: the settings, the training loop, and Trainer, which holds the model and the
@@ -35,9 +34,7 @@ class TrainConfig:
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
     init_from: str = setting(
-        "scratch",
-        "scratch, resume, auto (either), or weights: file, folder, hub id",
-        scope="files",
+        "scratch", "scratch, resume, auto (either), or weights: file, folder, hub id", scope="files"
     )
     overwrite: bool = setting(False, "delete an earlier run; False: move it", scope="files")
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
@@ -233,19 +230,15 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device_type(self.machine.device), enabled=enabled)
         self.progress = Progress()
         if plan.resumed:
-            self.restore(plan.resumed)
+            self.world.call_together(restore_optimizers, self.optimizers, plan.resumed)
+            plan.resumed.optimizers = {}  # the optimizers have them
+            if plan.resumed.scaler:
+                self.scaler.load_state_dict(plan.resumed.scaler)
+            self.progress = plan.resumed.progress
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         self.divergence = DivergenceMonitor()
         self.stop_signal = process.StopSignal("stopping soon; a second Ctrl-C exits without saving")
         self.stop_flag = self.world.share_flag()
-
-    def restore(self, checkpoint):
-        """Continues with a Checkpoint's moments, loss scale and progress."""
-        self.world.call_together(restore_optimizers, self.optimizers, checkpoint)
-        checkpoint.optimizers = {}  # the optimizers have them
-        if checkpoint.scaler:
-            self.scaler.load_state_dict(checkpoint.scaler)
-        self.progress = checkpoint.progress
 
     def elapsed_s(self):
         """Returns the seconds that the run has taken, including earlier processes."""

@@ -21,6 +21,5 @@ max_iters = 20
 learning_rate = 3e-5  # constant and small, because the weights are already good
 decay_lr = False
 
-wandb_log = False
 wandb_project = "shakespeare"
 wandb_run_name = "finetune"

@@ -2,8 +2,6 @@
 #
 #     python prepare.py --dataset=openwebtext
 #     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
-#
-# It takes about a day on 8 H100, by the estimate in docs/scale.md.
 
 out_dir = "out-gpt2"
 dataset = "openwebtext"

@@ -1,7 +1,6 @@
 """Deterministic batch sampling and device transfer."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -47,11 +46,9 @@ def bytes_per_target(dataset, settings):
     """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
     if dataset.byte_lengths is None:
         return None
-    starts, num_bytes = evaluation_starts(dataset.val, settings), 0
-    for start in starts + 1:
-        targets = dataset.val.ids[start : start + settings.block_size]
-        num_bytes += int(dataset.byte_lengths[targets].sum())
-    return num_bytes / (len(starts) * settings.block_size)
+    starts = evaluation_starts(dataset.val, settings) + 1
+    targets = dataset.val.ids[starts[:, None] + np.arange(settings.block_size)]
+    return float(dataset.byte_lengths[targets].mean())
 
 
 class Split:
@@ -73,14 +70,11 @@ class Split:
 
     def windows(self, starts, block_size):
         """Returns inputs and targets at positions `starts`, (B,); each is (B, block_size) int64."""
+        positions = starts[:, None] + np.arange(block_size + 1)
         if self.resident is None:
-            length = block_size + 1
-            windows = [self.ids[start : start + length] for start in starts.tolist()]
-            ids = np.concatenate(windows, dtype=np.int64).reshape(len(starts), length)
-            tokens = self._to_device(ids)
+            tokens = self._to_device(self.ids[positions].astype(np.int64))
         else:
-            offsets = torch.arange(block_size + 1, device=self.device)
-            tokens = self.resident[self._to_device(starts)[:, None] + offsets].long()
+            tokens = self.resident[self._to_device(positions)].long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _to_device(self, array):
@@ -101,34 +95,21 @@ def to_device(dataset, device):
 class Batches:
     """The micro-batches of each step, a function of the seed and the step.
 
-    Each process of a run has the same number of them, `count` per step. If a GPU's windows come
-    from a file, another thread reads the next micro-batch during the current one.
+    Each process of a run has the same number of them, `count` per step.
     """
 
     def __init__(self, split, settings, world=SINGLE_PROCESS):
         self.split, self.settings, self.world = split, settings, world
         self.count = settings.gradient_accumulation_steps // world.size
-        reads_ahead = split.resident is None and device_type(split.device) != "cpu"
-        self._thread = ThreadPoolExecutor(max_workers=1) if reads_ahead else None
-        self._next = {}  # {index of the next micro-batch: its future}
 
     def at(self, step):
-        """Yields this process's micro-batches, pairs of (batch_size, block_size) int64 tensors."""
-        for index in range(step * self.count, (step + 1) * self.count):
-            yield self._read_ahead(index) if self._thread else self._read(index)
+        """Yields this process's micro-batches, pairs of (batch_size, block_size) int64 tensors.
 
-    def _read_ahead(self, index):
-        """Returns micro-batch `index` of this process, and starts to read the next one."""
-        future = self._next.pop(index, None) or self._thread.submit(self._read, index)
-        self._next = {index + 1: self._thread.submit(self._read, index + 1)}
-        return future.result()
-
-    def _read(self, index):
-        """Returns micro-batch `index` of those of this process in all steps."""
-        settings = self.settings
-        step, micro_step = divmod(index, self.count)
-        first_of_process = (step * self.world.size + self.world.rank) * self.count
-        first_window = (first_of_process + micro_step) * settings.batch_size
-        num_starts = len(self.split) - settings.block_size
-        starts = window_starts(settings.seed, first_window, settings.batch_size, num_starts)
-        return self.split.windows(starts, settings.block_size)
+        A GPU, which computes asynchronously, does not wait while the next one is read.
+        """
+        batch_size, block_size = self.settings.batch_size, self.settings.block_size
+        num_starts = len(self.split) - block_size
+        first = (step * self.world.size + self.world.rank) * self.count
+        for index in range(first, first + self.count):  # among those of all steps and processes
+            starts = window_starts(self.settings.seed, index * batch_size, batch_size, num_starts)
+            yield self.split.windows(starts, block_size)

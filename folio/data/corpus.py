@@ -101,14 +101,6 @@ class Corpus:
                 is_inside = True
             is_inside = is_inside and not ends_document
 
-    def read_training_texts(self):
-        """Yields the texts of the training split."""
-        for piece in self.read():
-            if piece.split == "train":
-                yield piece.text
-            elif self.is_text:
-                return
-
     def _read_splits(self):
         """Yields (split, text, whether its document ends) of all texts."""
         texts = self._read_texts(self.max_characters)

@@ -35,7 +35,6 @@ HUB_DATASETS = {  # name: (address, subset)
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 HUB_PACKAGES = "huggingface_hub pyarrow"
 MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
-MAX_FOLDERS_IN_MESSAGE = 20
 
 
 # Texts that folio provides
@@ -172,7 +171,7 @@ def select_tables(paths, address, subset, split):
         folders = sorted({str(path.parent) for path in tables})
         raise UserError(
             f"{address} has several or no folders with subset {subset} and split {split}; choose "
-            f"--subset from {', '.join(folders[:MAX_FOLDERS_IN_MESSAGE])} and --split from "
+            f"--subset from {', '.join(folders[:20])} and --split from "
             f"{', '.join(sorted(known_splits)) or 'train'}"
         )
     return sorted(selected)

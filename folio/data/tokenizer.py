@@ -124,7 +124,7 @@ class CharTokenizer(Tokenizer):
         return ids.astype(self.dtype)
 
     def token_bytes(self, token):
-        """Returns the UTF-8 bytes of a token."""
+        """Returns the bytes of a token, for other tokenizers possibly an incomplete character."""
         return self.characters[token].encode(errors="surrogatepass")  # nanoGPT's may have some
 
 
@@ -139,7 +139,6 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(_utf8(text), np.uint8).astype(self.dtype)
 
     def token_bytes(self, token):
-        """Returns the byte of a token."""
         return bytes([token])
 
 
@@ -179,7 +178,6 @@ class GPT2Tokenizer(Tokenizer):
         return np.concatenate(arrays, dtype=self.dtype, casting="unsafe")
 
     def token_bytes(self, token):
-        """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
         return self._encoding.decode_single_token_bytes(token)
 
 
@@ -212,7 +210,6 @@ class BPETokenizer(Tokenizer):
         return np.array(encode_text(self._encoder, text, allow_special), self.dtype)
 
     def token_bytes(self, token):
-        """Returns the bytes of a token, possibly an incomplete UTF-8 character."""
         return self._token_bytes[token]
 
 

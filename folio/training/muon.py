@@ -97,36 +97,18 @@ def orthogonalize(x):
 def orthogonalize_copies(matrices, world):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
-    Matrices of the same shape, some transposed, form a stack; each process computes a part of it.
+    Matrices of the same shape, some transposed, form a stack. Each process computes n of them; the
+    last parts are padded with zeros.
     """
-    groups = group_indices([tuple(sorted(matrix.shape)) for matrix in matrices])
-    shares = []
-    for indices in groups:
-        stack = torch.stack([as_wide(matrices[i]) for i in indices])
-        shares.append(orthogonalize(own_share(stack, world)))
     results = list(matrices)
-    for indices, stack in zip(groups, gather_stacks(shares, world), strict=True):
+    for indices in group_indices([tuple(sorted(matrix.shape)) for matrix in matrices]):
+        stack = torch.stack([as_wide(matrices[i]) for i in indices])
+        n = math.ceil(len(stack) / world.size)
+        padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
+        stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
         for i, result in zip(indices, stack, strict=False):  # the stack can end with padding
             results[i] = result if result.shape == matrices[i].shape else result.T
     return results
-
-
-def own_share(stack, world):
-    """Returns the part of a stack that this process computes: (N, a, b) -> (n, a, b).
-
-    n is N / world.size, rounded up. The last parts are padded with zeros.
-    """
-    n = math.ceil(len(stack) / world.size)
-    padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
-    return padded[world.rank * n :][:n]
-
-
-def gather_stacks(shares, world):
-    """Returns full stacks: (n, a, b) each -> (world.size * n, a, b), with one communication."""
-    received = world.all_gather(torch.cat([share.flatten() for share in shares]))
-    parts = received.view(world.size, -1).split([share.numel() for share in shares], dim=1)
-    pairs = zip(parts, shares, strict=True)
-    return [part.reshape(-1, *share.shape[1:]) for part, share in pairs]
 
 
 def orthogonalize_shards(shards, parameters, world):

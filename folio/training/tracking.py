@@ -67,7 +67,9 @@ class Tracking:
         stack.callback(self.bar.close)
         if self.is_main:
             stack.enter_context(self.run_dir.lock())
-        plan, settings = self.plan, describe_settings(self.plan.settings)
+        plan, settings = self.plan, dataclasses.asdict(self.settings)
+        for name in names_with_scope(type(self.settings), "files"):
+            del settings[name]
         self.trackers = Trackers(self.settings, settings, plan.resumed, self.warn)
         stack.callback(self.trackers.close)
         # Last, because it deletes or moves files.
@@ -203,12 +205,6 @@ class Tracking:
             pass
 
 
-def describe_settings(settings):
-    """Returns the settings as a dict, without those of scope "files"."""
-    files = names_with_scope(type(settings), "files")
-    return {k: v for k, v in dataclasses.asdict(settings).items() if k not in files}
-
-
 def format_losses(step, losses):
     """Returns a line with the losses that Trainer.evaluate returns."""
     line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
@@ -274,9 +270,8 @@ def print_end(trainer):
 def advice_on(evaluations, epochs):
     """Returns a line on what would improve the model, or None with fewer than three evaluations.
 
-    The gap between validation and training loss has two causes: the validation text may differ in
-    kind, which shows from the first evaluations on, and the model may memorize the training text,
-    which makes the gap grow. `evaluations`: see RunDir.read_evaluations; the first is before any
+    A validation text of another kind makes a gap between the losses from the first evaluations on;
+    memorization makes it grow. `evaluations`: see RunDir.read_evaluations; the first is before any
     training. `epochs`: how often the run has read the training text.
     """
     if len(evaluations) < 3:
