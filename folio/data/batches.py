@@ -70,11 +70,12 @@ class Split:
 
     def windows(self, starts, block_size):
         """Returns inputs and targets at positions `starts`, (B,); each is (B, block_size) int64."""
-        positions = starts[:, None] + np.arange(block_size + 1)
         if self.resident is None:
-            tokens = self._to_device(self.ids[positions].astype(np.int64))
+            windows = [self.ids[start : start + block_size + 1] for start in starts.tolist()]
+            tokens = self._to_device(np.stack(windows, dtype=np.int64))
         else:
-            tokens = self.resident[self._to_device(positions)].long()
+            offsets = torch.arange(block_size + 1, device=self.device)
+            tokens = self.resident[self._to_device(starts)[:, None] + offsets].long()
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _to_device(self, array):

@@ -14,6 +14,7 @@ from folio.distributed.world import SINGLE_PROCESS
 from folio.training import budget
 from folio.training.budget import (
     TimeBudget,
+    plan_steps,
     seconds_per_step,
     start_budget,
     steps_per_evaluation,
@@ -91,6 +92,13 @@ def test_a_run_takes_its_budget_or_all_steps(minutes, max_iters, eval_iters, spe
     assert evaluations[0] == 0
     assert 2 <= len(evaluations) <= 11
     assert evaluations[-2] < 0.95 * evaluations[-1] == pytest.approx(0.95 * max_iters)
+
+
+def test_all_processes_plan_the_steps_of_the_first():
+    run = SimulatedRun(minutes=2, max_iters=600, eval_interval=100)
+    run.world = SimpleNamespace(from_main=lambda steps: 70.5)  # measured by another process
+    plan_steps(run, step_s=1.0, evaluation_s=0.0)
+    assert run.progress.num_steps == 70
 
 
 def test_without_a_budget_the_position_is_the_step():
