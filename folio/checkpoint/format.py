@@ -126,11 +126,15 @@ class Checkpoint:
 
 def save_checkpoint(path, checkpoint):
     """Writes a checkpoint atomically. Raises UserError if writing fails."""
+    defaults, model_args = GPTConfig(), {}
+    for name, value in dataclasses.asdict(checkpoint.config).items():
+        if name in NANOGPT_ARGS or value != getattr(defaults, name):
+            model_args[name] = value
     content = {
         "format": FORMAT_VERSION,
         "model": checkpoint.weights,
         **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
-        "model_args": _model_args(checkpoint.config),
+        "model_args": model_args,
         "config": checkpoint.settings,
         **{name: getattr(checkpoint, name) for name in OPTIONAL_KEYS},
     }
@@ -142,16 +146,6 @@ def save_checkpoint(path, checkpoint):
         except RuntimeError as error:  # torch does not say why
             cause = cause_of(error)
             raise UserError(f"cannot write {path}; is the disk full? ({cause})") from error
-
-
-def _model_args(config):
-    """Returns the fields of a GPTConfig, without those that nanoGPT lacks if they are defaults."""
-    defaults = GPTConfig()
-    return {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name in NANOGPT_ARGS or value != getattr(defaults, name)
-    }
 
 
 # Reading

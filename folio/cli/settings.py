@@ -237,9 +237,6 @@ def _options(annotation):
     return [option for member in members for option in _options(member)]
 
 
-# Config files
-
-
 def _run_config_file(path, fields, readable, choose):
     """Runs a config file. Returns the values of the settings that it assigns, checked.
 
@@ -270,9 +267,6 @@ def _run_config_file(path, fields, readable, choose):
             hint = suggest(name, fields, similarity=0.8)
             raise UserError(f"{place} is no setting; names of helper variables start with _{hint}")
     return values
-
-
-# Help
 
 
 def _help_text(settings_class):
