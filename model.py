@@ -230,7 +230,9 @@ class GPT(nn.Module):
         """
         T, window = self.config.block_size, self.config.window
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        pairs = windowed_pairs(T, window) if 0 < window < T else T * T  # of a query and a key
+        pairs = T * T  # of a query and a key
+        if 0 < window < T:  # in chunks; see windowed_attention
+            pairs = math.ceil(T / window) * 2 * window**2
         # For each pair, a score takes C multiplications, and a weighted sum of values C more.
         attention = self.config.n_layer * 2 * self.config.n_embd * pairs / T
         return 3 * 2 * (weights + attention)
@@ -298,10 +300,10 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Computes the cosines and signed sines of all angles. They are not in checkpoints."""
+        """Computes the cosines and signed sines, on the CPU. They are not in checkpoints."""
         T, D = self.cos.shape
-        frequencies = 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
-        angles = torch.outer(torch.arange(T), frequencies)  # (T, D/2)
+        positions, pairs = torch.arange(T, device="cpu"), torch.arange(0, D, 2, device="cpu")
+        angles = torch.outer(positions, 10_000.0 ** (-pairs / D))  # (T, D/2)
         cos, sin = angles.cos(), angles.sin()
         self.cos.copy_(torch.cat((cos, cos), dim=-1))
         self.sin.copy_(torch.cat((-sin, sin), dim=-1))
@@ -349,11 +351,6 @@ def windowed_attention(q, k, v, window, kernel, dropout):
     mask = torch.zeros(masked.shape, dtype=q.dtype, device=q.device)
     y = kernel(q, k, v, mask.masked_fill(masked, -math.inf), dropout)
     return y.reshape(B, H, chunks * window, D)[:, :, :T]
-
-
-def windowed_pairs(length, window):
-    """Returns the number of scores that windowed_attention computes for T = length."""
-    return math.ceil(length / window) * 2 * window**2
 
 
 # smear and ngrams

@@ -24,21 +24,18 @@ from folio.distributed.sharding import assign
 from folio.hardware.device import DTYPES
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
-from model import GPT, GPTConfig, RotaryEmbedding
+from model import GPT, GPTConfig
 
 FORMAT_VERSION = 1
 PROGRESS_KEYS = {"step": "iter_num", "evaluated_position": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-COMPILED_PREFIX = "_orig_mod."  # torch.compile adds it to names in nanoGPT's checkpoints
 INITIALIZERS = {
     (nn.Linear, "reset_parameters"): nn.Linear.reset_parameters,
     (nn.Embedding, "reset_parameters"): nn.Embedding.reset_parameters,
-    (RotaryEmbedding, "reset_parameters"): RotaryEmbedding.reset_parameters,
     (GPT, "init_weights"): GPT.init_weights,
 }
-CAUSAL_MASK_SUFFIX = ".attn.bias"  # nanoGPT stored the mask before PyTorch 2
 
 
 @dataclass
@@ -129,11 +126,15 @@ class Checkpoint:
 
 def save_checkpoint(path, checkpoint):
     """Writes a checkpoint atomically. Raises UserError if writing fails."""
+    defaults, model_args = GPTConfig(), {}
+    for name, value in dataclasses.asdict(checkpoint.config).items():
+        if name in NANOGPT_ARGS or value != getattr(defaults, name):
+            model_args[name] = value
     content = {
         "format": FORMAT_VERSION,
         "model": checkpoint.weights,
         **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
-        "model_args": _model_args(checkpoint.config),
+        "model_args": model_args,
         "config": checkpoint.settings,
         **{name: getattr(checkpoint, name) for name in OPTIONAL_KEYS},
     }
@@ -145,16 +146,6 @@ def save_checkpoint(path, checkpoint):
         except RuntimeError as error:  # torch does not say why
             cause = cause_of(error)
             raise UserError(f"cannot write {path}; is the disk full? ({cause})") from error
-
-
-def _model_args(config):
-    """Returns the fields of a GPTConfig, without those that nanoGPT lacks if they are defaults."""
-    defaults = GPTConfig()
-    return {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name in NANOGPT_ARGS or value != getattr(defaults, name)
-    }
 
 
 # Reading
@@ -198,8 +189,8 @@ def _parse(content, path):
     evaluated = float(content.get("evaluated", step))  # nanoGPT saves after an evaluation
     weights = {}
     for name, tensor in content["model"].items():
-        if not name.endswith(CAUSAL_MASK_SUFFIX):
-            weights[name.removeprefix(COMPILED_PREFIX)] = tensor
+        if not name.endswith(".attn.bias"):  # a mask, which nanoGPT stored before PyTorch 2
+            weights[name.removeprefix("_orig_mod.")] = tensor  # nanoGPT saves a compiled model
     optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
     names = ("config", *OPTIONAL_KEYS)
     plain = json.loads(json.dumps({name: content.get(name) for name in names}))  # no tensors
@@ -244,10 +235,7 @@ def checked(checkpoint):
 def empty_model(config, device="cpu"):
     """Returns a GPT with uninitialized weights on a device."""
     with torch.device(device), skip_initialization():
-        model = GPT(config)
-    if model.rotary is not None:
-        model.rotary.reset_parameters()
-    return model
+        return GPT(config)
 
 
 @contextmanager

@@ -128,9 +128,6 @@ def lock_folder(folder):
         yield
 
 
-# Text
-
-
 def read_text(name):
     """Returns the text of a UTF-8 file, or of standard input if `name` is "-".
 

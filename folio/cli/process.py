@@ -82,12 +82,11 @@ def _run(function, *args):
         if str(failure) != "can't start new thread":
             raise
         error, status = f"{failure}: increase the limit of processes, ulimit -u", 2
-    except BrokenPipeError:  # the reader of the output has exited
-        status = 128 + SIGPIPE
-        _discard_output()
     except OSError as failure:
         error, status = failure, 2
-        _discard_output()
+        if isinstance(failure, BrokenPipeError):  # the reader of the output has exited
+            error, status = None, 128 + SIGPIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report the error again at exit
     finally:
         _set_handlers(_exit)
     if error and not is_main() and type(error) in (UserError, Interrupted):
@@ -95,11 +94,6 @@ def _run(function, *args):
     elif error:
         print_error(str(error) or "out of memory: use less data, or a machine with more memory")
     return status
-
-
-def _discard_output():
-    """Redirects stdout, because Python would report the same error again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def script_name():
@@ -154,13 +148,11 @@ def _exit(number, _):
 
 
 class StopSignal:
-    """Context manager that records the first stop signal instead of raising an exception.
+    """Context manager that, at the first stop signal, records it and prints a message.
 
     A program checks it between two pieces of its work. A second SIGINT raises Interrupted
     immediately. The processes of torchrun ignore it: they stop together, and torchrun kills them
     30 s after the first signal. Signals are recorded inside the context only.
-
-    message: printed when the first signal arrives.
     """
 
     def __init__(self, message):

@@ -7,7 +7,9 @@ so are all that follow `--`. An attribute ARGUMENTS replaces the arguments in th
 Standard library only, so that `--help` does not wait for torch.
 """
 
+import builtins
 import dataclasses
+import dis
 import inspect
 import io
 import os
@@ -235,25 +237,15 @@ def _options(annotation):
     return [option for member in members for option in _options(member)]
 
 
-# Config files
-
-
-class _Names(dict):
-    """Global names of a config file. "_lines" has the line of each assignment at module level."""
-
-    def __setitem__(self, name, value):
-        super().__setitem__(name, value)
-        self.setdefault("_lines", {})[name] = sys._getframe(1).f_lineno
-
-
 def _run_config_file(path, fields, readable, choose):
     """Runs a config file. Returns the values of the settings that it assigns, checked.
 
-    `readable`: the values of the settings before, which it can read as global names.
+    `readable`: the values of the settings before, which it can read like built-in names.
     """
-    names = _Names(readable | {"__file__": str(path)})
+    names = {"__file__": str(path), "__builtins__": vars(builtins) | readable}
     try:
-        exec(compile(path.read_bytes(), path, "exec"), names)
+        code = compile(path.read_bytes(), path, "exec")
+        exec(code, names)
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # a config file can raise anything
@@ -261,12 +253,13 @@ def _run_config_file(path, fields, readable, choose):
         places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         texts = traceback.format_exception_only(error)
         raise UserError(f"{[path, *places][-1]}: {' '.join(texts)}") from error
-    values, lines = {}, names.get("_lines", {})
+    stores = [step for step in dis.get_instructions(code) if step.opname == "STORE_NAME"]
+    lines = {step.argval: step.positions.lineno for step in stores}  # at module level
+    values = {}
     for name, value in names.items():
-        is_unchanged = name not in lines and value is readable.get(name)
-        if is_unchanged or isinstance(value, types.ModuleType):
+        place = f"{path} line {lines.get(name, '?')}: {name}"
+        if isinstance(value, types.ModuleType):
             continue
-        place = f"{path} line {lines.get(name, '?')}: {name}"  # ?: of a function
         if name in fields:
             value = choose(name, value) if choose else value
             values[name] = check_value(fields[name], value, place)
@@ -274,9 +267,6 @@ def _run_config_file(path, fields, readable, choose):
             hint = suggest(name, fields, similarity=0.8)
             raise UserError(f"{place} is no setting; names of helper variables start with _{hint}")
     return values
-
-
-# Help
 
 
 def _help_text(settings_class):

@@ -64,11 +64,10 @@ def read_pretrained(folder):
         weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
     tokenizer = read_tokenizer(folder).to_dict()
     checkpoint = Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
-    tensors = checked(checkpoint).weights
-    weights = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
-    if config.tie_weights and EMBEDDING_WEIGHT in weights:
+    for name, tensor in checked(checkpoint).weights.items():
+        weights[name] = tensor.float().contiguous()
+    if config.tie_weights:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
-    checkpoint.weights = weights
     return checkpoint
 
 

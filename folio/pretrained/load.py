@@ -18,7 +18,6 @@ HUB_MODELS = {  # {nanoGPT's name: id on the hub}
 }
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 RESUME_NAMES = ("resume", "auto")
-POSITION_WEIGHT = "transformer.wpe.weight"
 
 
 def load_start(init_from, run_dir):
@@ -63,9 +62,9 @@ def load_initial(init_from):
 
 def crop(checkpoint, block_size):
     """Reduces the embedding of learned positions, if there is one, to `block_size` rows."""
-    if POSITION_WEIGHT in checkpoint.weights:
-        rows = checkpoint.weights[POSITION_WEIGHT][:block_size]
-        checkpoint.weights[POSITION_WEIGHT] = rows.clone()  # saving a view saves its whole storage
+    weights, name = checkpoint.weights, "transformer.wpe.weight"
+    if name in weights:
+        weights[name] = weights[name][:block_size].clone()  # saving a view saves all its storage
 
 
 def checkpoint_tokenizer(checkpoint):

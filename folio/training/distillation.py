@@ -67,18 +67,15 @@ def load_teachers(settings, config, tokenizer):
 
 def _load_teacher(folder, config, tokenizer):
     checkpoint = RunDir(folder).load_best()
-    if mismatch := _describe_mismatch(checkpoint, config, tokenizer):
+    block_size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
+    mismatch = None
+    if block_size < config.block_size:
+        mismatch = f"has block_size={block_size}, less than {config.block_size}"
+    elif vocab_size != config.vocab_size:
+        mismatch = f"has vocab_size={vocab_size}, not {config.vocab_size}"
+    elif checkpoint.tokenizer not in (None, tokenizer.to_dict()):
+        mismatch = "was trained with another tokenizer than that of the dataset"
+    if mismatch:
         raise UserError(f"teachers: {checkpoint.path} {mismatch}")
     checkpoint.config = replace(checkpoint.config, dropout=0.0)
     return build_model(checkpoint)
-
-
-def _describe_mismatch(checkpoint, config, tokenizer):
-    block_size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
-    if block_size < config.block_size:
-        return f"has block_size={block_size}, less than {config.block_size}"
-    if vocab_size != config.vocab_size:
-        return f"has vocab_size={vocab_size}, not {config.vocab_size}"
-    if checkpoint.tokenizer not in (None, tokenizer.to_dict()):
-        return "was trained with another tokenizer than that of the dataset"
-    return None

@@ -76,22 +76,17 @@ def _restore(optimizer, saved, keys):
     state = {}
     for index, tensors in saved["state"].items():
         parameter = parameters[index]
-        _check_state(index, parameter, tensors, keys)
+        if tensors.keys() != keys:
+            raise ValueError(f"parameter {index} has {', '.join(tensors)}")
+        for key, value in tensors.items():  # fused AdamW would crash if it does not fit
+            tensor, shape = torch.as_tensor(value), () if key == "step" else parameter.shape
+            if tensor.shape != shape or not tensor.is_contiguous():
+                raise ValueError(f"{key} of parameter {index} has a different shape or layout")
         moments = {key: shard_like(parameter, tensors[key]) for key in keys - {"step"}}
         state[index] = tensors | moments
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group["lr"] = saved_group["lr"]  # in case the state is saved before the next step
-
-
-def _check_state(index, parameter, tensors, keys):
-    """Raises ValueError if the state does not fit, which would make fused AdamW crash."""
-    if tensors.keys() != keys:
-        raise ValueError(f"parameter {index} has {', '.join(tensors)}")
-    for key, value in tensors.items():
-        tensor, shape = torch.as_tensor(value), () if key == "step" else parameter.shape
-        if tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"{key} of parameter {index} has a different shape or layout")
 
 
 class DivergenceMonitor:

@@ -156,19 +156,18 @@ def plan_model(settings, dataset, resumed=None, initial=None):
         values = {name: getattr(checkpoint.config, name) for name in names}
         settings = dataclasses.replace(settings, **values)
     config = model_config(settings, dataset.tokenizer, checkpoint)
-    differences, advice = [], None
+    if not checkpoint:
+        return settings, config
     if resumed:
-        differences = _model_differences(resumed, config, dataset, {"dropout"})
-        differences += _run_differences(resumed, settings, dataset)
+        free = {"dropout"}
         advice = "resume with the run's own settings, or start a new run in another --out_dir"
-    elif initial:
-        free, old_size = {"dropout"}, initial.config.block_size
+    else:
+        free, old_size = {"dropout", "optimizer", "dataset"}, initial.config.block_size
         if config.position == "rotary" or config.block_size < old_size:  # learned: only fewer
             free.add("block_size")
-        differences = _model_differences(initial, config, dataset, free)
         tokenizer = initial.path if initial.path.exists() else "gpt2"  # of models on the hub
         advice = f"omit the model's settings, and prepare the text with --tokenizer={tokenizer}"
-    if differences:
+    if differences := _differences(checkpoint, config, settings, dataset, free):
         text = "; ".join(differences)
         raise UserError(f"{checkpoint.path} does not match the settings: {text}; {advice}")
     return settings, config
@@ -186,22 +185,11 @@ def model_config(settings, tokenizer, checkpoint=None):
         raise UserError(str(error)) from error
 
 
-def _run_differences(checkpoint, settings, dataset):
-    """Returns the differences in optimizer and data as texts."""
-    saved, differences = checkpoint.settings, []
-    old, new = saved.get("optimizer", "adamw"), settings.optimizer  # nanoGPT has no other
-    if old != new:
-        differences.append(f"optimizer is {old} in the checkpoint and {new} in the settings")
-    old, new = saved.get("dataset", settings.dataset), settings.dataset
-    has_changed = checkpoint.data != dataset.fingerprint if checkpoint.data else old != new
-    if has_changed:
-        differences.append(f"dataset {new} has other content than {old} of the checkpoint")
-    return differences
-
-
-def _model_differences(checkpoint, config, dataset, free):
-    """Returns the differences in model and tokenizer as texts. `free`: settings that can differ."""
-    old, new = dataclasses.asdict(checkpoint.config), dataclasses.asdict(config)
+def _differences(checkpoint, config, settings, dataset, free):
+    """Returns the differences from a checkpoint as texts, except in the `free` settings."""
+    saved = {"optimizer": "adamw", "dataset": settings.dataset} | checkpoint.settings  # nanoGPT's
+    old = dataclasses.asdict(checkpoint.config) | {"optimizer": saved["optimizer"]}
+    new = dataclasses.asdict(config) | {"optimizer": settings.optimizer}
     differences = [
         f"{name} is {old[name]} in the checkpoint and {new[name]} in the settings"
         for name in new
@@ -211,6 +199,10 @@ def _model_differences(checkpoint, config, dataset, free):
         old, new = checkpoint_tokenizer(checkpoint).name, dataset.tokenizer.name
         new = f"another {new}" if new == old else new
         differences.append(f"the tokenizer is {old} in the checkpoint and {new} in the dataset")
+    old, new = saved["dataset"], settings.dataset
+    has_changed = checkpoint.data != dataset.fingerprint if checkpoint.data else old != new
+    if has_changed and "dataset" not in free:
+        differences.append(f"dataset {new} has other content than {old} of the checkpoint")
     return differences
 
 
