@@ -242,7 +242,8 @@ def _run_config_file(path, fields, readable, choose):
 
     `readable`: the values of the settings before, which it can read like built-in names.
     """
-    names = {"__file__": str(path), "__builtins__": vars(builtins) | readable}
+    names = {"__name__": "__main__", "__file__": str(path)}
+    names["__builtins__"] = vars(builtins) | readable
     try:
         code = compile(path.read_bytes(), path, "exec")
         exec(code, names)
