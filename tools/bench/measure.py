@@ -47,23 +47,11 @@ SEPARATOR = "---------------"  # printed after each text
 
 
 def compare_commands(settings):
-    """Measures the commands of a BenchConfig and prints a table of medians."""
-    medians = {}
-    for command, runs in measure_alternately(settings).items():
-        names = [name for name in COLUMNS if all(name in figures for figures in runs)]
-        medians[command] = {name: median(figures[name] for figures in runs) for name in names}
-    print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
-    print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
-    if settings.vs:
-        print(f"    other: {settings.vs}")
-    print_medians(medians)
-
-
-def measure_alternately(settings):
-    """Returns {"folio": [figures of each run]}, and likewise "other" if there is --vs.
+    """Measures the commands of a BenchConfig alternately, and prints a table of medians.
 
     train.py writes to a temporary folder.
     """
+    runs = defaultdict(list)  # {"folio" or "other": figures of each run}
     with tempfile.TemporaryDirectory() as out_dir:
         folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
         if settings.script == "train":
@@ -72,13 +60,20 @@ def measure_alternately(settings):
         if settings.vs:  # runs first, because it is the command that may be mistyped
             commands["other"] = shlex.split(settings.vs), settings.vs_dir
         commands["folio"] = folio, "."
-        runs = {name: [] for name in commands}
         for number in range(1, settings.runs + 1):
             for name, (command, folder) in commands.items():
                 figures = measure_command(command, folder, settings.target)
                 runs[name].append(figures)
                 print(f"run {number} of {name}: {format_figures(figures)}", flush=True)
-    return runs
+    print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
+    print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
+    if settings.vs:
+        print(f"    other: {settings.vs}")
+    medians = {}
+    for command, command_runs in runs.items():
+        names = [name for name in COLUMNS if all(name in figures for figures in command_runs)]
+        medians[command] = {name: median(run[name] for run in command_runs) for name in names}
+    print_medians(medians)
 
 
 def measure_command(command, folder=".", target=None):

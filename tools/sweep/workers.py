@@ -96,47 +96,30 @@ def train_runs(tasks, jobs):
     """
     losses = {task.folder: read_earlier_loss(task) for task in tasks}
     waiting = deque(task for task in tasks if losses[task.folder] is None)
-    total, ended = len(waiting), 0
-    with StopSignal("waiting until the runs are saved") as stop, WorkerPool(jobs) as pool:
-        while (waiting or pool.workers) and not stop:
-            while waiting and len(pool.workers) < jobs:
-                pool.start(waiting.popleft())
-            time.sleep(POLL_INTERVAL_S)
-            for task, status in pool.remove_ended():
-                ended += 1
-                losses[task.folder] = report_loss(task, status, f"{ended} of {total}")
+    total = len(waiting)
+    workers = {}  # {number below jobs: (task, process)}
+    with StopSignal("waiting until the runs are saved") as stop:
+        try:
+            while (waiting or workers) and not stop:
+                while waiting and len(workers) < jobs:
+                    task = waiting.popleft()
+                    number = next(number for number in range(jobs) if number not in workers)
+                    variables = worker_environment(task.settings.device, number, jobs)
+                    workers[number] = task, start_worker(task, variables)
+                time.sleep(POLL_INTERVAL_S)
+                ended = [number for number in workers if workers[number][1].poll() is not None]
+                for number in ended:
+                    task, process = workers.pop(number)
+                    progress = f"{total - len(waiting) - len(workers)} of {total}"
+                    losses[task.folder] = report_loss(task, process.returncode, progress)
+        finally:
+            for _, process in workers.values():
+                process.terminate()
+            for _, process in workers.values():
+                process.wait()
     if stop:
         raise Interrupted(stop.number, "stopped; to continue, run the same command")
     return losses
-
-
-class WorkerPool:
-    """Up to `jobs` workers. Leaving the context stops them and waits for them."""
-
-    def __init__(self, jobs):
-        self.jobs = jobs
-        self.workers = {}  # {number below jobs: (task, process)}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for _, process in self.workers.values():
-            process.terminate()
-        for _, process in self.workers.values():
-            process.wait()
-
-    def start(self, task):
-        number = next(number for number in range(self.jobs) if number not in self.workers)
-        variables = worker_environment(task.settings.device, number, self.jobs)
-        self.workers[number] = task, start_worker(task, variables)
-
-    def remove_ended(self):
-        """Removes the workers that have ended. Yields (task, exit status) of each."""
-        for number, (task, process) in list(self.workers.items()):
-            if process.poll() is not None:
-                del self.workers[number]
-                yield task, process.returncode
 
 
 def start_worker(task, variables):
