@@ -331,7 +331,7 @@ def test_interrupted_sweep_continues_to_the_same_results(verse):
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C, which reaches the runs, too
     _, err = process.communicate()
     assert process.returncode == 130
-    assert err == "tools.sweep: stopped; to continue, run the same command\n"
+    assert err.endswith("tools.sweep: stopped; to continue, run the same command\n")
     with lock_folder("out-sweep/dropout=0.0"):  # its process has ended
         pass
     sweep.main(argv)

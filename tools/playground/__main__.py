@@ -1,8 +1,6 @@
 """Show in a browser what a model does: generate, inspect and compare.
 
-    python -m tools.playground --out_dir=out-shakespeare-char-fast
-
-It needs gradio and matplotlib, but no network.
+python -m tools.playground --out_dir=out-shakespeare-char-fast
 """
 
 import os

@@ -128,11 +128,10 @@ def start_worker(task, variables):
     `variables` are added to its environment. What it prints is appended to OUTPUT_FILE.
     """
     command = [sys.executable, str(ROOT / "train.py"), *train_flags(task)]
+    env = os.environ | variables
     task.folder.mkdir(exist_ok=True)
     with open(task.folder / OUTPUT_FILE, "ab") as output:
-        return Popen(
-            command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=os.environ | variables
-        )
+        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env)
 
 
 def train_flags(task):
