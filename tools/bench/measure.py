@@ -43,9 +43,6 @@ FIGURES_SHOWN_AS_MINIMUM = ("val_loss", "to_target_s")  # others are shown as me
 SEPARATOR = "---------------"  # printed after each text
 
 
-# Measuring
-
-
 def compare_commands(settings):
     """Measures the commands of a BenchConfig alternately, and prints a table of medians.
 
@@ -119,25 +116,15 @@ def read_figures(lines, command, target=None):
     for name, numbers in values.items():
         figures[name] = min(numbers) if name in FIGURES_SHOWN_AS_MINIMUM else median(numbers)
     tokens_per_step = figures.pop("tokens_per_step", None)
+    text_ends = [seconds for seconds, line in lines if line == SEPARATOR]
     if "tokens_per_s" not in figures:  # nanoGPT prints no speed
         if tokens_per_step and "step_ms" in figures:
             figures["tokens_per_s"] = tokens_per_step / figures["step_ms"] * 1e3
-        elif speed := estimate_sampling_speed(lines, command):
-            figures["tokens_per_s"] = speed
+        elif len(text_ends) > 1:
+            flag = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
+            tokens = (len(text_ends) - 1) * int(flag[1] if flag else 500)  # the default
+            figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
     return figures
-
-
-def estimate_sampling_speed(lines, command):
-    """Returns tokens per second between the first and the last text; None if there is only one."""
-    ends = [seconds for seconds, line in lines if line == SEPARATOR]
-    if len(ends) < 2:
-        return None
-    flag = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
-    tokens_per_text = int(flag[1]) if flag else 500  # the default
-    return (len(ends) - 1) * tokens_per_text / (ends[-1] - ends[0])
-
-
-# Reporting
 
 
 def print_medians(medians):

@@ -6,7 +6,7 @@
         --eval_interval=200 --halving=3
 
 The same command continues a sweep that was stopped: finished runs are kept, stopped and failed runs
-are resumed.
+are resumed. `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
 import re
