@@ -2,7 +2,6 @@
 
     python -m tools.export --out_dir=out-shakespeare-char --to=shakespeare-hf
 
-The folder has the best checkpoint of the run, and its tokenizer.
 folio/pretrained/huggingface.py describes the format.
 """
 

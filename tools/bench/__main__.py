@@ -6,9 +6,7 @@
     python -m tools.bench --profile -- config/shakespeare_char.py
     python -m tools.bench --count -- config/shakespeare_char.py
 
-The arguments after -- are passed to the script. Commands run alternately as whole
-processes, and the figures are medians over the runs. Instead, --profile prints the time of
-each operation of a step, and --count a model's parameters and FLOPs.
+Commands run alternately as whole processes, and the figures are medians over the runs.
 """
 
 import shlex

@@ -28,31 +28,18 @@ def print_counts(arguments):
         f"{config.n_layer} layers, width {config.n_embd}, {config.block_size:,} tokens of context, "
         f"vocabulary of {config.vocab_size:,} ({tokenizer.kind} tokenizer)\n"
     )
-    parameters, flops = count_parameters(model), count_flops(model)
+    parameters, flops = Counter(), Counter()  # of each kind of module
+    for name, parameter in model.named_parameters():
+        parameters[remove_layer(name.rpartition(".")[0])] += parameter.numel()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            flops[remove_layer(name)] += 2 * module.weight.numel()
+    flops["attention: scores and values"] = model.flops_per_token() / 3 - flops.total()
     rows = [["part", "parameters", "FLOPs per token"]]
     for kind in parameters | flops:
         rows.append([kind, f"{parameters[kind]:,}", f"{flops[kind]:,.0f}"])
     rows.append(["total", f"{model.num_params():,}", f"{flops.total():,.0f}"])
     print("\n".join(format_table(rows)))
-
-
-def count_parameters(model):
-    """Returns {kind of module: parameters}."""
-    parameters = Counter()
-    for name, parameter in model.named_parameters():
-        module_name, _, _ = name.rpartition(".")
-        parameters[remove_layer(module_name)] += parameter.numel()
-    return parameters
-
-
-def count_flops(model):
-    """Returns {kind of module: FLOPs of the forward pass per token}."""
-    flops = Counter()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            flops[remove_layer(name)] += 2 * module.weight.numel()
-    flops["attention: scores and values"] = model.flops_per_token() / 3 - flops.total()
-    return flops
 
 
 def remove_layer(name):

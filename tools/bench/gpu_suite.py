@@ -168,9 +168,7 @@ def write_random_tokens(folder, vocab_size):
     ids = np.random.default_rng(0).integers(vocab_size, size=2**21, dtype=np.uint16)
     ids.tofile(folder / "train.bin")
     ids[: 2**17].tofile(folder / "val.bin")
-    itos = {i: chr(i) for i in range(vocab_size)}
-    stoi = {character: i for i, character in itos.items()}
-    meta = {"vocab_size": vocab_size, "itos": itos, "stoi": stoi}
+    meta = {"vocab_size": vocab_size, "itos": {i: chr(i) for i in range(vocab_size)}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 

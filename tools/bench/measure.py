@@ -43,27 +43,12 @@ FIGURES_SHOWN_AS_MINIMUM = ("val_loss", "to_target_s")  # others are shown as me
 SEPARATOR = "---------------"  # printed after each text
 
 
-# Measuring
-
-
 def compare_commands(settings):
-    """Measures the commands of a BenchConfig and prints a table of medians."""
-    medians = {}
-    for command, runs in measure_alternately(settings).items():
-        names = [name for name in COLUMNS if all(name in figures for figures in runs)]
-        medians[command] = {name: median(figures[name] for figures in runs) for name in names}
-    print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
-    print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
-    if settings.vs:
-        print(f"    other: {settings.vs}")
-    print_medians(medians)
-
-
-def measure_alternately(settings):
-    """Returns {"folio": [figures of each run]}, and likewise "other" if there is --vs.
+    """Measures the commands of a BenchConfig alternately, and prints a table of medians.
 
     train.py writes to a temporary folder.
     """
+    runs = defaultdict(list)  # {"folio" or "other": figures of each run}
     with tempfile.TemporaryDirectory() as out_dir:
         folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
         if settings.script == "train":
@@ -72,13 +57,20 @@ def measure_alternately(settings):
         if settings.vs:  # runs first, because it is the command that may be mistyped
             commands["other"] = shlex.split(settings.vs), settings.vs_dir
         commands["folio"] = folio, "."
-        runs = {name: [] for name in commands}
         for number in range(1, settings.runs + 1):
             for name, (command, folder) in commands.items():
                 figures = measure_command(command, folder, settings.target)
                 runs[name].append(figures)
                 print(f"run {number} of {name}: {format_figures(figures)}", flush=True)
-    return runs
+    print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
+    print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
+    if settings.vs:
+        print(f"    other: {settings.vs}")
+    medians = {}
+    for command, command_runs in runs.items():
+        names = [name for name in COLUMNS if all(name in figures for figures in command_runs)]
+        medians[command] = {name: median(run[name] for run in command_runs) for name in names}
+    print_medians(medians)
 
 
 def measure_command(command, folder=".", target=None):
@@ -124,25 +116,15 @@ def read_figures(lines, command, target=None):
     for name, numbers in values.items():
         figures[name] = min(numbers) if name in FIGURES_SHOWN_AS_MINIMUM else median(numbers)
     tokens_per_step = figures.pop("tokens_per_step", None)
+    text_ends = [seconds for seconds, line in lines if line == SEPARATOR]
     if "tokens_per_s" not in figures:  # nanoGPT prints no speed
         if tokens_per_step and "step_ms" in figures:
             figures["tokens_per_s"] = tokens_per_step / figures["step_ms"] * 1e3
-        elif speed := estimate_sampling_speed(lines, command):
-            figures["tokens_per_s"] = speed
+        elif len(text_ends) > 1:
+            flag = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
+            tokens = (len(text_ends) - 1) * int(flag[1] if flag else 500)  # the default
+            figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
     return figures
-
-
-def estimate_sampling_speed(lines, command):
-    """Returns tokens per second between the first and the last text; None if there is only one."""
-    ends = [seconds for seconds, line in lines if line == SEPARATOR]
-    if len(ends) < 2:
-        return None
-    flag = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
-    tokens_per_text = int(flag[1]) if flag else 500  # the default
-    return (len(ends) - 1) * tokens_per_text / (ends[-1] - ends[0])
-
-
-# Reporting
 
 
 def print_medians(medians):

@@ -10,14 +10,10 @@ context is full, its older half is dropped, as in sample.py; transformers has no
 
 import time
 
-from folio.cli import process
-
-if __name__ == "__main__":
-    process.start(lambda: None)  # from now on, a signal ends the script without a traceback
-
 import torch
 from transformers import AutoModelForCausalLM
 
+from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.hardware.device import DTYPES, resolve_device, resolve_dtype
@@ -32,14 +28,10 @@ def main(argv=None):
     except (OSError, ValueError) as error:
         raise UserError(f"--init_from={settings.init_from}: no exported model: {error}") from error
     model = model.to(settings.device)
-
-    def extend(ids, count):
-        controls = {"temperature": settings.temperature, "top_k": settings.top_k}
-        return model.generate(ids, max_new_tokens=count, do_sample=True, **controls)
-
-    model.generation_config.eos_token_id = None
+    controls = {"temperature": settings.temperature, "top_k": settings.top_k}
+    model.generation_config.update(do_sample=True, eos_token_id=None, **controls)
     ids = torch.zeros(settings.num_samples, 1, dtype=torch.int64, device=settings.device)
-    extend(ids, 1)  # a warmup
+    model.generate(ids, max_new_tokens=1)  # a warmup
     start = time.monotonic()
     remaining = settings.max_new_tokens
     context = model.config.max_position_embeddings
@@ -47,7 +39,7 @@ def main(argv=None):
         if ids.shape[1] >= context:
             ids = ids[:, -(context // 2) :]
         count = min(remaining, context - ids.shape[1])
-        ids = extend(ids, count)
+        ids = model.generate(ids, max_new_tokens=count)
         remaining -= count
     ids.cpu()  # waits for the device
     seconds = time.monotonic() - start

@@ -89,10 +89,6 @@ def make_thread_decorator(device):
     # of them than cores, and generation takes twice as long.
     thread = ThreadPoolExecutor(1)
 
-    def next_item(items):
-        with explain_out_of_memory(device, MEMORY_ADVICE):
-            return next(items, None)
-
     def in_thread(generator):
         @wraps(generator)
         def run(*args):
@@ -101,8 +97,9 @@ def make_thread_decorator(device):
                 for value in args:
                     if isinstance(value, str) and len(value) > MAX_LENGTH:
                         raise UserError(f"{len(value):,} characters are too many: use sample.py")
-                while (item := thread.submit(next_item, items).result()) is not None:
-                    yield item
+                with explain_out_of_memory(device, MEMORY_ADVICE):
+                    while (item := thread.submit(next, items, None).result()) is not None:
+                        yield item
             except (UserError, OSError) as error:
                 message = html.escape(str(error), quote=False)
                 raise gr.Error(message, print_exception=False) from error

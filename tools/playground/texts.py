@@ -62,9 +62,10 @@ def branch(text, index, token, settings):
 
 def continue_text(trained, ids, starts, logprobs, settings):
     """Yields a TokenText that starts with these tokens, while its continuation is generated."""
-    text = TokenText(trained, ids, decode_pieces(trained, ids), starts, logprobs, "")
+    pieces = list(map(trained.tokenizer.decoder(), ids))
+    text = TokenText(trained, ids, pieces, starts, logprobs, "")
     stops = parse_stop_texts(settings.stop)
-    completion = Completion("".join(text.pieces), ids, settings.seed, trained.tokenizer, stops)
+    completion = Completion("".join(pieces), ids, settings.seed, trained.tokenizer, stops)
     start_time = update_time = time.monotonic()
     controls = Controls.from_settings(settings)
     for _ in complete(trained, [completion], controls, settings.stream):
@@ -98,15 +99,10 @@ def append_completion(text, completion, settings, status):
     return TokenText(text.trained, ids, pieces, starts, logprobs, status)
 
 
-def decode_pieces(trained, ids):
-    """Returns the text that each token adds."""
-    return list(map(trained.tokenizer.decoder(), ids))
-
-
 def score(trained, string):
     """Returns the TokenText of a string, with the probabilities of its tokens."""
     scored = score_text(trained, string)
-    pieces = decode_pieces(trained, scored.ids)
+    pieces = list(map(trained.tokenizer.decoder(), scored.ids))
     starts = [0, *scoring_starts(trained.model, len(scored.ids))]
     return TokenText(trained, scored.ids, pieces, starts, scored.logprobs, scored.summary)
 

@@ -67,7 +67,6 @@ def draw_attention(trained, ids, title, layer=None):
     weights = {layer: weights[layer][:, -len(drawn) :, -len(drawn) :] for layer in layers}
     rotation = 90 if max(map(len, labels)) > 2 else 0
     highest = max(float(values.max()) for values in weights.values())
-    heat_maps = []
     for number, (layer, head) in enumerate(heads):
         axes = figure.add_subplot(grid[number // columns, number % columns])
         axes.set_title(f"layer {layer}, head {head}", fontsize=8)
@@ -75,8 +74,7 @@ def draw_attention(trained, ids, title, layer=None):
         axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
         axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
         image = axes.imshow(weights[layer][head].numpy(), cmap="Blues", vmin=0, vmax=highest)
-        heat_maps.append(axes)
-    bar = figure.colorbar(image, ax=heat_maps, shrink=0.6, aspect=40, location="bottom")
+    bar = figure.colorbar(image, ax=figure.axes, shrink=0.6, aspect=40, location="bottom")
     bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
     draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
     return figure

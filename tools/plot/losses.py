@@ -41,20 +41,14 @@ def draw_losses(groups, axis):
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
-    legend = axes.legend(title=legend_title(groups), frameon=False)
+    training = "faint: training; " if measure == "loss" else ""
+    title = f"line: validation; {training}dot: best"
+    if any(len(group.runs) > 1 for group in groups):
+        title += "\nmeans over seeds; band: ± standard deviation"
+    legend = axes.legend(title=title, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a folder's name can contain $
     return figure
-
-
-def legend_title(groups):
-    title = "line: validation; "
-    if groups[0].measure == "loss":
-        title += "faint: training; "
-    title += "dot: best"
-    if any(len(group.runs) > 1 for group in groups):
-        title += "\nmeans over seeds; band: ± standard deviation"
-    return title
 
 
 def shorten(values):

@@ -4,26 +4,24 @@ from statistics import median, stdev
 
 from folio.cli.process import printable
 
-FIGURES = ("at step", "time, s", "tokens/s", "parameters", "steps")  # columns after the loss
-
 
 def compare_groups(groups):
     """Returns the rows of a table of groups, which are sorted, the best first.
 
     The first row is the header. Losses are means and standard deviations over seeds, padded to
-    equal lengths. FIGURES are medians. The last columns are settings in which the groups differ.
+    equal lengths. The last columns are settings in which the groups differ.
     """
     is_repeated = any(len(group.runs) > 1 for group in groups)
     header = ["run", f"best val {groups[0].measure}".replace("_", " ")]
     if is_repeated:
         header.append("seeds")
     settings = find_differing_settings(groups)
-    rows = [[*header, *FIGURES, *settings]]
+    rows = [[*header, *compute_figures(groups[0]), *settings]]
     for group in groups:
         row = [group.name, format_loss(group, is_repeated)]
         if is_repeated:
             row.append(str(len(group.losses)))
-        row += compute_figures(group)
+        row += compute_figures(group).values()
         row += [next(iter(group.values(name))) for name in settings]
         rows.append(row)
     return rows
@@ -50,15 +48,15 @@ def format_loss(group, is_repeated):
 
 
 def compute_figures(group):
-    """Returns the cells of FIGURES: medians over the runs of a group."""
-    figures = (
-        [run.best(group.measure)["step"] for run in group.evaluated_runs],
-        [run.seconds for run in group.runs if run.seconds],
-        [event.get("tokens_per_s", 0) for run in group.runs for event in run.train],
-        [run.parameters for run in group.runs],
-        [run.val[-1]["step"] for run in group.evaluated_runs],
-    )
-    return [f"{median(values):,.0f}" if values else "" for values in figures]
+    """Returns {column: cell} of the columns after the loss: medians over the runs of a group."""
+    figures = {
+        "at step": [run.best(group.measure)["step"] for run in group.evaluated_runs],
+        "time, s": [run.seconds for run in group.runs if run.seconds],
+        "tokens/s": [event.get("tokens_per_s", 0) for run in group.runs for event in run.train],
+        "parameters": [run.parameters for run in group.runs],
+        "steps": [run.val[-1]["step"] for run in group.evaluated_runs],
+    }
+    return {name: f"{median(values):,.0f}" if values else "" for name, values in figures.items()}
 
 
 def format_table(rows):

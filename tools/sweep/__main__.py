@@ -43,14 +43,9 @@ class SweepSettings:
     )
 
 
-def answer_help():
-    """Prints the help text and exits, if it is requested."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        parse_arguments(SweepSettings)
-
-
 if __name__ == "__main__":
-    process.start(answer_help)  # --help must not wait for torch
+    help_flags = [argument for argument in sys.argv if argument in ("-h", "--help")]
+    process.start(parse_arguments, SweepSettings, help_flags)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
