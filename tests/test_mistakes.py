@@ -4,10 +4,12 @@ tests/cli/test_settings.py tests invalid settings and config files.
 """
 
 import io
+import math
 import os
 import pickle
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,14 @@ def alter(path, change):
     content = torch.load(path)
     change(content)
     torch.save(content, path)
+
+
+def compress(path):
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
 
 
 def set_weights(content, convert):
@@ -165,6 +175,7 @@ CHECKPOINTS = {
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
     "a later format": lambda path: alter(path, lambda c: c.update(format=99)),
     "a pipe": put_pipe,
+    "compressed": compress,
 }
 MODEL_ARGS = [{"n_embd": 32}, {"n_embd": 16.0}, {"n_embd": 2**40}, {"n_layer": 10**9}]
 MODEL_ARGS += [{"n_layer": 10**6}, {"bias": "yes"}, {"vocab_size": True}, {"dropout": 2.0}]
@@ -178,7 +189,11 @@ FIELDS = [
     {"config": {"bias": torch.ones(2)}},
 ]
 FIELDS += [{"data": {"train": torch.ones(2)}}]
+FIELDS += [{"iter_num": -1}, {"position": math.nan}, {"num_steps": 2**60}, {"elapsed_s": math.inf}]
 FIELDS += [{"iter_num": "x"}, {"log_bytes": "1"}, {"best_val_loss": None}, {"model": {"a": 1}}]
+nested = []
+for _ in range(40):
+    nested = [nested, nested]  # 2^40 brackets as text
 CONVERSIONS = {
     "complex": lambda w: w.to(torch.complex64),
     "float8": lambda w: w.to(torch.float8_e4m3fn),
@@ -190,6 +205,10 @@ for value in MODEL_ARGS:
     CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c["model_args"].update(v))
 for value in FIELDS:
     CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c.update(v))
+CHECKPOINTS |= {
+    "endless settings": lambda path: alter(path, lambda c: c.update(config={"a": nested})),
+    "endless bias": lambda path: alter(path, lambda c: c["model_args"].update(bias=nested)),
+}
 for name, convert in CONVERSIONS.items():
     CHECKPOINTS[name] = lambda path, f=convert: alter(path, lambda c: set_weights(c, f))
 

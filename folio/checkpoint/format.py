@@ -13,6 +13,7 @@ import pickle
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 1
+MAX_JSON_PIECES = 100_000
 PROGRESS_KEYS = {"step": "iter_num", "evaluated_position": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
@@ -60,7 +62,8 @@ class Progress:
 
     def advance(self, settings):
         """Counts a step."""
-        self.position += (settings.max_iters - self.position) / self.steps_left(settings)
+        steps, positions = self.steps_left(settings), settings.max_iters - self.position
+        self.position = settings.max_iters - positions * (steps - 1) / steps
         self.step += 1
 
     def is_evaluation_due(self, settings):
@@ -95,7 +98,7 @@ def evaluation_stride(positions, steps):
     It is about the square root of the positions per step: evaluations take a larger part of the
     time of fewer steps. Powers of two keep them apart when the number of steps changes.
     """
-    return max(1, 2 ** round(math.log2(positions / steps) / 2))
+    return max(1, 2 ** round(math.log2(max(positions, 1) / steps) / 2))
 
 
 @dataclass
@@ -163,6 +166,8 @@ def load_checkpoint(path, optimizers=True):
             damaged_name = archive.testzip()
             if damaged_name is not None:
                 raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
+            if any(file.compress_type for file in archive.infolist()):  # cannot be mapped
+                raise zipfile.BadZipFile("it is compressed; torch.save does not do that")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
         checkpoint = checked(_parse(content, Path(path)))
     except UserError:
@@ -193,7 +198,9 @@ def _parse(content, path):
             weights[name.removeprefix("_orig_mod.")] = tensor  # nanoGPT saves a compiled model
     optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
     names = ("config", *OPTIONAL_KEYS)
-    plain = json.loads(json.dumps({name: content.get(name) for name in names}))  # no tensors
+    # Plain data without tensors. A hostile file can have lists that expand to endless text.
+    pieces = json.JSONEncoder().iterencode({name: content.get(name) for name in names})
+    plain = json.loads("".join(islice(pieces, MAX_JSON_PIECES)))
     return Checkpoint(
         config=GPTConfig(**content["model_args"]),
         weights=weights,
@@ -220,6 +227,10 @@ def checked(checkpoint):
     for name, kind in Checkpoint.__annotations__.items():
         if not isinstance(getattr(checkpoint, name), kind):
             raise UserError(f"{path} is damaged or not a checkpoint ({name} has another type)")
+    progress = checkpoint.progress
+    numbers = vars(progress) | {"best_val_loss": 0, "num_steps": progress.num_steps or 0}
+    if progress.step < 0 or not all(-1 <= number < 2**53 for number in numbers.values()):
+        raise UserError(f"{path} is damaged: {progress}")
     kinds = {(w.layout, w.device.type, w.dtype) for w in weights.values()}
     if kinds - {(torch.strided, "cpu", dtype) for dtype in DTYPES.values()}:
         raise UserError(f"{path} has weights that are not dense tensors of 16 or 32-bit floats")

@@ -118,10 +118,11 @@ class RunDir:
         evaluations = []
         with suppress(OSError):
             for line in self.log.read_bytes().splitlines():
-                with suppress(ValueError, KeyError, TypeError):
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
                     event = json.loads(line)
                     if event["split"] == "val":
-                        evaluations.append((event["step"], event["train_loss"], event["loss"]))
+                        losses = float(event["train_loss"]), float(event["loss"])
+                        evaluations.append((int(event["step"]), *losses))
         return evaluations
 
     def save(self, checkpoint, best):

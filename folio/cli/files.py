@@ -97,7 +97,7 @@ def is_file(path):
     """Whether a file exists. Raises UserError if it is not regular or cannot be accessed."""
     try:
         mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character
         return False
     except OSError as error:
         raise os_error("read", path, error) from error

@@ -6,17 +6,21 @@ Exit status: 0 success, 2 an error of the user or the system, 128 + n after sign
 exception is a bug in folio and keeps its traceback.
 """
 
+import ctypes
 import gc
 import os
 import signal
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from folio.cli.errors import UserError
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
+PR_SET_PDEATHSIG = 1  # see prctl(2): the signal to send when the parent process ends
+REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
@@ -40,6 +44,10 @@ def start(function, *args):
     """Calls a function that handles `--help` or invalid flags before a script imports torch."""
     if (status := _run(function, *args)) is not None:
         sys.exit(status)
+    if missing := [name for name in REQUIRED_PACKAGES if not find_spec(name)]:
+        names = ", ".join(missing)
+        print_error(f"{names} not installed: activate the virtual environment, as in README.md")
+        sys.exit(2)
     gc.disable()  # until run(), because collecting garbage makes imports slower
 
 
@@ -60,13 +68,17 @@ def run(main, has_threads=False):
 
 def _run(function, *args):
     """Returns the exit status, or None if `function` returns."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
         with suppress(AttributeError):  # a notebook's streams cannot be reconfigured
-            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+            getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
     error = status = None
     _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)  # torch may wait in C++
+    if is_launched() and sys.platform == "linux":  # torchrun may be killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         try:
             function(*args)

@@ -36,8 +36,9 @@ def start_budget(trainer):
     evaluation_s = step_s * steps_per_evaluation(settings, trainer.plan.dataset)
     if plan_steps(trainer, step_s, evaluation_s) < 1:
         raise UserError(
-            f"--minutes={settings.minutes:g} is too short for steps of {step_s:.2g} s and two "
-            f"evaluations of {evaluation_s:.2g} s: increase it, or decrease --eval_iters"
+            f"--minutes={settings.minutes:g} is too short after {trainer.elapsed_s():.0f} s, for "
+            f"steps of {step_s:.2g} s and two evaluations of {evaluation_s:.2g} s: increase it, "
+            "or decrease --eval_iters"
         )
     line = f"time: {progress.num_steps:,} of {settings.max_iters:,} steps fit into --minutes"
     if progress.num_steps == settings.max_iters:

@@ -79,8 +79,8 @@ def _restore(optimizer, saved, keys):
         if tensors.keys() != keys:
             raise ValueError(f"parameter {index} has {', '.join(tensors)}")
         for key, value in tensors.items():  # fused AdamW would crash if it does not fit
-            tensor, shape = torch.as_tensor(value), () if key == "step" else parameter.shape
-            if tensor.shape != shape or not tensor.is_contiguous():
+            shape = () if key == "step" else parameter.shape
+            if value.shape != shape or not value.is_contiguous():
                 raise ValueError(f"{key} of parameter {index} has a different shape or layout")
         moments = {key: shard_like(parameter, tensors[key]) for key in keys - {"step"}}
         state[index] = tensors | moments

@@ -90,6 +90,7 @@ class Tracking:
             self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
         if not self.run_dir.log.exists():  # a new run, or nanoGPT's
             parameters = self.trainer.model.num_params()
+            settings = settings | {"tokenizer": self.plan.dataset.tokenizer.name}
             self._log("start", 0, parameters=parameters, settings=settings)
         if resumed:
             old, step = resumed.settings, resumed.progress.step

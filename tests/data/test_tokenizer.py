@@ -233,6 +233,13 @@ def test_a_bpe_with_damaged_merges_is_a_user_error():
         BPETokenizer(json.dumps(plain))
 
 
+def test_a_bpe_with_an_unknown_token_that_is_not_in_its_vocabulary_is_refused():
+    plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
+    plain["model"]["unk_token"] = "missing"
+    with pytest.raises(UserError, match="unk_token is not in the vocabulary"):
+        BPETokenizer(json.dumps(plain))
+
+
 @pytest.mark.parametrize("name", ["normalizer", "pre_tokenizer", "decoder"])
 def test_a_bpe_with_a_pattern_is_refused(name):
     """Matching it could take exponential time."""

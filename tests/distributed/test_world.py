@@ -252,11 +252,18 @@ def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advi
     ids=str,
 )
 def test_only_errors_of_the_network_are_a_lost_connection(monkeypatch, error, expected):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     with pytest.raises(expected), process_group("cpu"):
         raise error
+
+
+def test_a_rank_that_does_not_exist_is_refused(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(UserError, match="RANK=2 must be less than WORLD"), process_group("cpu"):
+        pass
 
 
 def test_restarts_that_read_old_addresses_are_refused(monkeypatch):

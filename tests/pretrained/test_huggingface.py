@@ -156,7 +156,7 @@ def test_names_in_older_files_are_known(change):
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ({"activation_function": "silu"}, "silu"),
-        ({"n_positions": "8"}, "block_size must be int, not '8'"),
+        ({"n_positions": "8"}, "block_size must be int, not str"),
         ({"n_head": 3}, "n_head=3"),
         ({"model_type": "folio", **asdict(GPTConfig()), "position": "absolute"}, "absolute"),
         ({"n_layer": 10**12}, "n_layer must be from 0 to"),

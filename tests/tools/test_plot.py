@@ -84,6 +84,13 @@ def test_losses_of_different_datasets_are_not_ranked():
     assert head[-2] == "dataset"
 
 
+def test_losses_of_different_tokenizers_are_not_ranked():
+    for name, loss, kind in (("out-a", 4.0, "bpe"), ("out-b", 2.0, "char"), ("out-c", 3.0, "bpe")):
+        write_run(name, [loss], tokenizer=kind)
+    _, _, *rows = [line.split()[1] for line in make_table("out-a", "./out-a", "out-b", "out-c")]
+    assert rows == ["out-c", "out-a", "out-b"]
+
+
 def test_table_of_bits_per_byte_has_their_best_first(capsys):
     write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0], dataset="a")
     write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25], dataset="b")

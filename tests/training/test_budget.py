@@ -132,7 +132,7 @@ def test_the_plan_is_printed_before_the_run(minutes, line, capsys):
 
 
 def test_a_budget_that_is_too_short_is_an_error():
-    with pytest.raises(UserError, match=r"--minutes=0.05 is too short for steps of 1 s and two"):
+    with pytest.raises(UserError, match=r"--minutes=0.05 is too short after 0 s, for steps of"):
         start_budget(SimulatedRun(minutes=0.05, max_iters=600, eval_interval=100))
 
 

@@ -51,6 +51,7 @@ if __name__ == "__main__":
     process.start(parse_arguments, PlotConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
+from folio.hardware.memory import explain_out_of_memory
 from folio.inference.trained_model import load_trained
 from sample import read_prompt
 from tools.plot.attention import draw_attention
@@ -67,7 +68,8 @@ def main(argv=None):
     if not find_spec("matplotlib"):
         raise UserError("plots need matplotlib: pip install matplotlib")
     if settings.attention:
-        default_path, figure = "attention.png", plot_attention(settings.runs[0], settings)
+        with explain_out_of_memory("cpu", "use a shorter --start"):
+            default_path, figure = "attention.png", plot_attention(settings.runs[0], settings)
     else:
         default_path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or default_path

@@ -6,6 +6,7 @@ from folio.cli.errors import UserError
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+MAX_LABELED_GROUPS = 15  # a longer legend would cover the plot
 MAX_TRAINING_POINTS = 100  # more are averaged, because losses of batches are noisy
 SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
@@ -32,7 +33,8 @@ def draw_losses(groups, axis):
             x, loss, _ = group.curve("train", AXES[axis])
             axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
         x, loss, deviation = group.curve("val", AXES[axis])
-        axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=group.name)
+        label = group.name if number < MAX_LABELED_GROUPS else None
+        axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
         best = loss.argmin()
         axes.plot(x[best], loss[best], "o", color=color)
         if deviation.any():
@@ -45,6 +47,8 @@ def draw_losses(groups, axis):
     title = f"line: validation; {training}dot: best"
     if any(len(group.runs) > 1 for group in groups):
         title += "\nmeans over seeds; band: ± standard deviation"
+    if len(groups) > MAX_LABELED_GROUPS:
+        title += f"\nthe first {MAX_LABELED_GROUPS} of {len(groups)}"
     legend = axes.legend(title=title, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a folder's name can contain $

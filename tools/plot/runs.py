@@ -67,7 +67,7 @@ def add_event(run, event):
 def read_runs(folders):
     """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
     runs = []
-    for folder in folders:
+    for folder in dict.fromkeys(map(Path, folders)):  # each once
         paths = [] if is_file(RunDir(folder).log) else find_runs(folder)
         runs += map(read_run, paths or [folder])
     return runs
@@ -130,7 +130,8 @@ class Group:
 def group_runs(runs, measure="loss"):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
-    Runs whose folders differ only in "seed=NUMBER" are a group. Losses are compared per dataset.
+    Runs whose folders differ only in "seed=NUMBER" are a group. Losses are compared per dataset and
+    tokenizer.
     """
     runs_of_pattern = defaultdict(list)
     for run in runs:
@@ -141,5 +142,7 @@ def group_runs(runs, measure="loss"):
         groups.append(Group(name, similar_runs, measure))
     groups.sort(key=lambda group: group.mean_loss)
     if measure == "loss":
-        groups.sort(key=lambda group: (not group.losses, sorted(group.values("dataset"))))
+        for name in ("tokenizer", "dataset"):
+            groups.sort(key=lambda group, name=name: sorted(group.values(name)))
+        groups.sort(key=lambda group: not group.losses)
     return groups

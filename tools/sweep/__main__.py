@@ -53,7 +53,7 @@ from folio.training.setup import MODEL_SETTINGS
 from tools.plot.runs import group_runs, read_run
 from tools.plot.table import compare_groups, format_table
 from tools.sweep.grid import Grid
-from tools.sweep.workers import last_line, rung_steps, train_combinations
+from tools.sweep.workers import rung_steps, train_combinations
 from train import TrainConfig
 
 
@@ -91,8 +91,8 @@ def main(argv=None):
         if runs:
             print("", *format_table(compare_groups(group_runs(runs))), sep="\n")
     if failed:
-        error = f"{failed[0].name}: {last_line(failed[0])}; to try again, run the same command"
-        raise UserError(f"{len(failed)} of {len(planned)} runs failed: {error}")
+        outputs = f"see output.txt in {failed[0]}; to try again, run the same command"
+        raise UserError(f"{len(failed)} of {len(planned)} runs failed: {outputs}")
 
 
 def check_earlier_run(folder, settings, fingerprint):

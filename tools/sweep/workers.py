@@ -183,8 +183,8 @@ def report_loss(task, status, progress):
     """Prints and returns the loss of a run whose worker has ended, infinity if it failed."""
     name = task.folder.name
     if status:
-        line = printable(last_line(task.folder))
-        print(f"{progress}: {name}: failed: {line} (status {status})", flush=True)
+        cause = printable(last_line(task.folder)) if status > 0 else f"ended by signal {-status}"
+        print(f"{progress}: {name}: failed: {cause}", flush=True)
         return math.inf
     loss = read_best_loss(task)
     print(f"{progress}: {name}: val loss {loss:.4f}, trained to step {task.step:,}", flush=True)
@@ -206,6 +206,7 @@ def read_earlier_loss(task):
     if newest is None:
         return None
     progress = newest.progress
+    progress.num_steps = None  # of --minutes; another --max_iters invalidates it
     is_done = progress.evaluated_position >= step or progress.is_finished(settings)
     return read_best_loss(task) if is_done else None
 
