@@ -430,7 +430,7 @@ def check_config(config):
     for field in fields(config):
         name, kind, value = field.name, field.type, getattr(config, field.name)
         if type(value) is not kind and (type(value), kind) != (int, float):
-            raise ValueError(f"{name} must be {kind.__name__}, not {value!r}")
+            raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
         low, high = int(name in POSITIVE), 1 if kind is float else MAXIMUM
         if kind is not str and not low <= value <= high:
             raise ValueError(f"{name} must be from {low} to {high}, not {value}")
