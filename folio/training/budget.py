@@ -15,7 +15,8 @@ from folio.data.batches import Batches
 
 PLANNING_STEPS, FIRST_STEPS = 10, 5  # measured before the run, and before the plan is adapted
 FORWARD_FRACTION = 1 / 3  # a backward pass takes twice as long as a forward pass
-ADAPTATIONS = 50  # the plan is adapted after 1/50 of the remaining steps
+ADAPTATIONS = 50  # the plan is adapted after 1/50 of the remaining steps, but
+MIN_MEASURED_S = 1.0  # not before this time
 
 
 def start_budget(trainer):
@@ -53,7 +54,7 @@ class TimeBudget:
         """`trainer` is a train.Trainer, `tracking` its Tracking."""
         self.trainer, self.tracking = trainer, tracking
         self.measured_step, self.measured_s = trainer.progress.step, 0.0
-        self.next_step = trainer.progress.step + FIRST_STEPS
+        self.next_step, self.step_s = trainer.progress.step + FIRST_STEPS, None
 
     def adapt(self):
         """Measures the time of a step and plans again, if that is due."""
@@ -62,13 +63,16 @@ class TimeBudget:
         if not settings.minutes or step < self.next_step:
             return
         train_s, evaluations = self.tracking.train_seconds(), self.tracking.evaluations
-        step_s = (train_s - self.measured_s) / (step - self.measured_step)
+        newest_s = (train_s - self.measured_s) / (step - self.measured_step)
+        newest_s = self.trainer.world.from_main(newest_s)  # all must plan at the same steps
+        step_s = self.step_s = (newest_s + (self.step_s or newest_s)) / 2  # single times are noisy
+        # The mean so far; more if the machine has become slower since then.
         evaluation_s = step_s * steps_per_evaluation(settings, self.trainer.plan.dataset)
-        if evaluations:  # in this process
-            evaluation_s = self.tracking.pauses_s / evaluations
+        evaluation_s = max(evaluation_s, self.tracking.pauses_s / max(1, evaluations))
         plan_steps(self.trainer, step_s, evaluation_s)
         self.measured_step, self.measured_s = step, train_s
-        self.next_step = step + ceil(progress.steps_left(settings) / ADAPTATIONS)
+        fewest = ceil(MIN_MEASURED_S / step_s)
+        self.next_step = step + max(fewest, ceil(progress.steps_left(settings) / ADAPTATIONS))
 
 
 def plan_steps(trainer, step_s, evaluation_s):
