@@ -237,7 +237,7 @@ class Trainer:
             self.progress = plan.resumed.progress
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         self.divergence = DivergenceMonitor()
-        self.stop_signal = process.StopSignal("stopping soon; a second Ctrl-C exits without saving")
+        self.stop_signal = process.StopSignal("stopping after this micro-batch")
         self.stop_flag = self.world.share_flag()
 
     def elapsed_s(self):
