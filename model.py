@@ -302,8 +302,8 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self):
         """Computes the cosines and signed sines, on the CPU. They are not in checkpoints."""
         T, D = self.cos.shape
-        positions, pairs = torch.arange(T, device="cpu"), torch.arange(0, D, 2, device="cpu")
-        angles = torch.outer(positions, 10_000.0 ** (-pairs / D))  # (T, D/2)
+        frequencies = 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
+        angles = torch.outer(torch.arange(T, device="cpu"), frequencies)  # (T, D/2)
         cos, sin = angles.cos(), angles.sin()
         self.cos.copy_(torch.cat((cos, cos), dim=-1))
         self.sin.copy_(torch.cat((-sin, sin), dim=-1))

@@ -63,7 +63,9 @@ class Progress:
     def advance(self, settings):
         """Counts a step."""
         steps, positions = self.steps_left(settings), settings.max_iters - self.position
-        self.position = settings.max_iters - positions * (steps - 1) / steps
+        self.position += positions / steps  # 1, unless there is a time budget
+        if steps == 1:
+            self.position = float(settings.max_iters)  # in spite of rounding
         self.step += 1
 
     def is_evaluation_due(self, settings):
@@ -192,6 +194,10 @@ def _parse(content, path):
         raise UserError(f"{path} is from a later version of folio (format {content['format']})")
     step = int(content["iter_num"])
     evaluated = float(content.get("evaluated", step))  # nanoGPT saves after an evaluation
+    num_steps, position = content.get("num_steps"), float(content.get("position", step))
+    if fitted_iters := content.get("fitted_iters"):  # an earlier version's plan for --minutes
+        scale = content["config"]["max_iters"] / fitted_iters
+        num_steps, position, evaluated = fitted_iters, position * scale, evaluated * scale
     weights = {}
     for name, tensor in content["model"].items():
         if not name.endswith(".attn.bias"):  # a mask, which nanoGPT stored before PyTorch 2
@@ -206,8 +212,8 @@ def _parse(content, path):
         weights=weights,
         progress=Progress(
             step=step,
-            position=float(content.get("position", step)),
-            num_steps=int(content.get("num_steps") or 0) or None,
+            position=position,
+            num_steps=int(num_steps or 0) or None,
             evaluated_position=evaluated,
             best_step=int(content.get("best_step", evaluated)),
             best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's

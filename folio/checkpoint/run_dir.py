@@ -57,7 +57,7 @@ class RunDir:
         newest = self._load(path, optimizers)
         if not is_file(self.best):
             newest.progress.evaluated_position = newest.progress.best_step = -1
-            newest.progress.best_val_loss = math.inf
+            newest.progress.best_val_loss, newest.progress.evaluations_since_best = math.inf, 0
         return newest
 
     def _load(self, path, optimizers=True):

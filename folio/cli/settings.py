@@ -252,8 +252,10 @@ def _run_config_file(path, fields, readable, choose):
     except BaseException as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
-        texts = traceback.format_exception_only(error)
-        raise UserError(f"{[path, *places][-1]}: {' '.join(texts)}") from error
+        if isinstance(error, SyntaxError):
+            places.append(f"{path} line {error.lineno}")
+        last_line = traceback.format_exception_only(error)[-1]
+        raise UserError(f"{[path, *places][-1]}: {last_line}") from error
     stores = [step for step in dis.get_instructions(code) if step.opname == "STORE_NAME"]
     lines = {step.argval: step.positions.lineno for step in stores}  # at module level
     values = {}

@@ -106,7 +106,7 @@ class Batches:
     def at(self, step):
         """Yields this process's micro-batches, pairs of (batch_size, block_size) int64 tensors.
 
-        A GPU, which computes asynchronously, does not wait while the next one is read.
+        A GPU computes one while the next one is read.
         """
         batch_size, block_size = self.settings.batch_size, self.settings.block_size
         num_starts = len(self.split) - block_size

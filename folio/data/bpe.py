@@ -72,7 +72,7 @@ def load_encoder(definition):
             raise ValueError("unk_token is not in the vocabulary")
         return from_str(json.dumps(fields))
     except Exception as error:  # the library has no type for its errors
-        raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
+        raise UserError(f"the BPE tokenizer cannot be used ({cause_of(error)})") from error
 
 
 def encode_text(encoder, text, allow_special):

@@ -146,7 +146,8 @@ def process_group(device):
     try:
         yield world
     except RuntimeError as error:
-        if not (isinstance(error, torch.distributed.DistError) or GLOO_NETWORK in str(error)):
+        is_gloos = GLOO_NETWORK in str(error).replace("\\", "/")
+        if not (is_gloos or isinstance(error, torch.distributed.DistError)):
             raise
         raise RankError(
             f"rank {world.rank}: another process of the run has ended or cannot be reached "

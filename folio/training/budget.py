@@ -14,6 +14,7 @@ from folio.cli.errors import UserError
 from folio.data.batches import Batches
 
 PLANNING_STEPS, FIRST_STEPS = 10, 5  # measured before the run, and before the plan is adapted
+PLANNING_FRACTION = 0.05  # largest part of the budget that measuring before the run takes
 FORWARD_FRACTION = 1 / 3  # a backward pass takes twice as long as a forward pass
 ADAPTATIONS = 50  # the plan is adapted after 1/50 of the remaining steps, but
 MIN_MEASURED_S = 1.0  # not before this time
@@ -29,7 +30,8 @@ def start_budget(trainer):
     saved = trainer.plan.resumed.settings if trainer.plan.resumed else {}
     if all(saved.get(name) == getattr(settings, name) for name in ("minutes", "max_iters")):
         return
-    progress.evaluated_position += progress.step - progress.position
+    shift = progress.step - progress.position
+    progress.evaluated_position = max(-1.0, progress.evaluated_position + shift)
     progress.position, progress.num_steps = float(progress.step), None
     if not settings.minutes or not progress.steps_left(settings):
         return
@@ -109,8 +111,10 @@ def seconds_per_step(trainer):
     for step in range(PLANNING_STEPS):
         start = time.perf_counter()
         for x, y in batches.at(step):
-            trainer.loss(x, y).backward()
+            trainer.loss(x, y, trainer.settings.train_temperature).backward()
         plan.machine.synchronize()
         seconds.append(time.perf_counter() - start)
+        if plan.world.from_main(sum(seconds)) > PLANNING_FRACTION * 60 * trainer.settings.minutes:
+            break
     trainer.model.zero_grad(set_to_none=False)  # DDP and CUDA graphs keep their gradient tensors
     return plan.world.from_main(min(seconds))

@@ -283,7 +283,7 @@ def advice_on(evaluations, epochs):
     if last - lowest > MAX_LOSS_RISE_NATS:
         rise = f"loss has risen by {last - lowest:.2f} since step {best_step:,}"
         if last_train_loss > best_train_loss:
-            return f"the training loss and the validation {rise}: use a lower --learning_rate"
+            return f"the validation {rise}, and so has the training loss: lower --learning_rate"
         remedy = "use more text, a higher --dropout or fewer steps"
         return f"the validation {rise} (overfitting): {remedy}"
     gap = "the gap between validation and training loss "

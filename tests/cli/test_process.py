@@ -127,7 +127,8 @@ def test_a_process_of_torchrun_ends_if_torchrun_is_killed(tmp_path):
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", torchrun]
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ | launched) as parent:
-        while not (tmp_path / "ready").exists():
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         parent.kill()
     start = time.monotonic()

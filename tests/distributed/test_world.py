@@ -129,6 +129,13 @@ def samples_printed():
 
 
 @pytest.mark.slow
+def test_processes_with_a_time_budget_make_the_same_steps(verse):
+    settings = {"minutes": 0.3, "max_iters": 10**5, "eval_interval": 10**5}
+    losses = train_ranks(2, gradient_accumulation_steps=2, **settings)  # else a deadlock
+    assert 0 < len(losses) < 10**5
+
+
+@pytest.mark.slow
 def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
     settings = CURVE_SETTINGS | {"dtype": "bfloat16", "n_embd": 32, "max_iters": 20}
     settings |= {"sample_interval": 20}

@@ -156,7 +156,7 @@ def test_the_peak_memory_of_a_gpu_is_reported(verse, capsys):
     ("train_losses", "val_losses", "epochs", "expected"),
     [
         ([4, 2, 1.5, 1.0], [4, 2.1, 1.7, 1.9], 9, "risen by 0.20 since step 200 (overfitting)"),
-        ([4, 2, 1.5, 1.9], [4, 2.1, 1.7, 1.9], 9, "use a lower --learning_rate"),
+        ([4, 2, 1.5, 1.9], [4, 2.1, 1.7, 1.9], 9, "and so has the training loss: lower --lear"),
         ([4, 2, 1.5, 1.0], [4, 2.1, 1.7, 1.4], 9, "from 0.10 to 0.40 (memorization): more text"),
         ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 4, "4 passes over the text: a larger model or lo"),
         ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.25, "0.25 passes over the text: longer tr"),
