@@ -190,7 +190,13 @@ FIELDS = [
 ]
 FIELDS += [{"data": {"train": torch.ones(2)}}]
 FIELDS += [{"iter_num": -1}, {"position": math.nan}, {"num_steps": 2**60}, {"elapsed_s": math.inf}]
-FIELDS += [{"iter_num": "x"}, {"log_bytes": "1"}, {"best_val_loss": None}, {"model": {"a": 1}}]
+FIELDS += [
+    {"iter_num": "x"},
+    {"log_bytes": "1"},
+    {"log_bytes": -(2**70)},
+    {"best_val_loss": None},
+    {"model": {"a": 1}},
+]
 nested = []
 for _ in range(40):
     nested = [nested, nested]  # 2^40 brackets as text

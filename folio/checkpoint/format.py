@@ -235,6 +235,7 @@ def checked(checkpoint):
             raise UserError(f"{path} is damaged or not a checkpoint ({name} has another type)")
     progress = checkpoint.progress
     numbers = vars(progress) | {"best_val_loss": 0, "num_steps": progress.num_steps or 0}
+    numbers["log_bytes"] = checkpoint.log_bytes or 0
     if progress.step < 0 or not all(-1 <= number < 2**53 for number in numbers.values()):
         raise UserError(f"{path} is damaged: {progress}")
     kinds = {(w.layout, w.device.type, w.dtype) for w in weights.values()}
