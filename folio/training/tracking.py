@@ -257,6 +257,8 @@ def print_end(trainer):
     progress, settings, plan = trainer.progress, trainer.settings, trainer.plan
     if progress.steps_left(settings):
         print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
+    elif progress.step < settings.max_iters:
+        print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
     kept = "newest" if settings.always_save_checkpoint else "best"
     best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
     print(f"done; {best}; the {kept} model is in {plan.run_dir.best}")

@@ -177,7 +177,7 @@ def slow_steps(monkeypatch):
     return set_time
 
 
-def test_a_resumed_run_with_a_budget_equals_an_uninterrupted_one(verse, slow_steps):
+def test_a_resumed_run_with_a_budget_equals_an_uninterrupted_one(verse, slow_steps, capsys):
     train.main(tiny.flags(out_dir="out-a", **SHORT, stop_at=7))
     slow_steps(0.02)  # another machine
     train.main(tiny.flags(out_dir="out-a", **SHORT, init_from="resume"))
@@ -187,6 +187,8 @@ def test_a_resumed_run_with_a_budget_equals_an_uninterrupted_one(verse, slow_ste
     saved = tiny.load("last.pt", "out-a")
     assert saved["config"]["max_iters"] == 1000
     assert 7 < saved["num_steps"] == saved["iter_num"] < 60
+    line = f"{saved['iter_num']} of 1,000 steps fitted into --minutes"
+    assert capsys.readouterr().out.splitlines().count(line) == 2
     assert saved["position"] == pytest.approx(1000)
 
 
