@@ -155,9 +155,9 @@ def _explain_errors(path):
     if not is_file(path):  # a pipe is an error, too, because reading it would block
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
-        found = ", ".join(sorted(known)[:20]) or "no other dataset"
+        datasets = ", ".join(sorted(known)[:20]) or "no other dataset"
         folder = DATA_FOLDER.resolve()
-        hint = f"; {folder} has {found}" if folder.is_dir() else f"; there is no folder {folder}"
+        hint = f"; {folder} has {datasets}" if folder.is_dir() else f"; {folder} does not exist"
         raise UserError(
             f"{path} is missing{suggest(name, known, hint)}; prepare it with python prepare.py "
             f"--dataset={name} (and --input=FILE_OR_FOLDER for your own text), or start with a "

@@ -16,8 +16,8 @@ from folio.data.batches import Batches
 PLANNING_STEPS, FIRST_STEPS = 10, 5  # measured before the run, and before the plan is adapted
 PLANNING_FRACTION = 0.05  # largest part of the budget that measuring before the run takes
 FORWARD_FRACTION = 1 / 3  # a backward pass takes twice as long as a forward pass
-ADAPTATIONS = 50  # the plan is adapted after 1/50 of the remaining steps, but
-MIN_MEASURED_S = 1.0  # not before this time
+ADAPTATIONS = 50  # the plan is adapted after 1/50 of the remaining steps
+MIN_MEASURED_S = 1.0  # or later, because fewer seconds of training are too noisy
 
 
 def start_budget(trainer):
@@ -68,7 +68,7 @@ class TimeBudget:
         newest_s = (train_s - self.measured_s) / (step - self.measured_step)
         newest_s = self.trainer.world.from_main(newest_s)  # all must plan at the same steps
         step_s = self.step_s = (newest_s + (self.step_s or newest_s)) / 2  # single times are noisy
-        # The mean so far; more if the machine has become slower since then.
+        # The mean of the evaluations, or more if the machine has become slower since then.
         evaluation_s = step_s * steps_per_evaluation(settings, self.trainer.plan.dataset)
         evaluation_s = max(evaluation_s, self.tracking.pauses_s / max(1, evaluations))
         plan_steps(self.trainer, step_s, evaluation_s)

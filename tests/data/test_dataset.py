@@ -103,7 +103,7 @@ def test_error_for_a_missing_file_says_how_to_prepare_it():
 
 
 def test_error_for_a_missing_dataset_names_a_similar_one_or_all():
-    assert f"; there is no folder {Path('data').resolve()};" in error_of(load_dataset, "own")
+    assert f"; {Path('data').resolve()} does not exist;" in error_of(load_dataset, "own")
     Path("data").mkdir()
     assert "data has no other dataset; prepare it" in error_of(load_dataset, "own")
     write_text()
