@@ -13,6 +13,7 @@ from tools import export
 from tools.bench import __main__ as bench
 from tools.bench import measure
 from tools.bench.measure import COLUMNS, SEPARATOR, measure_command, read_figures
+from tools.plot.runs import read_runs
 
 TRAINING = """
 import sys, time
@@ -63,7 +64,8 @@ def test_figures_are_medians_of_alternating_runs(scripts, capsys):
             "print(f'iter 10: loss 1.5, time {left[0]}.00ms')\n"
             "print('step 10: train loss 1.5, val loss 1.5')"
         )
-    bench.main(["--target=1.6", f"--vs={sys.executable} other.py", "--", "config/a.py"])
+    flags = ["--target=1.6", f"--vs={sys.executable} other.py", "--logs=logs"]
+    bench.main([*flags, "--", "config/a.py"])
     lines = capsys.readouterr().out.splitlines()
     order = [line.split()[3] for line in lines if line.startswith("run ")]
     assert order == ["other:", "folio:"] * 3
@@ -72,6 +74,9 @@ def test_figures_are_medians_of_alternating_runs(scripts, capsys):
     assert re.match(r"\| folio +\| +20.00 \| .* 1.5000 \|", folio)
     assert re.match(r"\| other +\| +90.00 \| .* 1.5000 \|", other)
     assert re.match(r"\| folio / other \| +0.222 \|", ratios)  # 20 / 90
+    for run in read_runs(["logs"]):
+        assert [(event["step"], event["loss"]) for event in run.val] == [(10, 1.5)]
+    assert {path.name for path in Path("logs").iterdir()} == {"folio", Path().resolve().name}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     python -m tools.bench -- config/shakespeare_char.py --max_iters=300
     python -m tools.bench --target=1.9 --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
+    python -m tools.bench --runs=1 --logs=runs --vs="python train.py ..." --vs_dir=../nanoGPT -- ...
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
     python -m tools.bench --count -- config/shakespeare_char.py
@@ -30,6 +31,7 @@ class BenchConfig:
     target: float | None = setting(None, "measure the time to reach this validation loss")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
     vs_dir: str = setting(".", "folder of the --vs command")
+    logs: str | None = setting(None, "folder for the losses of the last runs, for tools.plot")
     profile: bool = setting(False, "print the time of each operation of train.py or sample.py")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model")
 

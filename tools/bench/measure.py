@@ -1,5 +1,6 @@
 """Runs commands alternately, and reads figures such as the time per step in what they print."""
 
+import json
 import os
 import platform
 import re
@@ -33,7 +34,7 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"iter \d{2,}: loss \d+\.?\d*, time (?P<step_ms>\d+\.?\d*)ms",
     r"iter \d{2,}: .* mfu (?P<mfu>\d+\.?\d*)%",
     r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
-    r"tokens per iteration will be: (?P<tokens_per_step>[\d,]+)",  # nanoGPT
+    r"(?:tokens per iteration will be:| steps of) (?P<tokens_per_step>[\d,]+)",
     r"step \d+: train loss \d+\.?\d*, val loss (?P<val_loss>\d+\.?\d*)",
     r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
     r"; first token (?:after )?(?P<first_s>\d+\.?\d*) s",
@@ -46,7 +47,8 @@ SEPARATOR = "---------------"  # printed after each text
 def compare_commands(settings):
     """Measures the commands of a BenchConfig alternately, and prints a table of medians.
 
-    train.py writes to a temporary folder.
+    train.py writes to a temporary folder. With `logs`, losses are written to logs/folio/log.jsonl
+    and to a folder with the name of vs_dir.
     """
     runs = defaultdict(list)  # {"folio" or "other": figures of each run}
     with tempfile.TemporaryDirectory() as out_dir:
@@ -59,7 +61,9 @@ def compare_commands(settings):
         commands["folio"] = folio, "."
         for number in range(1, settings.runs + 1):
             for name, (command, folder) in commands.items():
-                figures = measure_command(command, folder, settings.target)
+                program = name if name == "folio" else Path(folder).resolve().name
+                log = Path(settings.logs, program, "log.jsonl") if settings.logs else None
+                figures = measure_command(command, folder, settings.target, log)
                 runs[name].append(figures)
                 print(f"run {number} of {name}: {format_figures(figures)}", flush=True)
     print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
@@ -73,11 +77,11 @@ def compare_commands(settings):
     print_medians(medians)
 
 
-def measure_command(command, folder=".", target=None):
+def measure_command(command, folder=".", target=None, log=None):
     """Runs a command in a folder, and returns its figures, {name: value}.
 
-    `target` is the validation loss of "to_target_s". Raises OSError if the command cannot be
-    started, and UserError if it fails.
+    `target` is the validation loss of "to_target_s", `log` a file for write_log. Raises OSError if
+    the command cannot be started, and UserError if it fails.
     """
     start = time.perf_counter()
     lines = []  # of output, with the seconds since the start
@@ -95,6 +99,8 @@ def measure_command(command, folder=".", target=None):
         tail = " / ".join(line for _, line in lines[-5:])
         raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")
     figures = read_figures(lines, command, target)
+    if log:
+        write_log(log, lines, figures.get("tokens_per_step", 0))
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     # On Linux, at least the peak of this process, which the command inherits.
     figures["memory_gib"] = usage.ru_maxrss * unit / 2**30
@@ -115,7 +121,7 @@ def read_figures(lines, command, target=None):
     figures = {}
     for name, numbers in values.items():
         figures[name] = min(numbers) if name in FIGURES_SHOWN_AS_MINIMUM else median(numbers)
-    tokens_per_step = figures.pop("tokens_per_step", None)
+    tokens_per_step = figures.get("tokens_per_step")
     text_ends = [seconds for seconds, line in lines if line == SEPARATOR]
     if "tokens_per_s" not in figures:  # nanoGPT prints no speed
         if tokens_per_step and "step_ms" in figures:
@@ -125,6 +131,19 @@ def read_figures(lines, command, target=None):
             tokens = (len(text_ends) - 1) * int(flag[1] if flag else 500)  # the default
             figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
     return figures
+
+
+def write_log(path, lines, tokens_per_step):
+    """Writes the evaluations in lines of output, [(seconds, line), ...], for tools.plot."""
+    events = []
+    for seconds, line in lines:
+        if match := re.search(r"step (\d+): train loss \d+\.?\d*, val loss (\d+\.?\d*)", line):
+            step, loss = int(match[1]), float(match[2])
+            tokens, elapsed_s = int(step * tokens_per_step), round(seconds, 2)
+            event = {"step": step, "tokens": tokens, "elapsed_s": elapsed_s, "loss": loss}
+            events.append(json.dumps({"split": "val"} | event) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(events), encoding="utf-8")
 
 
 def print_medians(medians):
