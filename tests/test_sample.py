@@ -203,7 +203,7 @@ def test_each_line_is_continued_with_the_next_seed(interact, capsys):
     first = texts(capsys, "--start=Shall I")[0].removeprefix("Shall I")
     second = texts(capsys, "--start=thee", "--seed=1338")[0].removeprefix("thee")
     assert captured.out == f"{first}\n{second}\n\n"
-    assert "\ncharacter 'k' (U+006B) at position 2 " in captured.err
+    assert "\ncharacter 'k' (U+006B) " in captured.err
 
 
 def test_empty_line_continues_the_text(interact, capsys):
@@ -230,7 +230,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
     [
         ("--top_p=0", "--top_p"),
         *((f"--{flags}", "^--.* and --.* cannot be combined") for flags in COMBINED),
-        ("--start=artü", r"'ü' \(U\+00FC\) at position 3"),
+        ("--start=artü", r"'ü' \(U\+00FC\)"),
         ("--start=", "empty"),
         ("--start=FILE:missing.txt", "missing.txt"),
         ("--start=-", "standard input is not UTF-8 text.* 0xff in position 2"),
