@@ -163,16 +163,17 @@ def read_prompt(start):
 
 
 def parse_stop_texts(stop):
-    """Returns the stop texts: `stop`, or the items of the JSON list that it contains."""
+    """Returns the stop texts: `stop`, or the items if it is a JSON list, which begins with [."""
     if stop is None:
         return []
     try:
-        parsed = json.loads(stop)
+        stop_texts = json.loads(stop) if stop.startswith("[") else [stop]
     except (ValueError, RecursionError):
-        parsed = None
-    stop_texts = parsed if isinstance(parsed, list) else [stop]
+        stop_texts = [None]
     if not all(isinstance(text, str) and text for text in stop_texts):
-        raise UserError(f"--stop={stop}: must be a string, or a JSON list of nonempty strings")
+        raise UserError(
+            f"--stop={stop:.99} must be a nonempty string; if it begins with [, a JSON list of them"
+        )
     return stop_texts
 
 

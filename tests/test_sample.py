@@ -92,7 +92,7 @@ def test_each_line_is_a_prompt_whatever_the_batch_size(capsys, monkeypatch, size
     assert [(sampled["prompt"], sampled["seed"]) for sampled in samples] == expected
 
 
-@pytest.mark.parametrize("stop", ["a", "12", '{"a": 1}', "[a"])
+@pytest.mark.parametrize("stop", ["a", "12", '{"a": 1}', "a["])
 def test_stop_texts_are_one_text_or_a_json_list(stop):
     assert sample.parse_stop_texts(stop) == [stop]
     assert sample.parse_stop_texts('["a", "\\n"]') == ["a", "\n"]
@@ -203,7 +203,7 @@ def test_each_line_is_continued_with_the_next_seed(interact, capsys):
     first = texts(capsys, "--start=Shall I")[0].removeprefix("Shall I")
     second = texts(capsys, "--start=thee", "--seed=1338")[0].removeprefix("thee")
     assert captured.out == f"{first}\n{second}\n\n"
-    assert "\ncharacter 'k' (U+006B) at position 2 " in captured.err
+    assert "\ncharacter 'k' (U+006B) " in captured.err
 
 
 def test_empty_line_continues_the_text(interact, capsys):
@@ -230,7 +230,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
     [
         ("--top_p=0", "--top_p"),
         *((f"--{flags}", "^--.* and --.* cannot be combined") for flags in COMBINED),
-        ("--start=artü", r"'ü' \(U\+00FC\) at position 3"),
+        ("--start=artü", r"'ü' \(U\+00FC\)"),
         ("--start=", "empty"),
         ("--start=FILE:missing.txt", "missing.txt"),
         ("--start=-", "standard input is not UTF-8 text.* 0xff in position 2"),
@@ -239,7 +239,8 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--out_dir=nowhere", "nowhere/ckpt.pt; available: out"),
         ("--out_dir=nowhere --score=nope", "nope"),  # before a model is loaded
         ('--stop=["a",1]', "--stop="),
-        (f"--stop={'[' * 10**5} --prompts=empty.txt", "no prompt"),
+        ('--stop=["a"', "--stop="),
+        (f"--stop={'[' * 10**5}", "--stop="),
         ("--device=cuda:99", "device=cuda:99"),
     ],
 )

@@ -159,9 +159,9 @@ def _explain_errors(path):
         folder = DATA_FOLDER.resolve()
         hint = f"; {folder} has {datasets}" if folder.is_dir() else f"; {folder} does not exist"
         raise UserError(
-            f"{path} is missing{suggest(name, known, hint)}; prepare it with python prepare.py "
-            f"--dataset={name} (and --input=FILE_OR_FOLDER for your own text), or start with a "
-            "preset: python prepare.py && python train.py config/shakespeare_char_fast.py"
+            f"{path} is missing{suggest(name, known, hint)}; for Shakespeare: python prepare.py "
+            f"&& python train.py config/shakespeare_char_fast.py; for {name}: python prepare.py "
+            f"--dataset={name} (with --input=FILE_OR_FOLDER if it is your own text)"
         )
     try:
         yield path

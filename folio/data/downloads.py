@@ -1,7 +1,7 @@
 """Texts that folio provides, and datasets of the Hugging Face hub.
 
 The files of a dataset are kept in the cache of the hub's client; its variables apply: HF_HOME
-(cache), HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE.
+(cache), HF_TOKEN, HF_ENDPOINT. Files are listed first, which HF_HUB_OFFLINE prevents.
 """
 
 import hashlib

@@ -83,7 +83,7 @@ class Source:
             raise UserError(
                 f"{self.name} is not UTF-8 text: it contains byte 0x{byte:02x}; extract the text "
                 "of an archive or document; convert another encoding with: "
-                f"{read} {path} | iconv -f {encoding} -t UTF-8 > {path}.txt"
+                f"{read} {path} | iconv -f {encoding} -t UTF-8 > {path}.utf8"
             ) from error
         except Exception as error:  # pyarrow has many types of errors
             raise UserError(

@@ -115,11 +115,10 @@ class CharTokenizer(Tokenizer):
             return np.frombuffer(raw, np.uint8).astype(self.dtype)
         ids = self._ids[_code_points(text)]
         if len(ids) and ids.min() < 0:
-            position = int(np.argmax(ids < 0))
-            character = text[position]
+            character = text[int(np.argmax(ids < 0))]
             raise UserError(
-                f"character {character!r} (U+{ord(character):04X}) at position {position} is not "
-                f"among the {self.vocab_size} characters of the vocabulary"
+                f"character {character!r} (U+{ord(character):04X}) is not among the "
+                f"{self.vocab_size} characters of the vocabulary"
             )
         return ids.astype(self.dtype)
 

@@ -105,10 +105,10 @@ def test_error_for_a_missing_file_says_how_to_prepare_it():
 def test_error_for_a_missing_dataset_names_a_similar_one_or_all():
     assert f"; {Path('data').resolve()} does not exist;" in error_of(load_dataset, "own")
     Path("data").mkdir()
-    assert "data has no other dataset; prepare it" in error_of(load_dataset, "own")
+    assert "data has no other dataset; for " in error_of(load_dataset, "own")
     write_text()
-    assert "; did you mean own?; prepare it" in error_of(load_dataset, "ovn")
-    assert "data has own; prepare it" in error_of(load_dataset, "other")
+    assert "; did you mean own?; for " in error_of(load_dataset, "ovn")
+    assert "data has own; for " in error_of(load_dataset, "other")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_lone_surrogate_is_a_user_error(kind):
 
 @pytest.mark.parametrize("text", ["abé", "ab🦶é", "ab\udfff"])
 def test_first_unknown_character_is_named(text):
-    with pytest.raises(UserError, match=f"U\\+{ord(text[2]):04X}.* at position 2 "):
+    with pytest.raises(UserError, match=f"U\\+{ord(text[2]):04X}"):
         CharTokenizer("ab").encode(text)
 
 

@@ -54,7 +54,8 @@ def main(argv=None):
     for name in ("gradio", "matplotlib"):
         if not find_spec(name):
             raise UserError(f"the playground needs {name}: pip install gradio matplotlib")
-    print(f"open {serve(settings)} in a browser; Ctrl-C stops the server", flush=True)
+    login = f" as user {USER_NAME}" if os.environ.get("FOLIO_PASSWORD") else ""
+    print(f"open {serve(settings)} in a browser{login}; Ctrl-C stops the server", flush=True)
     threading.Event().wait()
 
 
@@ -86,6 +87,8 @@ def serve(settings):
         max_file_size=1,  # nothing is uploaded
         theme=THEME,
     )
+    if settings.host == "0.0.0.0":  # all addresses; gradio names localhost
+        return page.local_url.replace("localhost", socket.gethostname())
     return page.local_url
 
 
