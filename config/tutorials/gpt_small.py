@@ -3,8 +3,8 @@
 
 out_dir = "out-gpt-small"
 dataset = "shakespeare_char"
-eval_interval = 500
-eval_iters = 200
+eval_interval = 1000  # as in the published curve
+eval_iters = 218  # the whole validation split
 log_interval = 100
 
 n_layer = 6

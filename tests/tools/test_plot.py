@@ -1,4 +1,4 @@
-"""tools.plot: comparing runs in a table and a plot, drawing attention."""
+"""tools.plot: comparing runs in a table and a plot, drawing attention and embeddings."""
 
 import copy
 import io
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from tiny import write_run
 
 import train
@@ -18,6 +19,7 @@ from folio.hardware.compile import optimize_for_inference
 from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
 from tools.plot.attention import MAX_DRAWN_TOKENS, NEXT_TOKENS, compute_attention, draw_attention
+from tools.plot.embeddings import draw_embeddings
 from tools.plot.losses import MAX_TRAINING_POINTS, draw_losses
 from tools.plot.runs import group_runs, read_runs
 from tools.plot.table import compare_groups, format_table
@@ -54,11 +56,11 @@ def test_table_has_best_run_first_and_only_settings_that_differ():
 
 
 REPEATED_TABLE = """\
-| run            |   best val loss | seeds | at step | time, s |
-| -------------- | --------------: | ----: | ------: | ------: |
-| out-s/a,seed=* | 1.5000 ± 0.0100 |     3 |      10 |       4 |
-| out-s/c,seed=0 | 1.5100          |     1 |      10 |       4 |
-| out-s/b,seed=* | 1.6000 ± 0.0100 |     3 |      10 |       4 |
+| run      |   best val loss | seeds | at step | time, s |
+| -------- | --------------: | ----: | ------: | ------: |
+| a,seed=* | 1.5000 ± 0.0100 |     3 |      10 |       4 |
+| c,seed=0 | 1.5100          |     1 |      10 |       4 |
+| b,seed=* | 1.6000 ± 0.0100 |     3 |      10 |       4 |
 """
 
 
@@ -148,7 +150,7 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds():
     write_run("out-s/n=2,seed=3", [])
     write_run("out-s/n=4,seed=1", [5.0, 4.0])
     figure = draw_losses(read_groups("out-s"), "steps")
-    training, validation, best = read_curves(figure)["out-s/n=2,seed=*"]
+    training, validation, best = read_curves(figure)["n=2,seed=*"]
     assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
     assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
     assert best == [validation[1]]
@@ -187,6 +189,7 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
         (["out-a", "--out=a.pdf"], "--out=a.pdf must be a PNG file"),
         (["--attention"], "one with --attention"),
         (["--attention", "out-a", "out-b"], "one with --attention"),
+        (["--attention", "--embeddings", "out-a"], "one with --attention or --embeddings"),
         (["--attention", "out-b"], "there is no checkpoint out-b.ckpt.pt"),
     ],
 )
@@ -230,12 +233,14 @@ def test_picture_of_attention_is_labeled(verse):
     train.main(tiny.flags(max_iters=1, n_layer=2, out_dir="out-x"))
     prompt = "--start=thee to a day\n"  # longer than the context of 8 tokens
     settings = load_settings(plot.PlotConfig, ["--attention", "out-x", prompt])
-    figure = plot.plot_attention("out-x", settings)
+    figure = plot.plot_model("out-x", settings)
     assert len(find_heads(figure)) == 4
     for axes in find_heads(figure):
         assert [label.get_text() for label in axes.get_xticklabels()] == [*"o␣a␣day", "\\n"]
     plot.main(["--attention", "out-x", prompt, "--layer=1", "--out=one.png"])
-    assert Path("one.png").read_bytes().startswith(b"\x89PNG")
+    plot.main(["--embeddings", "out-x"])
+    for name in ("one.png", "embeddings.png"):
+        assert Path(name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="^out-x: there is no layer 2 of 2"):
         plot.main(["--attention", "out-x", "--layer=2"])
     train.main(tiny.flags(max_iters=1, n_layer=0))
@@ -265,3 +270,16 @@ def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
     for image, expected in zip(images, drawn, strict=True):
         assert torch.equal(torch.tensor(image.get_array()), expected)
         assert image.get_clim() == (0, drawn.max())
+
+
+def test_similar_embeddings_are_drawn_in_groups(trained):
+    weight = trained.model.transformer.wte.weight.data
+    weight += 3 * F.one_hot(torch.arange(37) % 4, 16)
+    figure = draw_embeddings(trained, "a title", [*range(30), 2, 1])
+    labels = [label.get_text().replace("␣", " ") for label in figure.axes[0].get_xticklabels()]
+    ids = torch.tensor(trained.tokenizer.encode("".join(labels)).tolist())
+    assert sorted(ids) == [*range(30)]
+    assert ((ids % 4).diff() != 0).sum() == 3  # four groups
+    drawn = torch.tensor(figure.axes[0].get_images()[0].get_array())
+    expected = F.cosine_similarity(weight[ids][:, None], weight[ids], dim=-1)
+    assert torch.allclose(drawn, expected, atol=1e-5)

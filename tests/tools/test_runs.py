@@ -20,7 +20,7 @@ def run(folder, loss):
 
 def test_runs_that_differ_in_their_seed_only_are_grouped_best_first():
     names = ["a/seed=1,n=2", "a/seed=2,n=2", "a/seed=1,n=4", "b/seed=1,n=2", "a/seed=11,n=2"]
-    groups = group_runs(map(run, names, (3, 4, 1, None, 5)))
+    groups = group_runs(map(run, [f"runs/{name}" for name in names], (3, 4, 1, None, 5)))
     assert [group.name for group in groups] == ["a/seed=1,n=4", "a/seed=*,n=2", "b/seed=1,n=2"]
     assert [group.mean_loss for group in groups] == [1, 4, math.inf]
 

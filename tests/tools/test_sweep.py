@@ -325,7 +325,7 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
     head, row = ([cell.strip() for cell in line.split("|")[1:4]] for line in (head, row))
     mean = sum(run.best()["loss"] for run in runs) / 2
     assert head == ["run", "best val loss", "seeds"]
-    assert (row[0], row[2]) == ("out-sweep/n_layer=1,seed=*", "2")
+    assert (row[0], row[2]) == ("n_layer=1,seed=*", "2")
     assert row[1].startswith(f"{mean:.4f} ± ")
     Path("out-sweep/n_layer=1,seed=1").rename("out-sweep/n_layer=3,seed=1")
     with pytest.raises(UserError, match="n_layer was 1, now 3"):

@@ -1,1 +1,1 @@
-"""Compares runs in a table and a plot, and draws attention. Start reading in `__main__.py`."""
+"""Compares runs in a table and a plot, and draws models. Start reading in `__main__.py`."""

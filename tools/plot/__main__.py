@@ -1,8 +1,9 @@
-"""Compare runs in a table and a plot of their loss curves, or plot a model's attention.
+"""Compare runs in a table and a plot, or plot a model's attention or embeddings.
 
     python -m tools.plot out-a out-b
     python -m tools.plot out-sweep --x=seconds --out=losses.png
     python -m tools.plot --attention out-a --start="To be, or not" --layer=0
+    python -m tools.plot --embeddings out-a
 
 Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are one row and one curve.
 Plots are PNG files and need matplotlib.
@@ -21,7 +22,7 @@ from folio.cli.settings import load_settings, parse_arguments, setting
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Compare runs in a table and a plot of their loss curves, or plot a model's attention."""
+    """Compare runs in a table and a plot, or plot a model's attention or embeddings."""
 
     ARGUMENTS: ClassVar[str] = "[OUT_DIR ...] [--name=value ...]"
     OPERANDS: ClassVar[str] = "runs"
@@ -31,17 +32,25 @@ class PlotConfig:
     y: Literal["loss", "bits_per_byte"] = setting(
         "loss", "y axis and table; bits per byte compare runs with different tokenizers"
     )
-    out: str | None = setting(None, "PNG file; None: runs.png or attention.png")
+    out: str | None = setting(None, "PNG file; None: runs.png, attention.png or embeddings.png")
 
     attention: bool = setting(
-        False, "plot attention weights and next-token probabilities", group="Attention"
+        False, "plot attention weights and next-token probabilities", group="Model"
     )
-    start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
-    layer: int | None = setting(None, "layer to plot; None: all", "[0, inf)")
+    embeddings: bool = setting(False, "plot the cosine similarities of token embeddings")
+    start: str | None = setting(
+        None, "prompt, or tokens of --embeddings: text, FILE:path, or - for standard input"
+    )
+    layer: int | None = setting(
+        None, "layer to plot with --attention, from 0; None: all", "[0, inf)"
+    )
 
     def __post_init__(self):
-        if not self.runs or self.attention and len(self.runs) > 1:
-            raise ValueError("specify the run directories to compare, or one with --attention")
+        plots = self.attention + self.embeddings
+        if not self.runs or plots > 1 or plots and len(self.runs) > 1:
+            raise ValueError(
+                "specify the run directories to compare, or one with --attention or --embeddings"
+            )
         path = Path("runs.png" if self.out is None else self.out)
         if path.suffix.lower() != ".png" or not path.parent.is_dir():
             raise ValueError(f"--out={self.out} must be a PNG file in an existing folder")
@@ -55,6 +64,7 @@ from folio.hardware.memory import explain_out_of_memory
 from folio.inference.trained_model import load_trained
 from sample import read_prompt
 from tools.plot.attention import draw_attention
+from tools.plot.embeddings import draw_embeddings
 from tools.plot.losses import draw_losses
 from tools.plot.runs import group_runs, read_runs
 from tools.plot.table import compare_groups, format_table
@@ -62,14 +72,16 @@ from tools.plot.table import compare_groups, format_table
 
 def main(argv=None):
     settings = load_settings(PlotConfig, argv)
-    if not settings.attention:
+    of_model = settings.attention or settings.embeddings
+    if not of_model:
         groups = group_runs(read_runs(settings.runs), settings.y)
         print("\n".join(format_table(compare_groups(groups))), flush=True)
     if not find_spec("matplotlib"):
         raise UserError("plots need matplotlib: pip install matplotlib")
-    if settings.attention:
+    if of_model:
+        default_path = "attention.png" if settings.attention else "embeddings.png"
         with explain_out_of_memory("cpu", "use a shorter --start"):
-            default_path, figure = "attention.png", plot_attention(settings.runs[0], settings)
+            figure = plot_model(settings.runs[0], settings)
     else:
         default_path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or default_path
@@ -78,11 +90,13 @@ def main(argv=None):
     print(f"wrote {path}")
 
 
-def plot_attention(folder, settings):
+def plot_model(folder, settings):
     """Returns a matplotlib figure for the best model of a run. `settings` is a PlotConfig."""
     prompt = read_prompt(settings.start)
     trained = load_trained(RunDir(folder).load_best())
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
+    if settings.embeddings:
+        return draw_embeddings(trained, folder, ids if prompt else None)
     return draw_attention(trained, ids, folder, settings.layer)
 
 

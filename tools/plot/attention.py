@@ -65,19 +65,29 @@ def draw_attention(trained, ids, title, layer=None):
     grid = figure.add_gridspec(rows, columns + 1)
     labels = [format_token(tokenizer, token) for token in drawn]
     weights = {layer: weights[layer][:, -len(drawn) :, -len(drawn) :] for layer in layers}
-    rotation = 90 if max(map(len, labels)) > 2 else 0
     highest = max(float(values.max()) for values in weights.values())
     for number, (layer, head) in enumerate(heads):
         axes = figure.add_subplot(grid[number // columns, number % columns])
         axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-        axes.tick_params(labelsize=6)
-        axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
-        axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
-        image = axes.imshow(weights[layer][head].numpy(), cmap="Blues", vmin=0, vmax=highest)
+        image = draw_heat_map(
+            axes, weights[layer][head], labels, cmap="Blues", vmin=0, vmax=highest
+        )
     bar = figure.colorbar(image, ax=figure.axes, shrink=0.6, aspect=40, location="bottom")
     bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
     draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
     return figure
+
+
+def draw_heat_map(axes, values, labels, **colors):
+    """Draws values, (T, T), with the same labels for rows and columns. Returns the image.
+
+    `colors` are arguments of imshow.
+    """
+    rotation = 90 if max(map(len, labels)) > 2 else 0
+    axes.tick_params(labelsize=6)
+    axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
+    axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
+    return axes.imshow(values.numpy(), **colors)
 
 
 def draw_next_tokens(axes, trained, ids):

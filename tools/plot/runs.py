@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections import defaultdict
 from contextlib import suppress
@@ -90,7 +91,7 @@ def find_nested_runs():
 class Group:
     """Runs that differ only in their seed. Their losses are values of `measure`."""
 
-    name: str  # the folder of a single run, or a pattern: out-sweep/n_layer=2,seed=*
+    name: str  # that of a single run's folder, or a pattern: n_layer=2,seed=*
     runs: list
     measure: str = "loss"  # or bits_per_byte, which compares runs with different tokenizers
 
@@ -130,16 +131,19 @@ class Group:
 def group_runs(runs, measure="loss"):
     """Returns the groups of runs, the best mean loss first; groups without a loss come last.
 
-    Runs whose folders differ only in "seed=NUMBER" are a group. Losses are compared per dataset and
-    tokenizer.
+    Runs whose folders differ only in "seed=NUMBER" are a group. Names of groups are relative to the
+    innermost folder that contains all runs. Losses are compared per dataset and tokenizer.
     """
+    runs = list(runs)
+    parents = [os.path.abspath(Path(run.folder).parent) for run in runs]
+    parent = os.path.commonpath(parents) if runs else None
     runs_of_pattern = defaultdict(list)
     for run in runs:
         runs_of_pattern[FOLDER_SEED_PATTERN.sub("seed=*", run.folder)].append(run)
     groups = []
     for pattern, similar_runs in runs_of_pattern.items():
         name = pattern if len(similar_runs) > 1 else similar_runs[0].folder
-        groups.append(Group(name, similar_runs, measure))
+        groups.append(Group(os.path.relpath(name, parent), similar_runs, measure))
     groups.sort(key=lambda group: group.mean_loss)
     if measure == "loss":
         for name in ("tokenizer", "dataset"):
