@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -55,6 +56,8 @@ def test_constraints_pin_every_required_package():
     assert versions.keys() == set(re.findall(r"^\w+", required + development, re.M))
     for name, minimum in re.findall(r"^(\w+)>=([\d.]+)$", required, re.M):
         assert version(versions[name]) >= version(minimum), name
+    uv_pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    assert uv_pins["constraint-dependencies"] == re.findall(r"^\w+==.+$", pinned, re.M)
 
 
 # Imports
