@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ import tiny
 import model
 from prepare import PrepareConfig
 from sample import SampleConfig
+from tools import settings_table
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +57,8 @@ def test_constraints_pin_every_required_package():
     assert versions.keys() == set(re.findall(r"^\w+", required + development, re.M))
     for name, minimum in re.findall(r"^(\w+)>=([\d.]+)$", required, re.M):
         assert version(versions[name]) >= version(minimum), name
+    uv_pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    assert uv_pins["constraint-dependencies"] == re.findall(r"^\w+==.+$", pinned, re.M)
 
 
 # Imports
@@ -147,6 +151,11 @@ def test_help_and_invalid_flags_are_answered_without_torch(script, argument, sta
 
 
 # Settings
+
+
+def test_the_page_of_settings_has_the_tables_of_the_scripts():
+    page = settings_table.PAGE.read_text(encoding="utf-8")
+    assert settings_table.with_tables(page) == page, "run python -m tools.settings_table"
 
 
 def test_the_settings_of_the_model_are_those_of_gptconfig():

@@ -16,11 +16,16 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, cause_of
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 PR_SET_PDEATHSIG = 1  # see prctl(2): the signal to send when the parent process ends
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
+SYSTEM_ERRORS = {  # part of a RuntimeError's message: advice
+    "can't start new thread": "increase the limit of processes, ulimit -u",
+    "no kernel image is available": "install a torch build that supports this GPU, as in "
+    "docs/platforms.md, or use --device=cpu",
+}
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
@@ -91,9 +96,10 @@ def _run(function, *args):
     except (UserError, MemoryError) as failure:
         error, status = failure, 2
     except RuntimeError as failure:
-        if str(failure) != "can't start new thread":
+        advice = [text for part, text in SYSTEM_ERRORS.items() if part in str(failure)]
+        if not advice:
             raise
-        error, status = f"{failure}: increase the limit of processes, ulimit -u", 2
+        error, status = f"{cause_of(failure)}: {advice[0]}", 2
     except OSError as failure:
         error, status = failure, 2
         if isinstance(failure, BrokenPipeError):  # the reader of the output has exited

@@ -144,7 +144,7 @@ def _parse_flag(settings_class, argument, remaining, choose):
     fields = _fields_by_name(settings_class)
     name, equals, text = argument[2:].partition("=")
     if name not in fields:
-        hint = suggest(name, fields, "; --help lists the settings")
+        hint = suggest(name, fields, f"; --help lists the settings; {_usage(settings_class)}")
         raise UserError(f"unknown setting --{name}{hint}")
     field = fields[name]
     if not equals:
@@ -272,15 +272,34 @@ def _run_config_file(path, fields, readable, choose):
     return values
 
 
-def _help_text(settings_class):
-    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
-    lines = [f"usage: {script_name()} {arguments}", "", inspect.getdoc(settings_class)]
+# Help
+
+
+def describe_settings(settings_class):
+    """Returns a tuple (group, name, default, type, explanation) of texts for each setting.
+
+    `group` is None, unless the setting starts a new heading. Operands have no tuple.
+    """
+    descriptions = []
     for name, field in _fields_by_name(settings_class).items():
         if name == getattr(settings_class, "OPERANDS", None):
             continue
-        if field.metadata["group"]:
-            lines += ["", field.metadata["group"]]
-        bounds = f" in {field.metadata['bounds']}" if field.metadata["bounds"] else ""
-        lines.append(f"  --{name}={field.default!r}")
-        lines.append(f"      {field.metadata['explanation']} ({_type_name(field)}{bounds})")
+        group, explanation, bounds = map(field.metadata.get, ("group", "explanation", "bounds"))
+        kind = _type_name(field) + (f" in {bounds}" if bounds else "")
+        descriptions.append((group, name, repr(field.default), kind, explanation))
+    return descriptions
+
+
+def _usage(settings_class):
+    """Returns the usage line of a script: 'usage: train.py [CONFIG_FILE ...] …'."""
+    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
+    return f"usage: {script_name()} {arguments}"
+
+
+def _help_text(settings_class):
+    lines = [_usage(settings_class), "", inspect.getdoc(settings_class)]
+    for group, name, default, kind, explanation in describe_settings(settings_class):
+        if group:
+            lines += ["", group]
+        lines += [f"  --{name}={default}", f"      {explanation} ({kind})"]
     return "\n".join(lines)

@@ -161,13 +161,19 @@ def resolve_dtype(name, device):
 
 @cache
 def _measure_peak(device, dtype):
-    """Returns the FLOP/s of the fastest of a few square matrix products."""
-    size = 512 if device_type(device) == "cpu" else 4096
+    """Returns the FLOP/s of the fastest of a few square matrix products.
+
+    On a CPU, it is that of one thread times the number of threads: beside another program, the
+    threads of a product would wait for each other.
+    """
+    is_cpu = device_type(device) == "cpu"
+    size, threads = (512, torch.get_num_threads()) if is_cpu else (4096, 1)
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
-    while len(seconds) < 10 and sum(seconds) < 0.5:  # 16-bit products can be very slow on a CPU
-        time.sleep(0.015)  # other processes may use the cores for a while
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the product
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)  # other work on the machine can only add time
+    with limit_threads(0):
+        while len(seconds) < 10 and sum(seconds) < 0.5:  # 16-bit products can be slow on a CPU
+            time.sleep(0.015)  # other processes may use the cores for a while
+            start = time.perf_counter()
+            (a @ a)[0, 0].item()  # waits for the product
+            seconds.append(time.perf_counter() - start)
+    return threads * 2 * size**3 / min(seconds)  # other work on the machine can only add time

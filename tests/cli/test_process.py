@@ -50,6 +50,7 @@ def shell(command, *lines, **variables):
         (UserError("no such\n  thing: \ud800\x1b"), "no such thing: \\ud800\\x1b"),
         (MemoryError(), "out of memory: use less data, or a machine with more memory"),
         (RuntimeError("can't start new thread"), "can't start new thread: increase the limit"),
+        (RuntimeError("no kernel image is available\nCUDA"), "no kernel image is available: "),
         (FileNotFoundError(2, "No such file or directory", "a"), "[Errno 2] No such file or "),
     ],
 )

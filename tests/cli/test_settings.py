@@ -201,6 +201,7 @@ def test_settings_that_contradict_each_other_are_an_error():
     ("argument", "names"),
     [
         ("--stepz=1", ["--stepz", "steps?"]),
+        ("--lr=1", ["--help", "usage: ", "[CONFIG_FILE ...]"]),
         ("--steps", ["--steps=VALUE"]),
         ("notes.txt", ["notes.txt", ".py"]),
         ("steps=5", ["steps=5", "--name=value"]),

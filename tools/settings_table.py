@@ -1,0 +1,72 @@
+"""Write the tables of docs/settings.md, which list the settings of all scripts.
+
+    python -m tools.settings_table
+
+The texts are those of `--help`. The page above the tables is kept.
+"""
+
+from dataclasses import dataclass
+
+from folio.cli import process
+from folio.cli.files import read_text, write_atomically
+from folio.cli.settings import ROOT, describe_settings, load_settings, parse_arguments
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """Write the tables of docs/settings.md, which list the settings of all scripts."""
+
+
+if __name__ == "__main__":
+    process.start(parse_arguments, TableConfig)  # --help must not wait for torch
+
+from prepare import PrepareConfig
+from sample import SampleConfig
+from tools.bench.__main__ import BenchConfig
+from tools.export import ExportConfig
+from tools.playground.__main__ import PlaygroundConfig
+from tools.plot.__main__ import PlotConfig
+from tools.sweep.__main__ import SweepSettings
+from train import TrainConfig
+
+PAGE = ROOT / "docs" / "settings.md"
+MARKER = "<!-- The rest of this page is written by: python -m tools.settings_table -->\n"
+SCRIPTS = {
+    "train.py": TrainConfig,
+    "sample.py": SampleConfig,
+    "prepare.py": PrepareConfig,
+    "tools.sweep": SweepSettings,
+    "tools.plot": PlotConfig,
+    "tools.playground": PlaygroundConfig,
+    "tools.export": ExportConfig,
+    "tools.bench": BenchConfig,
+}
+
+
+def main(argv=None):
+    load_settings(TableConfig, argv)
+    page = with_tables(read_text(PAGE))
+    with write_atomically(PAGE) as [file]:
+        file.write(page.encode())
+    print(f"wrote {PAGE}")
+
+
+def with_tables(page):
+    """Returns a page with the tables after the marker, in place of what was there."""
+    lines = [page.partition(MARKER)[0] + MARKER]
+    for script, settings_class in SCRIPTS.items():
+        lines += [f"## {script}", ""]
+        for number, (group, *cells) in enumerate(describe_settings(settings_class)):
+            if group:
+                lines += [*[""] * (number > 0), f"### {group}", ""]
+            if group or number == 0:
+                lines += ["| setting | default | type | explanation |", "| --- | --- | --- | --- |"]
+            name, default, *texts = cells
+            kind, explanation = (t.replace("|", "\\|").replace("<", "\\<") for t in texts)
+            lines.append(f"| `{name}` | `{default}` | {kind} | {explanation} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    process.run(main)
