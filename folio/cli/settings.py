@@ -166,8 +166,9 @@ def _find_config_file(argument, settings_class):
             return path
     if "=" in argument or argument.startswith("-"):
         raise UserError(f"write settings as --name=value, not {argument}")
-    if os.path.isdir(argument) and hasattr(settings_class, "out_dir"):
-        raise UserError(f"{argument} is a folder; did you mean --out_dir={argument}?")
+    for name, exists in (("out_dir", os.path.isdir), ("input", os.path.exists)):
+        if hasattr(settings_class, name) and exists(argument):
+            raise UserError(f"{argument} is not a config file; did you mean --{name}={argument}?")
     paths = sorted(PRESETS_FOLDER.rglob("[!_]*.py"))
     presets = [path.relative_to(ROOT).as_posix() for path in paths]
     hint = suggest(argument, presets, f"; available: {', '.join(presets)}")
