@@ -8,7 +8,7 @@ import tiny
 import train
 from folio.cli.errors import UserError
 from folio.training import setup
-from folio.training.setup import make_forward, make_plan, memory_advice, state_bytes
+from folio.training.setup import make_forward, make_plan, state_bytes
 from model import GPT, GPTConfig
 
 
@@ -35,13 +35,3 @@ def test_all_processes_compile_or_none(verse):
         plan.world = Mock(is_launched=False, gather=Mock(return_value=successes))
         with patch.object(setup, "compile_model", return_value="compiled"):
             assert make_forward("model", plan) == expected
-
-
-def test_advice_keeps_tokens_per_step_and_evaluation():
-    settings = tiny.settings(batch_size=15, gradient_accumulation_steps=2, eval_iters=7)
-    advice = memory_advice(settings)
-    assert "--batch_size=5 --gradient_accumulation_steps=6" in advice
-    assert "--eval_iters=21" in advice
-    assert "--activation_checkpointing=True" in advice
-    single = memory_advice(tiny.settings(batch_size=1, activation_checkpointing=True))
-    assert not set(single.split()) & {"--batch_size", "--activation_checkpointing=True"}
