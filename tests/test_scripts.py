@@ -3,7 +3,6 @@
 import ast
 import graphlib
 import re
-import shutil
 import subprocess
 import sys
 import typing
@@ -98,21 +97,6 @@ def test_imports_point_to_the_left_only():
 def test_imports_have_no_cycle():
     graph = {module: imports_of(path) for module, path in MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
-
-
-def test_a_users_own_files_are_not_checked_and_exports_are_ignored(tmp_path):
-    for name in (".gitignore", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("my_config.py", "notebook.ipynb", "out-a/a.py", "mine-hf/model.py", "runs.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("max_iters = undefined( 1 )\n")
-    for command in (["check", "."], ["format", "--check", "."]):
-        subprocess.run([sys.executable, "-m", "ruff", *command], cwd=tmp_path, check=True)
-    if shutil.which("git"):
-        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-        status = subprocess.check_output(["git", "status", "--short"], cwd=tmp_path, text=True)
-        untracked = {"?? .gitignore", "?? my_config.py", "?? notebook.ipynb", "?? pyproject.toml"}
-        assert set(status.splitlines()) == untracked
 
 
 def python(code, folder):

@@ -233,14 +233,12 @@ def state_bytes(config, settings, world_size=1):
     AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
     not counted, nor is what FSDP gathers.
     """
-    # A model with one block is built in no time, whatever n_layer is.
-    model = empty_model(dataclasses.replace(config, n_layer=1), "meta")
-    block = list(model.transformer.h.parameters())
-    values = model.num_params() + (config.n_layer - 1) * sum(p.numel() for p in block)
+    model = empty_model(config, "meta")
+    values = model.num_params()
     if not settings.eval_only:
         values *= 4
         if settings.optimizer == "muon":
-            values -= config.n_layer * sum(p.numel() for p in block if p.dim() == 2)
+            values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
     return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
 
 

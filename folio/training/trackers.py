@@ -94,8 +94,8 @@ class TensorBoard:
         purge_step = None
         if resumed:
             folder = max(root.glob("*-*"), default=folder)
-            # Hides the steps after the next one, which an earlier process may have logged. The
-            # evaluation at the step of the checkpoint is not repeated, so it must stay.
+            # Hides what an earlier process logged after the checkpoint, except at its step: an
+            # evaluation there is not repeated.
             purge_step = resumed.progress.step + 1
         self.writer = SummaryWriter(folder, purge_step=purge_step)
 
