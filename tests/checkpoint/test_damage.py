@@ -8,7 +8,7 @@ import tiny
 
 from folio.checkpoint.format import load_checkpoint
 from folio.cli.errors import UserError
-from folio.data.dataset import load_dataset, load_tokenizer
+from folio.data.dataset import load_dataset
 
 TEXT = "abcdé\nfghi" * 8
 REFUSED = object()  # the expected content of a file that must be refused
@@ -37,10 +37,6 @@ def read_dataset():
     dataset = load_dataset("own")
     content = vars(dataset) | {"tokenizer": dataset.tokenizer.to_dict()}
     return content | {"train": dataset.train[:].tolist(), "val": dataset.val[:].tolist()}
-
-
-def read_nanogpt_table():
-    return load_tokenizer("nano").vocab_size > 0  # a damaged table can be another table
 
 
 def assert_refused_or_equal(read, expected, name):
@@ -89,8 +85,3 @@ def test_damaged_checkpoint_is_refused_or_intact(read):
 def test_damaged_dataset_is_refused_or_intact(name):
     tiny.prepare_verse("own", TEXT)
     assert_damage_is_refused_or_harmless(Path("data/own", name), read_dataset)
-
-
-def test_damaged_table_of_nanogpt_is_refused_or_a_table():
-    tiny.write_nanogpt_dataset("nano", TEXT)
-    assert_damage_is_refused_or_harmless(Path("data/nano/meta.pkl"), read_nanogpt_table)

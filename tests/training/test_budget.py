@@ -117,13 +117,7 @@ def test_without_a_budget_the_position_is_the_step():
 
 @pytest.mark.parametrize(
     ("minutes", "line"),
-    [
-        (
-            20,
-            "time: all steps fit into --minutes; for longer training, increase",
-        ),
-        (5, "time: 284 of 600 steps fit into --minutes"),
-    ],
+    [(20, "time: all steps fit into --minutes; for"), (5, "time: 284 of 600 steps fit into")],
 )
 def test_the_plan_is_printed_before_the_run(minutes, line, capsys):
     run = SimulatedRun(minutes=minutes, max_iters=600, eval_interval=100, eval_iters=6)
