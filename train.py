@@ -153,7 +153,8 @@ def main(argv=None):
 
 def train(trainer):
     """Trains until max_iters, until patience is exhausted, or until a stop is requested."""
-    with trainer.stop_signal, Tracking(trainer) as tracking, Saver(trainer, tracking) as saver:
+    with trainer.stop_signal, Tracking(trainer) as tracking:
+        saver = Saver(trainer, tracking)
         try:
             run_steps(trainer, tracking, saver)
         except process.StopRequested as request:  # the weights are those of the last step
@@ -345,5 +346,4 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    # After a second Ctrl-C, the process ends without waiting for the thread that writes a file.
-    process.run(main, has_threads=True)
+    process.run(main)

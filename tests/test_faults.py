@@ -43,7 +43,7 @@ def run_train(folder, flags, fatal):
 
     files.os.replace = replace
     sys.argv = ["train.py", *flags]
-    process.run(train.main, has_threads=True)  # as train.py does
+    process.run(train.main)
 
 
 def start(flags, fatal=None):

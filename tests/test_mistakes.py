@@ -4,12 +4,10 @@ tests/cli/test_settings.py tests invalid settings and config files.
 """
 
 import io
-import math
 import os
 import pickle
 import shutil
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -69,22 +67,9 @@ def alter(path, change):
     torch.save(content, path)
 
 
-def compress(path):
-    with zipfile.ZipFile(path) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-
-
 def set_weights(content, convert):
     """Replaces the token embedding by a tensor of another kind."""
     content["model"]["transformer.wte.weight"] = convert(content["model"]["transformer.wte.weight"])
-
-
-def alter_moments(content):
-    for moments in content["optimizer"]["state"].values():
-        moments.update(exp_avg_sq=torch.zeros(3))
 
 
 def put_table(content):
@@ -98,10 +83,10 @@ def remove_tokenizer():
 
 
 class Hostile:
-    """Creates a folder if it is unpickled without restrictions."""
+    """Creates a file if it is unpickled without restrictions."""
 
     def __reduce__(self):
-        return os.mkdir, ("executed",)
+        return open, ("executed", "w")
 
 
 # (damage to the current folder, arguments or a whole command, part of the error line)
@@ -125,8 +110,7 @@ MISTAKES_BY_SCRIPT = {
         (None, ["--out_dir="], "out_dir"),
         (None, ["--out_dir=verse.txt/out"], "verse.txt/out"),
         (None, ["--device=gpu"], "'gpu'"),
-        (None, ["--n_layer=1000000000"], "n_layer must be from 0 to 16777216"),
-        (None, ["--n_layer=10000000"], "memory"),
+        (None, ["--n_embd=1000000"], "memory"),
         (None, ["--out_dir=run/ckpt.pt"], "'run/ckpt.pt' is not a run's folder"),
         (None, ["--teachers=run/ckpt.pt"], "'run/ckpt.pt' is not a run's folder"),
         (None, ["--teachers=,"], "'' is not a run's folder"),
@@ -138,14 +122,7 @@ MISTAKES_BY_SCRIPT = {
         # Resuming
         (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
         (None, [*RESUME, "--n_layer=12"], "n_layer is 1 in the checkpoint and 12"),  # the default
-        (None, [*RESUME, "--optimizer=muon"], "optimizer is adamw in the checkpoint"),
-        (
-            lambda: tiny.prepare_verse(text=tiny.VERSE * 30),
-            RESUME,
-            "dataset verse has other content",
-        ),
         (lambda: alter(LAST, lambda c: c.update(optimizer=7)), RESUME, LAST),
-        (lambda: alter(LAST, alter_moments), RESUME, LAST),  # fused AdamW would crash
         (lambda: put_folder("run/log.jsonl"), RESUME, "run/log.jsonl"),
         (lambda: put_pipe("run/log.jsonl"), RESUME, "run/log.jsonl"),
         (lambda: put_pipe(META), [], META),
@@ -175,35 +152,11 @@ CHECKPOINTS = {
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
     "a later format": lambda path: alter(path, lambda c: c.update(format=99)),
     "a pipe": put_pipe,
-    "compressed": compress,
 }
-MODEL_ARGS = [{"n_embd": 32}, {"n_embd": 16.0}, {"n_embd": 2**40}, {"n_layer": 10**9}]
-MODEL_ARGS += [{"n_layer": 10**6}, {"bias": "yes"}, {"vocab_size": True}, {"dropout": 2.0}]
-MODEL_ARGS += [{"position": "rotary", "block_size": 2**62}, {"activation": []}]
-FIELDS = [
-    {"scaler": 1},
-    {"tokenizer": {"kind": "char", "characters": [1]}},
-    {"tokenizer": [1]},
-    {"data": "x"},
-    {"config": 3},
-    {"config": {"bias": torch.ones(2)}},
-]
-FIELDS += [{"data": {"train": torch.ones(2)}}]
-FIELDS += [{"iter_num": -1}, {"position": math.nan}, {"num_steps": 2**60}, {"elapsed_s": math.inf}]
-FIELDS += [
-    {"iter_num": "x"},
-    {"log_bytes": "1"},
-    {"log_bytes": -(2**70)},
-    {"best_val_loss": None},
-    {"model": {"a": 1}},
-]
-nested = []
-for _ in range(40):
-    nested = [nested, nested]  # 2^40 brackets as text
+MODEL_ARGS = [{"n_embd": 32}, {"n_embd": 2**40}, {"n_layer": 10**6}, {"bias": "yes"}]
+FIELDS = [{"iter_num": "x"}, {"best_val_loss": None}, {"model": {"a": 1}}, {"model": [1]}]
 CONVERSIONS = {
-    "complex": lambda w: w.to(torch.complex64),
     "float8": lambda w: w.to(torch.float8_e4m3fn),
-    "integers": lambda w: w.to(torch.int8),
     "sparse": lambda w: w.to_sparse(),
     "meta": lambda w: w.to("meta"),
 }
@@ -211,10 +164,6 @@ for value in MODEL_ARGS:
     CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c["model_args"].update(v))
 for value in FIELDS:
     CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c.update(v))
-CHECKPOINTS |= {
-    "endless settings": lambda path: alter(path, lambda c: c.update(config={"a": nested})),
-    "endless bias": lambda path: alter(path, lambda c: c["model_args"].update(bias=nested)),
-}
 for name, convert in CONVERSIONS.items():
     CHECKPOINTS[name] = lambda path, f=convert: alter(path, lambda c: set_weights(c, f))
 

@@ -114,12 +114,6 @@ def test_the_larger_model_needs_time_and_text_whatever_the_tokens(text_size):
         assert load_preset("own_text.py", "cpu", "--minutes=30").n_layer == layers
 
 
-def test_the_time_budget_has_a_default_and_can_be_removed():
-    assert load_preset("own_text.py", "cpu").minutes == 2
-    assert load_preset("own_text.py", "cpu", "--minutes=5").minutes == 5
-    assert load_preset("own_text.py", "cpu", "--minutes=None").minutes is None
-
-
 # GPT-2
 
 

@@ -3,7 +3,6 @@
 import ast
 import graphlib
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -46,19 +45,13 @@ def test_a_trained_model_reproduces_a_memorized_text(tmp_path):
     assert text.startswith(line + line)
 
 
-def version(text):
-    return [int(number) for number in text.split(".")]
-
-
 def test_constraints_pin_every_required_package():
     names = ("requirements.txt", "requirements-dev.txt", "constraints.txt")
     required, development, pinned = ((ROOT / name).read_text() for name in names)
-    versions = dict(re.findall(r"^(\w+)==([\d.]+)$", pinned, re.M))
-    assert versions.keys() == set(re.findall(r"^\w+", required + development, re.M))
-    for name, minimum in re.findall(r"^(\w+)>=([\d.]+)$", required, re.M):
-        assert version(versions[name]) >= version(minimum), name
-    uv_pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
-    assert uv_pins["constraint-dependencies"] == re.findall(r"^\w+==.+$", pinned, re.M)
+    pins = re.findall(r"^(\w+)==.+$", pinned, re.M)
+    assert set(pins) == set(re.findall(r"^\w+", required + development, re.M))
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    assert uv["constraint-dependencies"] == re.findall(r"^\w+==.+$", pinned, re.M)
 
 
 # Imports
@@ -102,21 +95,6 @@ def test_imports_point_to_the_left_only():
 def test_imports_have_no_cycle():
     graph = {module: imports_of(path) for module, path in MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
-
-
-def test_a_users_own_files_are_not_checked_and_exports_are_ignored(tmp_path):
-    for name in (".gitignore", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("my_config.py", "notebook.ipynb", "out-a/a.py", "mine-hf/model.py", "runs.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("max_iters = undefined( 1 )\n")
-    for command in (["check", "."], ["format", "--check", "."]):
-        subprocess.run([sys.executable, "-m", "ruff", *command], cwd=tmp_path, check=True)
-    if shutil.which("git"):
-        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-        status = subprocess.check_output(["git", "status", "--short"], cwd=tmp_path, text=True)
-        untracked = {"?? .gitignore", "?? my_config.py", "?? notebook.ipynb", "?? pyproject.toml"}
-        assert set(status.splitlines()) == untracked
 
 
 def python(code, folder):

@@ -6,7 +6,6 @@ one event of the run per line, a JSON object.
 """
 
 import json
-import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -47,18 +46,11 @@ class RunDir:
         return self._load(self.best, optimizers=False)
 
     def load_newest(self, required=True, optimizers=True):
-        """Returns the newest checkpoint, or None if there is none and it is not required.
-
-        Without ckpt.pt, the best state is unknown; the next evaluation writes it.
-        """
+        """Returns the newest checkpoint, or None if there is none and it is not required."""
         path = self.last if is_file(self.last) else self.best
         if not (required or is_file(path)):
             return None
-        newest = self._load(path, optimizers)
-        if not is_file(self.best):
-            newest.progress.evaluated_position = newest.progress.best_step = -1
-            newest.progress.best_val_loss, newest.progress.evaluations_since_best = math.inf, 0
-        return newest
+        return self._load(path, optimizers)
 
     def _load(self, path, optimizers=True):
         if not is_file(path):
@@ -113,17 +105,13 @@ class RunDir:
     def read_evaluations(self):
         """Returns (step, training loss, validation loss) of each evaluation in log.jsonl.
 
-        Skips incomplete lines, which a full disk can cause.
+        The list is empty if the log cannot be read, as after errors of the disk.
         """
-        evaluations = []
-        with suppress(OSError):
-            for line in self.log.read_bytes().splitlines():
-                with suppress(ValueError, KeyError, TypeError, RecursionError):
-                    event = json.loads(line)
-                    if event["split"] == "val":
-                        losses = float(event["train_loss"]), float(event["loss"])
-                        evaluations.append((int(event["step"]), *losses))
-        return evaluations
+        with suppress(OSError, ValueError):
+            events = map(json.loads, self.log.read_bytes().splitlines())
+            evaluations = [event for event in events if event["split"] == "val"]
+            return [(e["step"], e["train_loss"], e["loss"]) for e in evaluations]
+        return []
 
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.

@@ -101,8 +101,10 @@ def orthogonalize_copies(matrices, world):
     last parts are padded with zeros.
     """
     results = list(matrices)
-    for indices in group_indices([tuple(sorted(matrix.shape)) for matrix in matrices]):
-        stack = torch.stack([as_wide(matrices[i]) for i in indices])
+    # No more rows than columns, for a smaller Gram matrix.
+    wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T for matrix in matrices]
+    for indices in group_indices([matrix.shape for matrix in wide]):
+        stack = torch.stack([wide[i] for i in indices])
         n = math.ceil(len(stack) / world.size)
         padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
         stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
@@ -133,8 +135,3 @@ def group_indices(keys):
     for i, key in enumerate(keys):
         groups[key].append(i)
     return list(groups.values())
-
-
-def as_wide(matrix):
-    """Returns a view with no more rows than columns, for a smaller Gram matrix."""
-    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T

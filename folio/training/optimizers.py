@@ -12,7 +12,6 @@ from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import DTYPES
 from folio.training.muon import Muon
 
-STATE_KEYS = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 EMBEDDING_LR_SCALE = 5.0  # chosen empirically
 
 
@@ -60,30 +59,24 @@ def restore_optimizers(optimizers, checkpoint):
         if saved.keys() != optimizers.keys():
             raise ValueError(f"it belongs to {' and '.join(saved)}")
         for name, optimizer in optimizers.items():
-            _restore(optimizer, saved[name], STATE_KEYS[name])
+            _restore(optimizer, saved[name])
     except Exception as error:  # the content may be anything
         raise UserError(
             f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
         ) from error
 
 
-def _restore(optimizer, saved, keys):
-    """Loads a state_dict of full tensors. `keys` are the names of the tensors of a parameter."""
+def _restore(optimizer, saved):
+    """Loads a state_dict of full tensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = saved["state"].keys()
     if indices and indices != set(range(len(parameters))):  # empty before the first step
         raise ValueError("it belongs to other parameters")
     state = {}
     for index, tensors in saved["state"].items():
-        parameter = parameters[index]
-        if tensors.keys() != keys:
-            raise ValueError(f"parameter {index} has {', '.join(tensors)}")
-        for key, value in tensors.items():  # fused AdamW would crash if it does not fit
-            shape = () if key == "step" else parameter.shape
-            if value.shape != shape or not value.is_contiguous():
-                raise ValueError(f"{key} of parameter {index} has a different shape or layout")
-        moments = {key: shard_like(parameter, tensors[key]) for key in keys - {"step"}}
-        state[index] = tensors | moments
+        moments = {key: value for key, value in tensors.items() if key != "step"}
+        shards = {key: shard_like(parameters[index], value) for key, value in moments.items()}
+        state[index] = tensors | shards
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group["lr"] = saved_group["lr"]  # in case the state is saved before the next step

@@ -35,6 +35,10 @@ from model import GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
+MEMORY_ADVICE = (
+    "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
+    "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
+)
 
 
 @dataclass
@@ -61,7 +65,7 @@ def join_processes(settings):
     """A context with the World of a run, which explains errors of the network and of memory."""
     with (
         process_group(settings.device) as world,
-        explain_out_of_memory(world.device, memory_advice(settings)),
+        explain_out_of_memory(world.device, MEMORY_ADVICE),
     ):
         yield world
 
@@ -229,14 +233,12 @@ def state_bytes(config, settings, world_size=1):
     AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
     not counted, nor is what FSDP gathers.
     """
-    # A model with one block is built in no time, whatever n_layer is.
-    model = empty_model(dataclasses.replace(config, n_layer=1), "meta")
-    block = list(model.transformer.h.parameters())
-    values = model.num_params() + (config.n_layer - 1) * sum(p.numel() for p in block)
+    model = empty_model(config, "meta")
+    values = model.num_params()
     if not settings.eval_only:
         values *= 4
         if settings.optimizer == "muon":
-            values -= config.n_layer * sum(p.numel() for p in block if p.dim() == 2)
+            values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
     return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
 
 
@@ -249,19 +251,3 @@ def check_memory(config, settings, world_size):
             f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
             f"has {available / 2**30:,.1f} GiB: decrease --n_layer or --n_embd"
         )
-
-
-def memory_advice(settings):
-    """Returns which settings reduce memory, if possible with the same tokens per step."""
-    size = settings.batch_size
-    factor = next((n for n in range(2, size + 1) if size % n == 0), None)
-    others = "decrease --block_size, --n_layer or --n_embd"
-    if not settings.activation_checkpointing:
-        others = f"use --activation_checkpointing=True; or {others}"
-    if not factor:
-        return others
-    return (
-        f"use --batch_size={size // factor} --gradient_accumulation_steps="
-        f"{settings.gradient_accumulation_steps * factor} for the same tokens per step, with "
-        f"--eval_iters={settings.eval_iters * factor} for the same evaluation; or {others}"
-    )

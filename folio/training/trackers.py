@@ -91,26 +91,21 @@ class TensorBoard:
 
         root = Path(settings.out_dir, "tensorboard")
         folder = root / time.strftime("%Y%m%d-%H%M%S")
-        purge_steps = {"train": 0, "val": 0}
-        if resumed:  # purge the steps that an earlier process logged after the checkpoint
+        purge_step = None
+        if resumed:
             folder = max(root.glob("*-*"), default=folder)
-            progress = resumed.progress
-            is_evaluated = progress.evaluated_position >= progress.position
-            purge_steps = {"train": progress.step, "val": progress.step + is_evaluated}
-        self.writers = {
-            split: SummaryWriter(folder / split, purge_step=step)
-            for split, step in purge_steps.items()
-        }
+            # Hides what an earlier process logged after the checkpoint, except at its step: an
+            # evaluation there is not repeated.
+            purge_step = resumed.progress.step + 1
+        self.writer = SummaryWriter(folder, purge_step=purge_step)
 
     def log(self, event, numbers):
-        writer = self.writers[event["split"]]
         for name, value in numbers.items():
-            writer.add_scalar(name, value, event["step"])
-        writer.flush()
+            self.writer.add_scalar(name, value, event["step"])
+        self.writer.flush()
 
     def close(self):
-        for writer in self.writers.values():
-            writer.close()
+        self.writer.close()
 
 
 TRACKERS = {"wandb_log": Wandb, "tensorboard": TensorBoard}

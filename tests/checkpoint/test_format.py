@@ -112,43 +112,22 @@ def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
     assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 
 
-@pytest.mark.parametrize(("prefix", "masks"), [("", False), ("_orig_mod.", True)])
-def test_nanogpts_checkpoint_loads(prefix, masks):
-    model, optimizers = train_one_step()
-    weights = model.state_dict()
-    if masks:  # a buffer that nanoGPT stored before PyTorch 2
-        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
-    content = {
-        "model": {prefix + name: tensor for name, tensor in weights.items()},
-        "optimizer": optimizers["adamw"].state_dict(),
-        "model_args": SHAPE,
-        "iter_num": 2000,
-        "best_val_loss": torch.tensor(1.5),
-        "config": {"dataset": "verse"},
-    }
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_nanogpts_checkpoint_loads(prefix):
+    model = tiny.write_nanogpt_checkpoint(11, prefix=prefix)
+    content = tiny.load()
+    del content["model_args"]["dropout"]
+    # A buffer that nanoGPT stored before PyTorch 2.
+    content["model"][f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
     torch.save(content, "ckpt.pt")
     loaded = load_checkpoint("ckpt.pt")
     assert have_same_logits(build_model(loaded), model)
-    assert loaded.config == GPTConfig(**SHAPE, bias=True, dropout=0.0)
-    assert loaded.progress == Progress(2000, 2000, None, 2000, 2000, 1.5)
+    assert loaded.config == GPTConfig(**SHAPE, bias=False, dropout=0.0)
+    assert loaded.progress == Progress(3, 3, None, 3, 3, 2.5)
     assert type(loaded.progress.best_val_loss) is float
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model": [1]}, "damaged or not a checkpoint"),
-        ({"model_args": SHAPE | {"rope": True}}, "damaged or not a checkpoint"),
-        ({"format": 2}, "a later version"),
-    ],
-    ids=str,
-)
-def test_content_that_is_not_a_checkpoint_is_refused(changes, reason):
-    with pytest.raises(UserError, match=f"ckpt.pt is .*{reason}"):
-        load_checkpoint(rewrite(**changes))
 
 
 @pytest.mark.parametrize("value", [torch.zeros(16, 8), torch.zeros(())])

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
-import torch
 from hypothesis import given, settings, strategies
 
 import train
@@ -118,13 +117,7 @@ def test_without_a_budget_the_position_is_the_step():
 
 @pytest.mark.parametrize(
     ("minutes", "line"),
-    [
-        (
-            20,
-            "time: all steps fit into --minutes; for longer training, increase",
-        ),
-        (5, "time: 284 of 600 steps fit into --minutes"),
-    ],
+    [(20, "time: all steps fit into --minutes; for"), (5, "time: 284 of 600 steps fit into")],
 )
 def test_the_plan_is_printed_before_the_run(minutes, line, capsys):
     run = SimulatedRun(minutes=minutes, max_iters=600, eval_interval=100, eval_iters=6)
@@ -190,19 +183,6 @@ def test_a_resumed_run_with_a_budget_equals_an_uninterrupted_one(verse, slow_ste
     line = f"{saved['iter_num']} of 1,000 steps fitted into --minutes"
     assert capsys.readouterr().out.splitlines().count(line) == 2
     assert saved["position"] == pytest.approx(1000)
-
-
-def test_a_finished_run_of_an_earlier_version_stays_finished(verse, slow_steps, capsys):
-    train.main(tiny.flags(**SHORT))
-    for path in ("out/ckpt.pt", "out/last.pt"):
-        content = torch.load(path)
-        content.pop("position", None)  # both can be the same file
-        content.pop("num_steps", None)
-        step = content["iter_num"]  # at 0 in ckpt.pt, if that is the best
-        content |= {"evaluated": step, "fitted_iters": max(step, 1)}
-        torch.save(content, path)
-    train.main(tiny.flags(**SHORT, init_from="resume"))
-    assert capsys.readouterr().out.splitlines()[-1].startswith("finished at step")
 
 
 def test_a_finished_run_continues_after_a_greater_request(verse, slow_steps, capsys):

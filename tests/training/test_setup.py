@@ -5,10 +5,8 @@ from unittest.mock import Mock, patch
 import pytest
 import tiny
 
-import train
-from folio.cli.errors import UserError
 from folio.training import setup
-from folio.training.setup import make_forward, make_plan, memory_advice, state_bytes
+from folio.training.setup import make_forward, make_plan, state_bytes
 from model import GPT, GPTConfig
 
 
@@ -24,24 +22,9 @@ def test_weights_gradients_and_moments_are_counted(switches):
     assert state_bytes(config, tiny.settings(parallel="fsdp"), world_size=4) == 4 * count
 
 
-def test_a_model_that_cannot_fit_is_refused(verse):
-    with pytest.raises(UserError, match="decrease .*--n_embd"):
-        train.main(tiny.flags(n_embd=10**6))
-
-
 def test_all_processes_compile_or_none(verse):
     plan = make_plan(tiny.settings(compile=True))
     for successes, expected in (([True, True], "compiled"), ([True, False], "model")):
         plan.world = Mock(is_launched=False, gather=Mock(return_value=successes))
         with patch.object(setup, "compile_model", return_value="compiled"):
             assert make_forward("model", plan) == expected
-
-
-def test_advice_keeps_tokens_per_step_and_evaluation():
-    settings = tiny.settings(batch_size=15, gradient_accumulation_steps=2, eval_iters=7)
-    advice = memory_advice(settings)
-    assert "--batch_size=5 --gradient_accumulation_steps=6" in advice
-    assert "--eval_iters=21" in advice
-    assert "--activation_checkpointing=True" in advice
-    single = memory_advice(tiny.settings(batch_size=1, activation_checkpointing=True))
-    assert not set(single.split()) & {"--batch_size", "--activation_checkpointing=True"}
