@@ -27,16 +27,14 @@ if __name__ == "__main__":
     process.start(parse_arguments, ExportConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
-from folio.hardware.memory import explain_out_of_memory
 from folio.pretrained.huggingface import write_pretrained
 from folio.pretrained.load import checkpoint_tokenizer
 
 
 def main(argv=None):
     settings = load_settings(ExportConfig, argv)
-    with explain_out_of_memory("cpu", "use a machine with more memory"):
-        checkpoint = RunDir(settings.out_dir).load_best()
-        kind = write_pretrained(settings.to, checkpoint, checkpoint_tokenizer(checkpoint))
+    checkpoint = RunDir(settings.out_dir).load_best()
+    kind = write_pretrained(settings.to, checkpoint, checkpoint_tokenizer(checkpoint))
     print(f"wrote {settings.to}: {kind} of {checkpoint.summary}")
 
 

@@ -5,21 +5,7 @@
 The texts are those of `--help`. The page above the tables is kept.
 """
 
-from dataclasses import dataclass
-
-from folio.cli import process
-from folio.cli.files import read_text, write_atomically
-from folio.cli.settings import ROOT, describe_settings, load_settings, parse_arguments
-
-
-@dataclass(frozen=True)
-class TableConfig:
-    """Write the tables of docs/settings.md, which list the settings of all scripts."""
-
-
-if __name__ == "__main__":
-    process.start(parse_arguments, TableConfig)  # --help must not wait for torch
-
+from folio.cli.settings import ROOT, describe_settings
 from prepare import PrepareConfig
 from sample import SampleConfig
 from tools.bench.__main__ import BenchConfig
@@ -43,14 +29,6 @@ SCRIPTS = {
 }
 
 
-def main(argv=None):
-    load_settings(TableConfig, argv)
-    page = with_tables(read_text(PAGE))
-    with write_atomically(PAGE) as [file]:
-        file.write(page.encode())
-    print(f"wrote {PAGE}")
-
-
 def with_tables(page):
     """Returns a page with the tables after the marker, in place of what was there."""
     lines = [page.partition(MARKER)[0] + MARKER]
@@ -69,4 +47,4 @@ def with_tables(page):
 
 
 if __name__ == "__main__":
-    process.run(main)
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
