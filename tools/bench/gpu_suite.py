@@ -5,8 +5,6 @@
 
 Each measurement is one command. When it ends, its figures are written to out-gpu-suite/NAME.json.
 If that file exists, the command is not repeated. An error is printed, and the next command runs.
-Arguments after -- are added to every command of train.py, such as --compile=max-autotune; use
-another folder for such results (--results).
 
 Both programs need their data/shakespeare_char. Random tokens are added to both data folders.
 nanoGPT's MFU is relative to an A100.
@@ -17,14 +15,18 @@ import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+
+import numpy as np
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.settings import ROOT, load_settings, parse_arguments, setting
+from folio.cli.settings import ROOT, load_settings, setting
+from tools.bench.measure import describe_machine, format_figures, measure_command
+from tools.plot.table import format_table
 
+RESULTS = Path("out-gpu-suite")
 TARGET_LOSS = 1.4697  # of nanoGPT's Shakespeare recipe, from its README
-RANDOM_DATASET_VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}
+VOCAB_SIZE = 50_304  # of GPT-2, padded
 
 # {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
 # and {out}, folders. train.py gets --out_dir={out}/NAME.
@@ -34,8 +36,6 @@ GPT2 = (
     "config/train_gpt2.py --dataset=random_tokens --wandb_log=False --max_iters=30 "
     "--eval_interval=1000 --eval_iters=1 --log_interval=1"
 )
-SPEED = f"{GPT2} --batch_size=32 --gradient_accumulation_steps=6"
-SMALL = "config/shakespeare_char.py --max_iters=300 --eval_iters=1"
 FAST = "config/shakespeare_char_fast.py"
 ONE_STEP = f"{GPT2} --max_iters=2 --gradient_accumulation_steps=1"
 TEN_TEXTS = "--num_samples=10 --max_new_tokens=500"
@@ -76,20 +76,6 @@ PARTS = {
         "--activation_checkpointing=True",
     },
     "lecture": {"lecture": f"{TRAIN} config/tutorials/lecture.py"},
-    "candidates": {  # one change each to GPT-2 or to the Shakespeare recipe; slow to compile last
-        "small-eager": f"{TRAIN} {SMALL} --compile=False",
-        "small-default": f"{TRAIN} {SMALL}",
-        "small-cuda-graphs": f"{TRAIN} {SMALL} --compile=reduce-overhead",
-        "124M-default": f"{TRAIN} {SPEED}",
-        # torch 2.11 prefers cuDNN
-        "124M-flash": f"env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 {TRAIN} {SPEED}",
-        "124M-6-heads": f"{TRAIN} {SPEED} --n_head=6",
-        "124M-unpadded": f"{TRAIN} {SPEED} --dataset=random_unpadded",
-        "124M-muon": f"{TRAIN} {SPEED} --optimizer=muon",
-        "124M-cuda-graphs": f"{TRAIN} {SPEED} --compile=reduce-overhead",
-        "small-autotune": f"{TRAIN} {SMALL} --compile=max-autotune",
-        "124M-autotune": f"{TRAIN} {SPEED} --compile=max-autotune",
-    },
 }
 
 
@@ -97,42 +83,24 @@ PARTS = {
 class SuiteConfig:
     """Measure folio and nanoGPT on a GPU."""
 
-    ARGUMENTS: ClassVar[str] = "[--name=value ...] -- ARGUMENTS OF train.py"
-    OPERANDS: ClassVar[str] = "arguments"
-
-    arguments: tuple = setting((), "arguments of every train.py")
     vs_dir: str = setting("../nanoGPT", "folder of nanoGPT")
     parts: str = setting(",".join(PARTS), "parts to measure, separated by commas")
-    results: str = setting("out-gpu-suite", "folder for the results")
 
     def __post_init__(self):
         if unknown := set(self.parts.split(",")) - PARTS.keys():
             raise ValueError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
-        if not Path(self.vs_dir, "configurator.py").is_file():  # folio has none
-            raise ValueError(f"--vs_dir={self.vs_dir} is not a copy of nanoGPT")
-
-
-if __name__ == "__main__":
-    process.start(parse_arguments, SuiteConfig)  # --help must not wait for torch
-
-import numpy as np
-
-from folio.cli.files import write_atomically
-from tools.bench.measure import describe_machine, format_figures, measure_command
-from tools.plot.table import format_table
 
 
 def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
-    for data in (Path("data"), Path(settings.vs_dir, "data")):
-        for name, vocab_size in RANDOM_DATASET_VOCAB_SIZES.items():
-            write_random_tokens(data / name, vocab_size)
+    for folder in (Path(), Path(settings.vs_dir)):
+        write_random_tokens(folder / "data" / "random_tokens")
     rows = [("measurement", "figures")]
     for part in settings.parts.split(","):
         for name, template in PARTS[part].items():
-            command = build_command(name, template, settings)
+            command = build_command(name, template, settings.vs_dir)
             try:
-                figures = measure_once(command, Path(settings.results, f"{name}.json"))
+                figures = measure_once(command, RESULTS / f"{name}.json")
                 cell = outcome = format_figures(figures)
             except (UserError, OSError) as error:
                 cell, outcome = "failed", error
@@ -141,12 +109,12 @@ def main(argv=None):
     print("", describe_machine(), "", *format_table(rows), sep="\n")
 
 
-def build_command(name, template, settings):
+def build_command(name, template, nanogpt):
     """Returns the command of a measurement as a list."""
-    folders = {"folio": ROOT, "nanogpt": settings.vs_dir, "out": Path(settings.results).resolve()}
+    folders = {"folio": ROOT, "nanogpt": nanogpt, "out": RESULTS.resolve()}
     command = [word.format(python=sys.executable, **folders) for word in template.split()]
     if "train.py" in template:
-        command += [*settings.arguments, f"--out_dir={folders['out']}/{name}"]
+        command.append(f"--out_dir={folders['out']}/{name}")
     return command
 
 
@@ -155,20 +123,19 @@ def measure_once(command, path):
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["figures"]
     figures = measure_command(command, target=TARGET_LOSS)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as [file]:
-        content = {"machine": describe_machine(), "command": command, "figures": figures}
-        file.write(json.dumps(content, indent=1).encode())
+    content = {"machine": describe_machine(), "command": command, "figures": figures}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return figures
 
 
-def write_random_tokens(folder, vocab_size):
+def write_random_tokens(folder):
     """Writes a dataset of random token ids in nanoGPT's format. Each id is a character."""
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = np.random.default_rng(0).integers(vocab_size, size=2**21, dtype=np.uint16)
+    folder.mkdir(exist_ok=True)
+    ids = np.random.default_rng(0).integers(VOCAB_SIZE, size=2**21, dtype=np.uint16)
     ids.tofile(folder / "train.bin")
     ids[: 2**17].tofile(folder / "val.bin")
-    meta = {"vocab_size": vocab_size, "itos": {i: chr(i) for i in range(vocab_size)}}
+    meta = {"vocab_size": VOCAB_SIZE, "itos": {i: chr(i) for i in range(VOCAB_SIZE)}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
