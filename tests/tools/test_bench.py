@@ -82,7 +82,6 @@ def test_figures_are_medians_of_alternating_runs(scripts, capsys):
     ("flags", "message"),
     [
         (["--vs=no-such-command"], "no-such-command"),
-        (["--vs=python 'open"], "'open"),
         ([f"--vs={sys.executable} other.py 0", "--vs_dir=nowhere"], "nowhere"),
         ([f"--vs={sys.executable} other.py 3"], "status 3: .* loss 2.5000 / no caf"),
     ],

@@ -35,12 +35,11 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"iter \d{2,}: .* mfu (?P<mfu>\d+\.?\d*)%",
     r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
     r"(?:tokens per iteration will be:| steps of) (?P<tokens_per_step>[\d,]+)",
-    r"step \d+: train loss \d+\.?\d*, val loss (?P<val_loss>\d+\.?\d*)",
     r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
     r"; first token (?:after )?(?P<first_s>\d+\.?\d*) s",
     r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
 )
-FIGURES_SHOWN_AS_MINIMUM = ("val_loss", "to_target_s")  # others are shown as medians
+EVALUATION = r"step (\d+): train loss \d+\.?\d*, val loss (\d+\.?\d*)"
 SEPARATOR = "---------------"  # printed after each text
 
 
@@ -111,16 +110,15 @@ def measure_command(command, folder=".", target=None, log=None):
 def read_figures(lines, command, target=None):
     """Returns the figures in lines of output, [(seconds, line), ...]; see `measure_command`."""
     values = defaultdict(list)
-    for seconds, line in lines:
+    for _, line in lines:
         for pattern in PATTERNS:
             if match := re.search(pattern, line):
-                value = float(match[1].replace(",", ""))
-                values[match.lastgroup].append(value)
-                if match.lastgroup == "val_loss" and target is not None and value <= target:
-                    values["to_target_s"].append(seconds)
-    figures = {}
-    for name, numbers in values.items():
-        figures[name] = min(numbers) if name in FIGURES_SHOWN_AS_MINIMUM else median(numbers)
+                values[match.lastgroup].append(float(match[1].replace(",", "")))
+    figures = {name: median(numbers) for name, numbers in values.items()}
+    for seconds, _, loss in read_evaluations(lines):
+        figures["val_loss"] = min(loss, figures.get("val_loss", loss))
+        if target is not None and loss <= target:
+            figures.setdefault("to_target_s", seconds)
     tokens_per_step = figures.get("tokens_per_step")
     text_ends = [seconds for seconds, line in lines if line == SEPARATOR]
     if "tokens_per_s" not in figures:  # nanoGPT prints no speed
@@ -133,17 +131,21 @@ def read_figures(lines, command, target=None):
     return figures
 
 
+def read_evaluations(lines):
+    """Yields (seconds, step, validation loss) of each evaluation in lines of output."""
+    for seconds, line in lines:
+        if match := re.search(EVALUATION, line):
+            yield seconds, int(match[1]), float(match[2])
+
+
 def write_log(path, lines, tokens_per_step):
     """Writes the evaluations in lines of output, [(seconds, line), ...], for tools.plot."""
-    events = []
-    for seconds, line in lines:
-        if match := re.search(r"step (\d+): train loss \d+\.?\d*, val loss (\d+\.?\d*)", line):
-            step, loss = int(match[1]), float(match[2])
-            tokens, elapsed_s = int(step * tokens_per_step), round(seconds, 2)
-            event = {"step": step, "tokens": tokens, "elapsed_s": elapsed_s, "loss": loss}
-            events.append(json.dumps({"split": "val"} | event) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(events), encoding="utf-8")
+    with open(path, "w", encoding="utf-8") as log:
+        for seconds, step, loss in read_evaluations(lines):
+            event = {"split": "val", "step": step, "tokens": int(step * tokens_per_step)}
+            event |= {"elapsed_s": round(seconds, 2), "loss": loss}
+            log.write(json.dumps(event) + "\n")
 
 
 def print_medians(medians):
