@@ -177,8 +177,8 @@ class FakeWorkers:
         self.loss_of = lambda settings: 1.0  # None: the run fails
         self.started = []  # (name of the run, step)
 
-    def start(self, task, variables):
-        folder, settings, stop_at = self.task = task
+    def start(self, task, number, jobs):
+        folder, settings, stop_at = task
         self.started.append((folder.name, stop_at))
         folder.mkdir(exist_ok=True)
         if (loss := self.loss_of(settings)) is None:
@@ -229,9 +229,7 @@ def test_a_folder_with_another_run_is_refused(fake, capsys):
     fake.loss_of = lambda settings: None
     with pytest.raises(UserError, match="^2 of 2 runs failed: see .* in out-sweep/seed=1; "):
         sweep.main(argv)
-    assert r"failed: train.py: it failed\x07" in capsys.readouterr().out
-    workers.report_loss(fake.task, -9, "1 of 1")
-    assert capsys.readouterr().out.endswith(": failed: ended by signal 9\n")
+    assert r"failed with status 2: train.py: it failed\x07" in capsys.readouterr().out
     fake.loss_of = lambda settings: 1.0
     sweep.main(argv)
     fake.started.clear()
@@ -310,7 +308,7 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
     with pytest.raises(UserError, match="2 of 4 runs failed"):
         sweep.main(argv)
     out = capsys.readouterr().out
-    assert "n_layer=2,seed=1: failed: train.py: out/ckpt.pt" in out
+    assert "n_layer=2,seed=1: failed with status 2: train.py: out/ckpt.pt" in out
     runs = read_runs(["out-sweep"])
     for seed, run in enumerate(runs, 1):
         name = f"n_layer=1,seed={seed}"

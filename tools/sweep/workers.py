@@ -97,59 +97,41 @@ def train_runs(tasks, jobs):
     losses = {task.folder: read_earlier_loss(task) for task in tasks}
     waiting = deque(task for task in tasks if losses[task.folder] is None)
     total, ended = len(waiting), 0
-    with StopSignal("waiting until the runs are saved") as stop, WorkerPool(jobs) as pool:
-        while (waiting or pool.workers) and not stop:
-            while waiting and len(pool.workers) < jobs:
-                pool.start(waiting.popleft())
-            time.sleep(POLL_INTERVAL_S)
-            for task, status in pool.remove_ended():
-                ended += 1
-                losses[task.folder] = report_loss(task, status, f"{ended} of {total}")
+    workers = {}  # {number below jobs: (task, process)}
+    with StopSignal("waiting until the runs are saved") as stop:
+        try:
+            while (waiting or workers) and not stop:
+                for number in range(jobs):
+                    if waiting and number not in workers:
+                        task = waiting.popleft()
+                        workers[number] = task, start_worker(task, number, jobs)
+                time.sleep(POLL_INTERVAL_S)
+                for number, (task, process) in list(workers.items()):
+                    if process.poll() is not None:
+                        del workers[number]
+                        ended += 1
+                        progress = f"{ended} of {total}"
+                        losses[task.folder] = report_loss(task, process.returncode, progress)
+        finally:
+            for _, process in workers.values():
+                process.terminate()
+            for _, process in workers.values():
+                process.wait()
     if stop:
         raise Interrupted(stop.number, "stopped; to continue, run the same command")
     return losses
 
 
-class WorkerPool:
-    """Up to `jobs` workers. Leaving the context stops them and waits for them."""
+def start_worker(task, number, jobs):
+    """Starts train.py with a task, as worker `number` of `jobs`. Returns the Popen.
 
-    def __init__(self, jobs):
-        self.jobs = jobs
-        self.workers = {}  # {number below jobs: (task, process)}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for _, process in self.workers.values():
-            process.terminate()
-        for _, process in self.workers.values():
-            process.wait()
-
-    def start(self, task):
-        number = next(number for number in range(self.jobs) if number not in self.workers)
-        variables = worker_environment(task.settings.device, number, self.jobs)
-        self.workers[number] = task, start_worker(task, variables)
-
-    def remove_ended(self):
-        """Removes the workers that have ended. Yields (task, exit status) of each."""
-        for number, (task, process) in list(self.workers.items()):
-            if process.poll() is not None:
-                del self.workers[number]
-                yield task, process.returncode
-
-
-def start_worker(task, variables):
-    """Starts train.py with a task. Returns the Popen.
-
-    `variables` are added to its environment. What it prints is appended to OUTPUT_FILE.
+    What it prints is appended to OUTPUT_FILE.
     """
+    env = os.environ | worker_environment(task.settings.device, number, jobs)
     command = [sys.executable, str(ROOT / "train.py"), *train_flags(task)]
     task.folder.mkdir(exist_ok=True)
     with open(task.folder / OUTPUT_FILE, "ab") as output:
-        return Popen(
-            command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=os.environ | variables
-        )
+        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env)
 
 
 def train_flags(task):
@@ -180,20 +162,19 @@ def worker_environment(device, number, jobs):
 
 
 def report_loss(task, status, progress):
-    """Prints and returns the loss of a run whose worker has ended, infinity if it failed."""
+    """Prints and returns the loss of a run whose worker has ended, infinity if it failed.
+
+    `status`: of the worker; -9 if signal 9 has ended it.
+    """
     name = task.folder.name
     if status:
-        cause = printable(last_line(task.folder)) if status > 0 else f"ended by signal {-status}"
-        print(f"{progress}: {name}: failed: {cause}", flush=True)
+        output = (task.folder / OUTPUT_FILE).read_text(errors="replace")
+        cause = printable(output.strip().rpartition("\n")[2])
+        print(f"{progress}: {name}: failed with status {status}: {cause}", flush=True)
         return math.inf
     loss = read_best_loss(task)
     print(f"{progress}: {name}: val loss {loss:.4f}, trained to step {task.step:,}", flush=True)
     return loss
-
-
-def last_line(folder):
-    """Returns the last line that a worker has printed."""
-    return (folder / OUTPUT_FILE).read_text(errors="replace").strip().rpartition("\n")[2]
 
 
 def read_earlier_loss(task):
