@@ -1,9 +1,7 @@
 """tools.sweep: combinations of settings, and runs in their own processes."""
 
-import dataclasses
-import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +14,9 @@ import pytest
 import tiny
 
 import train
-from folio.checkpoint.format import Checkpoint, Progress, save_checkpoint
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
 from folio.cli.settings import ROOT
-from folio.data.dataset import load_dataset
 from tools.plot.runs import read_runs
 from tools.sweep import __main__ as sweep
 from tools.sweep import workers
@@ -63,9 +59,7 @@ def test_flags_and_config_files_are_combined():
 
 def test_rightmost_argument_takes_precedence():
     file = write("n_layer = [1, 2, 3]\ndropout = [0.1, 0]")
-    assert combine_values(file, "--dropout=0.3")[1] == [(0.3, 1), (0.3, 2), (0.3, 3)]
     assert combine_values("--dropout=0.3,0.4", file, "--n_layer=7")[1] == [(0.1, 7), (0.0, 7)]
-    assert combine_values(file, "--dropout=0", "--n_layer=7,8")[1] == [(0.0, 7), (0.0, 8)]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +79,7 @@ def test_values_of_every_type(argument, expected):
 
 
 def test_a_run_can_have_several_teachers():
-    for argument in (
-        "--teachers=a,b",
-        write("teachers = 'a,b'"),
-        write("teachers = ['a', 'b']", "b.py"),
-    ):
+    for argument in ("--teachers=a,b", write("teachers = ['a', 'b']")):
         assert [run.teachers for run in combine("--seed=1,2", argument).values()] == ["a,b"] * 2
 
 
@@ -99,11 +89,6 @@ def test_config_file_reads_values_of_its_combination(capsys):
     assert capsys.readouterr().out == "hello\n"  # once
     file = write("n_embd = [n_layer, 2 * n_layer]")
     assert combine_values("--n_layer=3,5", file)[1] == [(3, 3), (3, 6), (5, 5), (5, 10)]
-
-
-def test_a_worker_gets_a_default_value_that_is_given():
-    run = next(iter(combine("--n_layer=12", "--dropout=0,0.1").values()))
-    assert "--n_layer=12" in workers.train_flags(workers.Task(Path("run"), run, 1))
 
 
 def test_random_combinations_are_reproducible_and_nested():
@@ -171,30 +156,19 @@ def test_rungs_are_multiples_of_the_evaluation_interval():
 
 
 class FakeWorkers:
-    """Write the log and the checkpoint of each run at once, instead of training it."""
+    """Train each run in this process, at once."""
 
     def __init__(self):
-        self.loss_of = lambda settings: 1.0  # None: the run fails
+        self.fails = lambda settings: False
         self.started = []  # (name of the run, step)
 
     def start(self, task, number, jobs):
-        folder, settings, stop_at = task
-        self.started.append((folder.name, stop_at))
-        folder.mkdir(exist_ok=True)
-        if (loss := self.loss_of(settings)) is None:
-            Path(folder, "output.txt").write_text("train.py: it failed\x07\n")
+        self.started.append((task.folder.name, task.step))
+        task.folder.mkdir(exist_ok=True)
+        if self.fails(task.settings):
+            Path(task.folder, "output.txt").write_text("train.py: it failed\x07\n")
             return SimpleNamespace(poll=lambda: 2, returncode=2)
-        start = {"split": "start", "parameters": 1, "settings": {"n_embd": settings.n_embd}}
-        event = {"split": "val", "step": stop_at, "loss": loss, "tokens": 1, "elapsed_s": 1}
-        with open(folder / "log.jsonl", "a") as log:
-            log.write(f"{json.dumps(start)}\n{json.dumps(event)}\n")
-        model = tiny.random_model()
-        progress = Progress(stop_at, stop_at, settings.minutes and stop_at, stop_at, stop_at, loss)
-        settings_dict = dataclasses.asdict(settings)
-        checkpoint = Checkpoint(model.config, model.state_dict(), progress, settings_dict)
-        checkpoint.data = load_dataset(settings.dataset).fingerprint
-        save_checkpoint(folder / "last.pt", checkpoint)
-        shutil.copy(folder / "last.pt", folder / "ckpt.pt")
+        train.main(workers.train_flags(task))
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
 
@@ -208,9 +182,14 @@ def fake(verse, monkeypatch):
 
 
 @pytest.mark.parametrize("jobs", [1, 5])
-def test_halving_compares_the_mean_loss_of_seeds(fake, jobs):
+def test_halving_compares_the_mean_loss_of_seeds(fake, monkeypatch, jobs):
     losses = {16: (1.0, 9.0), 8: (4.0, 5.0), 4: (6.0, 6.0), 2: (0.5, None)}
-    fake.loss_of = lambda settings: losses[settings.n_embd][settings.seed - 1]
+
+    def loss_of(settings):
+        return losses[settings.n_embd][settings.seed - 1]
+
+    fake.fails = lambda settings: loss_of(settings) is None
+    monkeypatch.setattr(workers, "read_best_loss", lambda task: loss_of(task.settings))
     argv = flags(max_iters=50, eval_interval=10, n_embd="16,8,4,2", n_head=1)
     argv += ["--seed=1,2", "--halving=4", f"--jobs={jobs}"]
     with pytest.raises(UserError, match="1 of 8 runs failed: see .* in out-sweep/n_embd=2,"):
@@ -226,11 +205,11 @@ def test_halving_compares_the_mean_loss_of_seeds(fake, jobs):
 
 def test_a_folder_with_another_run_is_refused(fake, capsys):
     argv = [*flags(dtype="auto"), "--seed=1,2"]
-    fake.loss_of = lambda settings: None
+    fake.fails = lambda settings: True
     with pytest.raises(UserError, match="^2 of 2 runs failed: see .* in out-sweep/seed=1; "):
         sweep.main(argv)
     assert r"failed with status 2: train.py: it failed\x07" in capsys.readouterr().out
-    fake.loss_of = lambda settings: 1.0
+    fake.fails = lambda settings: False
     sweep.main(argv)
     fake.started.clear()
     Path("out-sweep/seed=1/last.pt").unlink()  # as after a crash during the last evaluation
@@ -279,13 +258,6 @@ def start(*argv, tool="sweep"):
     )
 
 
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timeout"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("tool", ["bench", "playground", "plot", "sweep"])
 def test_tools_answer_help_and_signals_while_torch_is_imported(tool):
     write(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n", "torch.py")
@@ -304,7 +276,6 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
     model = tuple(f"--{name}=" for name in tiny.SHAPE)
     argv = [flag for flag in flags() if not flag.startswith(model)]
     argv += ["--init_from=out/ckpt.pt", "--n_layer=1,2", "--seed=1,2", "--jobs=2"]
-    start_time = time.monotonic()
     with pytest.raises(UserError, match="2 of 4 runs failed"):
         sweep.main(argv)
     out = capsys.readouterr().out
@@ -315,15 +286,10 @@ def test_combinations_are_trained_and_compared_and_failures_reported(verse, caps
         assert run.folder == f"out-sweep/{name}"
         assert run.val[0]["loss"] == pytest.approx(tiny.load()["best_val_loss"])
         assert run.val[-1]["step"] == 6
-        assert 0 < run.seconds < time.monotonic() - start_time  # since its own process started
         assert f"{name}: val loss {run.best()['loss']:.4f}" in out
         assert "step 6: train loss" in Path(run.folder, "output.txt").read_text()
-    head, _, row = out[out.index("| run") :].splitlines()
-    head, row = ([cell.strip() for cell in line.split("|")[1:4]] for line in (head, row))
     mean = sum(run.best()["loss"] for run in runs) / 2
-    assert head == ["run", "best val loss", "seeds"]
-    assert (row[0], row[2]) == ("n_layer=1,seed=*", "2")
-    assert row[1].startswith(f"{mean:.4f} ± ")
+    assert re.search(rf"\| n_layer=1,seed=\* \| {mean:.4f} ± .* \|     2 \|", out)
     Path("out-sweep/n_layer=1,seed=1").rename("out-sweep/n_layer=3,seed=1")
     with pytest.raises(UserError, match="n_layer was 1, now 3"):
         sweep.main([*argv, "--n_layer=3,4"])
@@ -334,7 +300,9 @@ def test_interrupted_sweep_continues_to_the_same_results(verse):
     settings = {"max_iters": 500, "eval_interval": 100}
     argv = [*flags(**settings, dropout="0,0.1"), "--jobs=2", "--halving=3"]
     process = start(*argv)
-    wait_for(Path("out-sweep/dropout=0.0/last.pt").exists)
+    while not Path("out-sweep/dropout=0.0/last.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C, which reaches the runs, too
     _, err = process.communicate()
     assert process.returncode == 130
