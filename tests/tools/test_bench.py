@@ -72,17 +72,9 @@ def test_figures_are_medians_of_alternating_runs(scripts, capsys):
     assert {path.name for path in Path("logs").iterdir()} == {"folio", Path().resolve().name}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--vs=no-such-command"], "no-such-command"),
-        ([f"--vs={sys.executable} other.py 0", "--vs_dir=nowhere"], "nowhere"),
-        ([f"--vs={sys.executable} other.py 3"], "status 3: .* loss 2.5000 / no caf"),
-    ],
-)
-def test_mistakes_are_reported_before_the_first_run(scripts, capfd, flags, message):
-    with pytest.raises((UserError, OSError), match=message):
-        bench.main([*flags, "--", "0"])
+def test_a_failed_command_is_reported_before_the_first_run(scripts, capfd):
+    with pytest.raises(UserError, match="status 3: .* loss 2.5000 / no caf"):
+        bench.main([f"--vs={sys.executable} other.py 3", "--", "0"])
     assert "run 1" not in capfd.readouterr().out
     assert {path.name for path in Path().iterdir()} == {"other.py", "train.py"}
 

@@ -11,7 +11,6 @@ import tiny
 import prepare
 import sample
 import train
-from folio.cli.errors import UserError
 from folio.data.dataset import load_tokenizer
 from folio.pretrained.huggingface import read_pretrained
 from tools import export
@@ -61,8 +60,3 @@ def test_nanogpt_runs_are_exported(folder):
     again = read_pretrained(export_run())
     assert tiny.equal(again.weights, model.state_dict())
     assert again.tokenizer == load_tokenizer("verse").to_dict()
-
-
-def test_the_folder_to_write_is_required():
-    with pytest.raises(UserError, match="--to=FOLDER"):
-        export.main([])
