@@ -12,7 +12,7 @@ from folio.cli.errors import UserError
 from tools import export
 from tools.bench import __main__ as bench
 from tools.bench import measure
-from tools.bench.measure import COLUMNS, measure_command
+from tools.bench.measure import COLUMNS, SEPARATOR, measure_command, read_figures
 from tools.plot.runs import read_runs
 
 TRAINING = """
@@ -49,6 +49,12 @@ def test_lines_of_a_nanogpt_training_are_read(scripts):
     assert "to_target_s" not in measure_command([sys.executable, "other.py", "0"], target=1.8)
 
 
+def test_sampling_speed_is_estimated_from_times_between_texts():
+    lines = [(seconds, SEPARATOR) for seconds in (5.0, 7.0, 9.0)]
+    for flags, speed in ((["--max_new_tokens=100"], 50.0), ([], 250.0)):
+        assert read_figures(lines, ["sample.py", *flags]) == {"tokens_per_s": speed}
+
+
 def test_figures_are_medians_of_alternating_runs(scripts, capsys):
     for name, times in (("train.py", (10, 30, 20)), ("other.py", (100, 90, 80))):
         Path(name).write_text(
@@ -81,7 +87,7 @@ def test_a_failed_command_is_reported_before_the_first_run(scripts, capfd):
 
 
 @pytest.mark.slow
-def test_train_py_is_measured_and_its_model_counted(verse, capsys):
+def test_measuring_train_py_reports_every_figure(verse, capsys):
     bench.main(["--runs=1", "--target=9", "--", *tiny.flags(max_iters=30, eval_interval=30)])
     assert not Path("out").exists()
     header, _, row = capsys.readouterr().out.splitlines()[-3:]
@@ -89,8 +95,6 @@ def test_train_py_is_measured_and_its_model_counted(verse, capsys):
     of_others = {"s to first token", "GPU memory, GiB"}
     assert headings == {heading for heading, _ in COLUMNS.values()} - of_others
     assert all(cell.strip() for cell in row.split("|")[1:-1])
-    bench.main(["--count", "--", *tiny.flags()])
-    assert "vocabulary of 24 (char tokenizer)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -131,3 +135,8 @@ def test_counts_of_parts_add_up(folder, capsys, changes):
     assert list(map(sum, zip(*parts, strict=True))) == total
     model = tiny.random_model(**tiny.SHAPE, **changes, vocab_size=50_304, bias=False)
     assert total == [model.num_params(), model.flops_per_token() / 3]
+
+
+def test_the_vocabulary_of_counts_is_that_of_the_dataset(verse, capsys):
+    bench.main(["--count", "--", *tiny.flags()])
+    assert "vocabulary of 24 (char tokenizer)" in capsys.readouterr().out

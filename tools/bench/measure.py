@@ -40,6 +40,7 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
 )
 EVALUATION = r"step (\d+): train loss \d+\.?\d*, val loss (\d+\.?\d*)"
+SEPARATOR = "---------------"  # printed after each text
 
 
 def compare_commands(settings):
@@ -96,7 +97,7 @@ def measure_command(command, folder=".", target=None, log=None):
     if code := os.waitstatus_to_exitcode(status):
         tail = " / ".join(line for _, line in lines[-5:])
         raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")
-    figures = read_figures(lines, target)
+    figures = read_figures(lines, command, target)
     if log:
         write_log(log, lines, figures.get("tokens_per_step", 0))
     unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
@@ -106,7 +107,7 @@ def measure_command(command, folder=".", target=None, log=None):
     return figures
 
 
-def read_figures(lines, target):
+def read_figures(lines, command, target=None):
     """Returns the figures in lines of output, [(seconds, line), ...]; see `measure_command`."""
     values = defaultdict(list)
     for _, line in lines:
@@ -118,9 +119,15 @@ def read_figures(lines, target):
         figures["val_loss"] = min(loss, figures.get("val_loss", loss))
         if target is not None and loss <= target:
             figures.setdefault("to_target_s", seconds)
-    tokens_per_step = figures.get("tokens_per_step")  # nanoGPT prints no speed
-    if "tokens_per_s" not in figures and tokens_per_step and "step_ms" in figures:
-        figures["tokens_per_s"] = tokens_per_step / figures["step_ms"] * 1e3
+    tokens_per_step = figures.get("tokens_per_step")
+    text_ends = [seconds for seconds, line in lines if line == SEPARATOR]
+    if "tokens_per_s" not in figures:  # nanoGPT prints no speed
+        if tokens_per_step and "step_ms" in figures:
+            figures["tokens_per_s"] = tokens_per_step / figures["step_ms"] * 1e3
+        elif len(text_ends) > 1:
+            flag = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
+            tokens = (len(text_ends) - 1) * int(flag[1] if flag else 500)  # the default
+            figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
     return figures
 
 
