@@ -26,7 +26,7 @@ from tools.plot.table import format_table
 
 RESULTS = Path("out-gpu-suite")
 TARGET_LOSS = 1.4697  # of nanoGPT's Shakespeare recipe, from its README
-VOCAB_SIZE = 50_304  # of GPT-2, padded
+RANDOM_DATASET_VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}
 
 # {name of the measurement: command} of each part. Placeholders: {python}; {folio}, {nanogpt}
 # and {out}, folders. train.py gets --out_dir={out}/NAME.
@@ -36,6 +36,8 @@ GPT2 = (
     "config/train_gpt2.py --dataset=random_tokens --wandb_log=False --max_iters=30 "
     "--eval_interval=1000 --eval_iters=1 --log_interval=1"
 )
+SPEED = f"{GPT2} --batch_size=32 --gradient_accumulation_steps=6"
+SMALL = "config/shakespeare_char.py --max_iters=300 --eval_iters=1"
 FAST = "config/shakespeare_char_fast.py"
 ONE_STEP = f"{GPT2} --max_iters=2 --gradient_accumulation_steps=1"
 TEN_TEXTS = "--num_samples=10 --max_new_tokens=500"
@@ -76,6 +78,20 @@ PARTS = {
         "--activation_checkpointing=True",
     },
     "lecture": {"lecture": f"{TRAIN} config/tutorials/lecture.py"},
+    "candidates": {  # one change each to GPT-2 or to the Shakespeare recipe; slow to compile last
+        "small-eager": f"{TRAIN} {SMALL} --compile=False",
+        "small-default": f"{TRAIN} {SMALL}",
+        "small-cuda-graphs": f"{TRAIN} {SMALL} --compile=reduce-overhead",
+        "124M-default": f"{TRAIN} {SPEED}",
+        # torch 2.11 prefers cuDNN
+        "124M-flash": f"env TORCH_CUDNN_SDPA_DEPRIORITIZED=1 {TRAIN} {SPEED}",
+        "124M-6-heads": f"{TRAIN} {SPEED} --n_head=6",
+        "124M-unpadded": f"{TRAIN} {SPEED} --dataset=random_unpadded",
+        "124M-muon": f"{TRAIN} {SPEED} --optimizer=muon",
+        "124M-cuda-graphs": f"{TRAIN} {SPEED} --compile=reduce-overhead",
+        "small-autotune": f"{TRAIN} {SMALL} --compile=max-autotune",
+        "124M-autotune": f"{TRAIN} {SPEED} --compile=max-autotune",
+    },
 }
 
 
@@ -93,8 +109,9 @@ class SuiteConfig:
 
 def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
-    for folder in (Path(), Path(settings.vs_dir)):
-        write_random_tokens(folder / "data" / "random_tokens")
+    for data in (Path("data"), Path(settings.vs_dir, "data")):
+        for name, vocab_size in RANDOM_DATASET_VOCAB_SIZES.items():
+            write_random_tokens(data / name, vocab_size)
     rows = [("measurement", "figures")]
     for part in settings.parts.split(","):
         for name, template in PARTS[part].items():
@@ -129,13 +146,13 @@ def measure_once(command, path):
     return figures
 
 
-def write_random_tokens(folder):
+def write_random_tokens(folder, vocab_size):
     """Writes a dataset of random token ids in nanoGPT's format. Each id is a character."""
     folder.mkdir(exist_ok=True)
-    ids = np.random.default_rng(0).integers(VOCAB_SIZE, size=2**21, dtype=np.uint16)
+    ids = np.random.default_rng(0).integers(vocab_size, size=2**21, dtype=np.uint16)
     ids.tofile(folder / "train.bin")
     ids[: 2**17].tofile(folder / "val.bin")
-    meta = {"vocab_size": VOCAB_SIZE, "itos": {i: chr(i) for i in range(VOCAB_SIZE)}}
+    meta = {"vocab_size": vocab_size, "itos": {i: chr(i) for i in range(vocab_size)}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
