@@ -5,7 +5,6 @@ Standard library and filelock only, so that `--help` does not wait for torch.
 
 import os
 import shutil
-import stat
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -94,16 +93,8 @@ def sync_folder(folder):
 
 
 def is_file(path):
-    """Whether a file exists. Raises UserError if it is not regular or cannot be accessed."""
-    try:
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character
-        return False
-    except OSError as error:
-        raise os_error("read", path, error) from error
-    if not stat.S_ISREG(mode):  # reading a pipe would block
-        raise UserError(f"{path} is not a regular file")
-    return True
+    """Whether a regular file exists. Path.is_file raises OSError for a name that is too long."""
+    return os.path.isfile(path)
 
 
 @contextmanager
@@ -134,8 +125,6 @@ def read_text(name):
     Line endings are kept; a byte order mark is dropped.
     """
     source = "standard input" if name == "-" else name
-    if not source:
-        raise UserError("the name of the file to read is empty")
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         return raw.decode().removeprefix("\ufeff")

@@ -152,7 +152,7 @@ def _read_meta(folder):
 @contextmanager
 def _explain_errors(path):
     """Yields `path`. Turns any error in a file, which may contain anything, into a UserError."""
-    if not is_file(path):  # a pipe is an error, too, because reading it would block
+    if not is_file(path):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         datasets = ", ".join(sorted(known)[:20]) or "no other dataset"

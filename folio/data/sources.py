@@ -182,7 +182,7 @@ def find_sources(name, text_key):
         raise UserError(f"--input={name} finds no files; hidden files are skipped")
     for file in files:
         if not is_file(file):
-            raise UserError(f"{file} does not exist")
+            raise UserError(f"there is no file {file}")
     return [Source(file, text_key) for file in files]
 
 

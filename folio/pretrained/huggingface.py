@@ -112,7 +112,6 @@ def _from_gpt2(tensors, config):
 
 
 def _read_json(path):
-    is_file(path)  # raises if it is a pipe, which would block
     try:
         return dict(json.loads(read_text(path)))
     except (TypeError, ValueError, RecursionError) as error:
