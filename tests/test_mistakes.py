@@ -81,11 +81,6 @@ MISTAKES_BY_SCRIPT = {
         (None, ["--input=https://x.org/a.txt"], "x.org/a.txt"),
         (lambda: put("text.txt", tiny.VERSE), ["--dataset=../new"], "../new"),
         (lambda: (put("text.txt", tiny.VERSE), put("data/new")), [], "data/new"),
-        (
-            lambda: put("data/shakespeare_char/input.txt", tiny.VERSE),
-            ["prepare.py"],
-            "data/shakespeare_char/input.txt",
-        ),
     ),
     "train.py": (
         (None, [f"--max_iters={'9' * 5000}"], "--max_iters must be int"),

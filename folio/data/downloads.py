@@ -43,15 +43,8 @@ MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 def load_shakespeare():
     """Returns the Source of tiny Shakespeare, which is downloaded if its file is missing."""
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
-    is_missing = not is_file(path)
-    content = download_shakespeare(path) if is_missing else path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
-        raise UserError(
-            f"{SHAKESPEARE_URL if is_missing else path} is not tiny Shakespeare (wrong sha256); "
-            f"put that at {path}, or use your own text with --input=FILE --dataset=NAME"
-        )
-    if is_missing:
-        _write(path, content)
+    if not is_file(path):
+        _write(path, download_shakespeare(path))
     return Source(path)
 
 
@@ -60,9 +53,10 @@ def download_shakespeare(path):
     import requests  # imported here because other datasets do not need it
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
         response.raise_for_status()
+        if hashlib.sha256(response.content).hexdigest() != SHAKESPEARE_SHA256:
+            raise OSError("wrong sha256")  # such as the page of a proxy
     except OSError as error:  # the type of all errors of requests
         raise UserError(
             f"cannot download tiny Shakespeare ({cause_of(error)}); put {SHAKESPEARE_URL} at "
