@@ -68,8 +68,6 @@ def load_encoder(definition):
             # Others can crash, and patterns can take exponential time.
             if fields.get(name) and fields[name]["type"] not in ("ByteLevel", "Fuse"):
                 raise ValueError(f"{name} {fields[name]['type']} is not supported")
-        if fields["model"].get("unk_token") not in {None, *fields["model"]["vocab"]}:
-            raise ValueError("unk_token is not in the vocabulary")
         return from_str(json.dumps(fields))
     except Exception as error:  # the library has no type for its errors
         raise UserError(f"the BPE tokenizer cannot be used ({cause_of(error)})") from error
