@@ -134,10 +134,6 @@ def _read_meta(folder):
                 raise ValueError(f"it is from a later version of folio (format {meta['format']})")
             if meta["crc32"] != meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
-            counts = [meta[split][key] for split in SPLITS for key in ("tokens", "bytes", "crc32")]
-            are_valid = all(type(count) is int and 0 <= count < 2**63 for count in counts)
-            if not are_valid or meta["dtype"] not in DTYPES:
-                raise ValueError("a value has the wrong type or size")
             return meta, from_dict(meta["tokenizer"])
     if is_file(folder / "meta.pkl"):
         with _explain_errors(folder / "meta.pkl") as path:
@@ -155,9 +151,7 @@ def _explain_errors(path):
     if not is_file(path):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
-        datasets = ", ".join(sorted(known)[:20]) or "no other dataset"
-        folder = DATA_FOLDER.resolve()
-        hint = f"; {folder} has {datasets}" if folder.is_dir() else f"; {folder} does not exist"
+        hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
         raise UserError(
             f"{path} is missing{suggest(name, known, hint)}; for Shakespeare: python prepare.py "
             f"&& python train.py config/shakespeare_char_fast.py; for {name}: python prepare.py "
