@@ -110,7 +110,7 @@ MISTAKES_BY_SCRIPT = {
         (None, ["--start=\udcff"], "U+DCFF"),
         (None, ["--start=-"], "empty"),
         (None, ["sample.py", "run"], "--out_dir=run"),
-        (lambda: put("hf/config.json", "[" * 10**5), ["--init_from=hf"], "hf/config.json"),
+        (lambda: put("hf/config.json", "[]"), ["--init_from=hf"], "hf/config.json"),
     ),
 }
 COMMANDS = {"prepare.py": TEXT, "train.py": TRAIN, "sample.py": SAMPLE}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.errors import UserError, cause_of, import_optional, os_error
 from folio.cli.files import is_file
 from folio.data.bpe import find_last_cut
 
@@ -74,8 +74,6 @@ class Source:
             raise
         except OSError as error:
             raise os_error("read", self.name, error) from error
-        except ImportError as error:
-            raise UserError(f"{self.name} needs a package: pip install pyarrow") from error
         except UnicodeDecodeError as error:
             byte, path = error.object[error.start], shlex.quote(str(self.path))
             read = "gzip -cd" if self.path.suffix == ".gz" else "cat"
@@ -139,7 +137,7 @@ def _read_table(source):
 
 def _read_row_batches(source):
     """Yields pyarrow's record batches of a table. Columns other than the text may have any type."""
-    import pyarrow  # imported here because it is optional
+    pyarrow = import_optional("pyarrow", source.name)
     from pyarrow import csv, json, parquet
 
     path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
