@@ -20,7 +20,8 @@ def write_atomically(*paths):
     """Yields a list of binary files that replace `paths` when the context ends.
 
     Each is written to PATH.tmp, synced to disk and renamed. If anything fails before the renames,
-    every path keeps its old content. Raises UserError if the files cannot be written.
+    every path keeps its old content; if the machine fails soon after them, it may have either.
+    Raises UserError if the files cannot be written.
     """
     paths = [Path(path) for path in paths]
     try:
@@ -37,8 +38,6 @@ def write_atomically(*paths):
                 file.close()
             for file, path in zip(files, paths, strict=True):
                 os.replace(file.name, path)
-            for folder in {path.parent for path in paths}:
-                sync_folder(folder)
     except OSError as error:
         raise os_error("write", " and ".join(map(str, paths)), error) from error
 
@@ -54,7 +53,6 @@ def replace_by_link(source, path):
         os.link(source, temporary)
         os.replace(temporary, path)
         temporary.unlink(missing_ok=True)  # rename() does nothing to two links to one file
-        sync_folder(path.parent)
         return
     with write_atomically(path) as [target], open(source, "rb") as file:
         shutil.copyfileobj(file, target)
@@ -80,16 +78,6 @@ def move_aside(folder, names):
 def temporary_path(path):
     """Returns the path to write to. The file is renamed to `path` when it is complete."""
     return path.with_name(path.name + ".tmp")
-
-
-def sync_folder(folder):
-    """Makes renames in a folder durable, if the operating system can sync folders."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def is_file(path):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from folio.cli.errors import UserError, cause_of, os_error, suggest
+from folio.cli.errors import UserError, cause_of, suggest
 from folio.cli.files import is_file
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
 
@@ -161,8 +161,6 @@ def _explain_errors(path):
         yield path
     except UserError as error:  # such as a missing package
         raise UserError(f"{path}: {error}") from error
-    except OSError as error:
-        raise os_error("read", path, error) from error
     except Exception as error:
         raise UserError(
             f"{path} cannot be used ({cause_of(error)}); prepare the dataset again"
