@@ -114,15 +114,14 @@ def main(argv=None):
     sources = select_sources(name, settings)
     corpus = Corpus(sources, settings.input or name, settings.allow_special)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
+    corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
     if corpus.is_text or tokenizer is None:
         # The split boundary or the tokenizer depends on the text.
-        corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
         alphabet = corpus.scan()
         tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
 
-    max_tokens = None if corpus.is_text else settings.max_tokens  # a text is limited already
     with open_writer(folder, tokenizer) as writer:
-        num_characters = encode_corpus(corpus, tokenizer, writer, max_tokens)
+        num_characters = encode_corpus(corpus, tokenizer, writer)
         meta = writer.finish(corpus.description, corpus.sha256())
     print(
         f"{folder}: {num_characters:,} characters of {corpus.description}, "

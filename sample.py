@@ -72,8 +72,6 @@ class SampleConfig:
     compile: bool = setting(False, "compile the model; on a CPU after the text, for later runs")
 
     def __post_init__(self):
-        if not self.out_dir:
-            raise ValueError("out_dir must not be empty")
         for names in EXCLUSIVE_SETTINGS:
             given = [name for name in names if getattr(self, name) not in (None, False)]
             if len(given) > 1:

@@ -1,6 +1,7 @@
 """The error type for mistakes that a user can correct, and helpers that format such errors."""
 
 import difflib
+from importlib import import_module
 
 
 class UserError(Exception):
@@ -20,6 +21,17 @@ def suggest(name, known, otherwise="", similarity=0.6):
 def cause_of(error):
     """Returns the first line of an exception's message, at most 200 characters."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def import_optional(package, user, others=""):
+    """Returns an optional package. Raises UserError, with the command, if it is not installed.
+
+    `user` is what needs it, together with the packages `others`.
+    """
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise UserError(f"{user} needs: pip install {package} {others}".rstrip()) from error
 
 
 def os_error(verb, path, error):

@@ -5,7 +5,6 @@ Standard library and filelock only, so that `--help` does not wait for torch.
 
 import os
 import shutil
-import stat
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
@@ -21,7 +20,8 @@ def write_atomically(*paths):
     """Yields a list of binary files that replace `paths` when the context ends.
 
     Each is written to PATH.tmp, synced to disk and renamed. If anything fails before the renames,
-    every path keeps its old content. Raises UserError if the files cannot be written.
+    every path keeps its old content; if the machine fails soon after them, it may have either.
+    Raises UserError if the files cannot be written.
     """
     paths = [Path(path) for path in paths]
     try:
@@ -38,8 +38,6 @@ def write_atomically(*paths):
                 file.close()
             for file, path in zip(files, paths, strict=True):
                 os.replace(file.name, path)
-            for folder in {path.parent for path in paths}:
-                sync_folder(folder)
     except OSError as error:
         raise os_error("write", " and ".join(map(str, paths)), error) from error
 
@@ -55,7 +53,6 @@ def replace_by_link(source, path):
         os.link(source, temporary)
         os.replace(temporary, path)
         temporary.unlink(missing_ok=True)  # rename() does nothing to two links to one file
-        sync_folder(path.parent)
         return
     with write_atomically(path) as [target], open(source, "rb") as file:
         shutil.copyfileobj(file, target)
@@ -83,27 +80,9 @@ def temporary_path(path):
     return path.with_name(path.name + ".tmp")
 
 
-def sync_folder(folder):
-    """Makes renames in a folder durable, if the operating system can sync folders."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def is_file(path):
-    """Whether a file exists. Raises UserError if it is not regular or cannot be accessed."""
-    try:
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character
-        return False
-    except OSError as error:
-        raise os_error("read", path, error) from error
-    if not stat.S_ISREG(mode):  # reading a pipe would block
-        raise UserError(f"{path} is not a regular file")
-    return True
+    """Whether a regular file exists. Path.is_file raises OSError for a name that is too long."""
+    return os.path.isfile(path)
 
 
 @contextmanager
@@ -134,8 +113,6 @@ def read_text(name):
     Line endings are kept; a byte order mark is dropped.
     """
     source = "standard input" if name == "-" else name
-    if not source:
-        raise UserError("the name of the file to read is empty")
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         return raw.decode().removeprefix("\ufeff")

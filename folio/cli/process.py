@@ -6,7 +6,6 @@ Exit status: 0 success, 2 an error of the user or the system, 128 + n after sign
 exception is a bug in folio and keeps its traceback.
 """
 
-import ctypes
 import gc
 import os
 import signal
@@ -19,13 +18,8 @@ from pathlib import Path
 from folio.cli.errors import UserError, cause_of
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
-PR_SET_PDEATHSIG = 1  # see prctl(2): the signal to send when the parent process ends
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
-SYSTEM_ERRORS = {  # part of a RuntimeError's message: advice
-    "can't start new thread": "increase the limit of processes, ulimit -u",
-    "no kernel image is available": "install a torch build that supports this GPU, as in "
-    "docs/platforms.md, or use --device=cpu",
-}
+OLD_GPU_ERROR = "no kernel image is available"  # in a RuntimeError of CUDA
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
@@ -74,16 +68,12 @@ def run(main, has_threads=False):
 def _run(function, *args):
     """Returns the exit status, or None if `function` returns."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # it is closed
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
-        with suppress(AttributeError):  # a notebook's streams cannot be reconfigured
+        with suppress(AttributeError):  # it is closed, or that of a notebook
             getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
     error = status = None
     _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)  # torch may wait in C++
-    if is_launched() and sys.platform == "linux":  # torchrun may be killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         try:
             function(*args)
@@ -96,10 +86,10 @@ def _run(function, *args):
     except (UserError, MemoryError) as failure:
         error, status = failure, 2
     except RuntimeError as failure:
-        advice = [text for part, text in SYSTEM_ERRORS.items() if part in str(failure)]
-        if not advice:
+        if OLD_GPU_ERROR not in str(failure):
             raise
-        error, status = f"{cause_of(failure)}: {advice[0]}", 2
+        advice = "install a torch build that supports this GPU, as in docs/platforms.md"
+        error, status = f"{cause_of(failure)}: {advice}, or use --device=cpu", 2
     except OSError as failure:
         error, status = failure, 2
         if isinstance(failure, BrokenPipeError):  # the reader of the output has exited

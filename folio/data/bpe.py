@@ -8,7 +8,7 @@ import re
 import sys
 from functools import cache
 
-from folio.cli.errors import UserError, cause_of
+from folio.cli.errors import UserError, cause_of, import_optional
 
 MIN_PIECE_CHARACTERS, MAX_PIECE_CHARACTERS = 2**16, 2**17
 # After a match, a text can be cut without a change of its tokens: a line end between two characters
@@ -21,7 +21,7 @@ def train_bpe(texts, vocab_size, end_of_text):
 
     It has fewer than `vocab_size` tokens if the texts are short. They do not contain `end_of_text`.
     """
-    library = load_library()
+    library = import_optional("tokenizers", "a BPE tokenizer")
     tokenizer = library.Tokenizer(library.models.BPE())
     byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     limit = library.pre_tokenizers.FixedLength(256)  # longer words would take quadratic time
@@ -60,7 +60,7 @@ def read_vocabulary(encoder):
 
 def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
-    from_str = load_library().Tokenizer.from_str
+    from_str = import_optional("tokenizers", "a BPE tokenizer").Tokenizer.from_str
     try:
         fields = json.loads(definition) | dict.fromkeys(("truncation", "padding", "post_processor"))
         fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
@@ -68,8 +68,6 @@ def load_encoder(definition):
             # Others can crash, and patterns can take exponential time.
             if fields.get(name) and fields[name]["type"] not in ("ByteLevel", "Fuse"):
                 raise ValueError(f"{name} {fields[name]['type']} is not supported")
-        if fields["model"].get("unk_token") not in {None, *fields["model"]["vocab"]}:
-            raise ValueError("unk_token is not in the vocabulary")
         return from_str(json.dumps(fields))
     except Exception as error:  # the library has no type for its errors
         raise UserError(f"the BPE tokenizer cannot be used ({cause_of(error)})") from error
@@ -113,13 +111,3 @@ def byte_characters():
     """
     printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def load_library():
-    """Returns the package tokenizers. Raises UserError if it is not installed."""
-    try:
-        import tokenizers  # imported here because it is optional
-        from tokenizers.pre_tokenizers import FixedLength  # noqa: F401, not in old versions
-    except ImportError as error:
-        raise UserError("BPE tokenizers need: pip install --upgrade tokenizers") from error
-    return tokenizers

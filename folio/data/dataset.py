@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from folio.cli.errors import UserError, cause_of, os_error, suggest
+from folio.cli.errors import UserError, cause_of, suggest
 from folio.cli.files import is_file
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
 
@@ -134,10 +134,6 @@ def _read_meta(folder):
                 raise ValueError(f"it is from a later version of folio (format {meta['format']})")
             if meta["crc32"] != meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
-            counts = [meta[split][key] for split in SPLITS for key in ("tokens", "bytes", "crc32")]
-            are_valid = all(type(count) is int and 0 <= count < 2**63 for count in counts)
-            if not are_valid or meta["dtype"] not in DTYPES:
-                raise ValueError("a value has the wrong type or size")
             return meta, from_dict(meta["tokenizer"])
     if is_file(folder / "meta.pkl"):
         with _explain_errors(folder / "meta.pkl") as path:
@@ -152,12 +148,10 @@ def _read_meta(folder):
 @contextmanager
 def _explain_errors(path):
     """Yields `path`. Turns any error in a file, which may contain anything, into a UserError."""
-    if not is_file(path):  # a pipe is an error, too, because reading it would block
+    if not is_file(path):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
-        datasets = ", ".join(sorted(known)[:20]) or "no other dataset"
-        folder = DATA_FOLDER.resolve()
-        hint = f"; {folder} has {datasets}" if folder.is_dir() else f"; {folder} does not exist"
+        hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
         raise UserError(
             f"{path} is missing{suggest(name, known, hint)}; for Shakespeare: python prepare.py "
             f"&& python train.py config/shakespeare_char_fast.py; for {name}: python prepare.py "
@@ -167,8 +161,6 @@ def _explain_errors(path):
         yield path
     except UserError as error:  # such as a missing package
         raise UserError(f"{path}: {error}") from error
-    except OSError as error:
-        raise os_error("read", path, error) from error
     except Exception as error:
         raise UserError(
             f"{path} cannot be used ({cause_of(error)}); prepare the dataset again"

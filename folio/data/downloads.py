@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from folio.cli.errors import UserError, cause_of
+from folio.cli.errors import UserError, cause_of, import_optional
 from folio.cli.files import is_file, lock_folder, write_atomically
 from folio.data.dataset import DATA_FOLDER
 from folio.data.sources import TABLE_SUFFIXES, Source
@@ -33,7 +33,6 @@ HUB_DATASETS = {  # name: (address, subset)
     ),
 }
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
-HUB_PACKAGES = "huggingface_hub pyarrow"
 MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 
 
@@ -43,15 +42,8 @@ MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 def load_shakespeare():
     """Returns the Source of tiny Shakespeare, which is downloaded if its file is missing."""
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
-    is_missing = not is_file(path)
-    content = download_shakespeare(path) if is_missing else path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
-        raise UserError(
-            f"{SHAKESPEARE_URL if is_missing else path} is not tiny Shakespeare (wrong sha256); "
-            f"put that at {path}, or use your own text with --input=FILE --dataset=NAME"
-        )
-    if is_missing:
-        _write(path, content)
+    if not is_file(path):
+        _write(path, download_shakespeare(path))
     return Source(path)
 
 
@@ -60,9 +52,10 @@ def download_shakespeare(path):
     import requests  # imported here because other datasets do not need it
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
         response.raise_for_status()
+        if hashlib.sha256(response.content).hexdigest() != SHAKESPEARE_SHA256:
+            raise OSError("wrong sha256")  # such as the page of a proxy
     except OSError as error:  # the type of all errors of requests
         raise UserError(
             f"cannot download tiny Shakespeare ({cause_of(error)}); put {SHAKESPEARE_URL} at "
@@ -108,7 +101,7 @@ class HubSource(Source):
 
     def local_path(self):
         """Returns the path of the file in the cache. Raises UserError if the download fails."""
-        with open_hub(self.name, HUB_PACKAGES) as library:
+        with open_hub(self.name, "pyarrow") as library:
             return library.hf_hub_download(
                 self.repository, str(self.path), repo_type="dataset", revision=self.revision
             )
@@ -126,7 +119,7 @@ def list_hub_sources(address, subset, split, text_key, max_tokens=None):
         max_tokens: return only the first files, which contain at least as many tokens. None: all.
     """
     repository, _, revision = address.removeprefix("hf:").partition("@")
-    with open_hub(address, HUB_PACKAGES) as library:
+    with open_hub(address, "pyarrow") as library:
         hub = library.HfApi()
         commit = hub.dataset_info(repository, revision=revision or None).sha
         tree = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
@@ -178,18 +171,15 @@ def select_tables(paths, address, subset, split):
 
 
 @contextmanager
-def open_hub(name, packages):
+def open_hub(name, others):
     """Yields the package huggingface_hub. Turns its exceptions into UserErrors.
 
     Their messages name the fix, such as access to a private model or a variable to change.
-    `packages` are those that downloading `name` needs, for pip install.
+    `others` are the packages that reading the files of `name` needs.
     """
+    library = import_optional("huggingface_hub", name, others)
     try:
-        import huggingface_hub  # imported here because it is optional
-    except ImportError as error:
-        raise UserError(f"{name} needs: pip install {packages}") from error
-    try:
-        yield huggingface_hub
+        yield library
     except Exception as error:  # the client, its HTTP library and the disk can raise anything
         message = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"cannot download {name}: {message}") from error

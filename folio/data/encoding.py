@@ -12,31 +12,27 @@ from folio.data.tokenizer import BLANK_LINE
 MIN_BATCH_CHARACTERS = 2**19
 
 
-def encode_corpus(corpus, tokenizer, writer, max_tokens=None):
-    """Writes all, or about `max_tokens`, tokens of a Corpus to a DatasetWriter, in their order.
+def encode_corpus(corpus, tokenizer, writer):
+    """Writes the tokens of a Corpus to a DatasetWriter, in their order.
 
     They do not depend on the number of cores. Returns the number of characters.
     """
-    num_characters = num_tokens = 0
-    min_characters = min(MIN_BATCH_CHARACTERS, max_tokens or MIN_BATCH_CHARACTERS)
-    batches = batch_pieces(corpus.read(), min_characters)
+    num_characters = 0
+    batches = batch_pieces(corpus.read())
     for batch, encoded_splits in map_in_threads(partial(encode_pieces, tokenizer), batches):
         for split, (ids, num_bytes) in encoded_splits.items():
             writer.append(split, ids, num_bytes)
-            num_tokens += len(ids)
         num_characters += sum(len(piece.text) for piece in batch)
-        if max_tokens and num_tokens >= max_tokens:
-            break
     return num_characters
 
 
-def batch_pieces(pieces, min_characters):
-    """Yields lists of Pieces that have at least `min_characters` together."""
+def batch_pieces(pieces):
+    """Yields lists of Pieces that have at least MIN_BATCH_CHARACTERS together."""
     batch, num_characters = [], 0
     for piece in pieces:
         batch.append(piece)
         num_characters += len(piece.text)
-        if num_characters >= min_characters:
+        if num_characters >= MIN_BATCH_CHARACTERS:
             yield batch
             batch, num_characters = [], 0
     if batch:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.errors import UserError, cause_of, import_optional, os_error
 from folio.cli.files import is_file
 from folio.data.bpe import find_last_cut
 
@@ -74,16 +74,12 @@ class Source:
             raise
         except OSError as error:
             raise os_error("read", self.name, error) from error
-        except ImportError as error:
-            raise UserError(f"{self.name} needs a package: pip install pyarrow") from error
         except UnicodeDecodeError as error:
             byte, path = error.object[error.start], shlex.quote(str(self.path))
-            read = "gzip -cd" if self.path.suffix == ".gz" else "cat"
-            encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "ENCODING"
             raise UserError(
                 f"{self.name} is not UTF-8 text: it contains byte 0x{byte:02x}; extract the text "
                 "of an archive or document; convert another encoding with: "
-                f"{read} {path} | iconv -f {encoding} -t UTF-8 > {path}.utf8"
+                f"iconv -f ENCODING -t UTF-8 {path} > {path}.utf8"
             ) from error
         except Exception as error:  # pyarrow has many types of errors
             raise UserError(
@@ -139,7 +135,7 @@ def _read_table(source):
 
 def _read_row_batches(source):
     """Yields pyarrow's record batches of a table. Columns other than the text may have any type."""
-    import pyarrow  # imported here because it is optional
+    pyarrow = import_optional("pyarrow", source.name)
     from pyarrow import csv, json, parquet
 
     path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
@@ -174,7 +170,7 @@ def find_sources(name, text_key):
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-        paths = _list_files(name)
+        paths = [path for path in Path(name).rglob("*") if not is_hidden(path.relative_to(name))]
     elif glob.has_magic(name) and not os.path.exists(name):
         paths = [Path(path) for path in glob.glob(name, recursive=True)]
     files = sorted(path for path in paths if not os.path.isdir(path))
@@ -182,16 +178,10 @@ def find_sources(name, text_key):
         raise UserError(f"--input={name} finds no files; hidden files are skipped")
     for file in files:
         if not is_file(file):
-            raise UserError(f"{file} does not exist")
+            raise UserError(f"there is no file {file}")
     return [Source(file, text_key) for file in files]
 
 
-def _list_files(folder):
-    """Yields the paths of all files in a folder and its subfolders that are not hidden."""
-
-    def fail(error):
-        raise os_error("read", error.filename, error) from error
-
-    for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
+def is_hidden(path):
+    """Whether the name of a file or of one of its folders begins with a period."""
+    return any(part.startswith(".") for part in path.parts)

@@ -134,8 +134,8 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 256
 
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (bytes,) uint16. Raises UserError for lone surrogates."""
-        return np.frombuffer(_utf8(text), np.uint8).astype(self.dtype)
+        """Returns the ids of `text`, (bytes,) uint16."""
+        return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
 
     def token_bytes(self, token):
         return bytes([token])
@@ -165,13 +165,12 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.eot_token
 
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (N,) uint16. Raises UserError for lone surrogates.
+        """Returns the ids of `text`, (N,) uint16.
 
         END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
         """
         special = {END_OF_TEXT} if allow_special else set()
         options = {"allowed_special": special, "disallowed_special": ()}
-        _utf8(text)
         # tiktoken fails on a million equal characters in a row
         arrays = [self._encoding.encode_to_numpy(piece, **options) for piece in cut_text(text)]
         return np.concatenate(arrays, dtype=self.dtype, casting="unsafe")
@@ -204,8 +203,7 @@ class BPETokenizer(Tokenizer):
         return {"kind": self.kind, "definition": self.definition}
 
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (N,); see GPT2Tokenizer. Raises UserError for surrogates."""
-        _utf8(text)
+        """Returns the ids of `text`, (N,); see GPT2Tokenizer."""
         return np.array(encode_text(self._encoder, text, allow_special), self.dtype)
 
     def token_bytes(self, token):
@@ -224,16 +222,6 @@ def from_dict(data):
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         known = ", ".join(TOKENIZERS)
         raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
-
-
-def _utf8(text):
-    """Returns the bytes of `text`. Raises UserError for a lone surrogate."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"character {text[error.start]!r} at position {error.start} is not valid Unicode"
-        ) from error
 
 
 def _code_points(text):

@@ -1,7 +1,6 @@
 """Writing a dataset folder from a stream of token ids, in constant memory."""
 
 import json
-import os
 import zlib
 from contextlib import contextmanager
 
@@ -19,15 +18,11 @@ def open_writer(folder, tokenizer):
     The files are written beside those of an old dataset, which stays complete until they replace it
     when the context ends. Raises UserError if the disk is full.
     """
-    # meta.json is renamed first: without it, the others would be read as nanoGPT's.
+    # meta.json is renamed first: without it, the others would be read as nanoGPT's. If renaming is
+    # interrupted, its checksums are not those of the old splits.
     meta_path, split_paths = folder / "meta.json", [folder / f"{split}.bin" for split in SPLITS]
     with lock_folder(folder), write_atomically(meta_path, *split_paths) as files:
         yield DatasetWriter(files, tokenizer)
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-        for path in split_paths:  # if renaming is interrupted, a mixture could be valid
-            path.unlink(missing_ok=True)
 
 
 class DatasetWriter:

@@ -168,8 +168,6 @@ def _read_world(device):
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
         )
     kind = device_type(device)
-    if not 0 <= rank < size:
-        raise UserError(f"RANK={rank} must be less than WORLD_SIZE={size}: start with torchrun")
     if kind not in BACKENDS:
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
     if kind == "cuda":

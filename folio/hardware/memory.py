@@ -16,6 +16,7 @@ from folio.hardware.device import device_type
 from model import GPT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
+CONTAINER_LIMITS = "/sys/fs/cgroup"
 LOGIT_CHUNKS = 8  # per micro-batch, with activation checkpointing
 
 
@@ -28,31 +29,11 @@ def memory_bytes(device):
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):  # Windows
         return None
-    import resource  # not on Windows
-
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *cgroup_limits()]
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]  # ulimit -v
-    return min(limits if address_space == resource.RLIM_INFINITY else [*limits, address_space])
-
-
-def cgroup_limits(groups="/proc/self/cgroup", root="/sys/fs/cgroup"):
-    """Returns the memory limits of this process's control groups and their parents, in bytes.
-
-    A line of the file `groups` is ID:CONTROLLERS:PATH; in version 2 it has no controllers. In a
-    container, the path may be that of the host while the limit is in the root.
-    """
-    limits = []
-    with suppress(OSError):  # not Linux
-        for line in Path(groups).read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers not in ("", "memory"):
-                continue
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            group = Path(root, controllers, path.lstrip("/"))
-            for folder in (group, *group.parents):
-                with suppress(OSError, ValueError):  # no such file, or "max" for no limit
-                    limits.append(int((folder / name).read_text()))
-    return limits
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        with suppress(OSError, ValueError):  # no such file, or "max" for no limit
+            limits.append(int(Path(CONTAINER_LIMITS, name).read_text()))
+    return min(limits)
 
 
 def peak_memory_gib(device):

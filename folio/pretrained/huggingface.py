@@ -14,13 +14,12 @@ import torch
 
 import model
 from folio.checkpoint.format import Checkpoint, Progress, build_model, checked
-from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.errors import UserError, cause_of, import_optional, os_error
 from folio.cli.files import is_file, read_text, write_atomically
 from folio.pretrained.tokenizer_files import make_tokenizer_files, read_tokenizer
 from model import GPTConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
 NAME_PREFIX = "gpt."
 CODE_FILES = Path(model.__file__), Path(__file__).with_name("modeling_folio.py")
@@ -57,7 +56,7 @@ def read_pretrained(folder):
     """
     folder = Path(folder)
     config, is_gpt2 = _read_config(folder / CONFIG_FILE)
-    tensors = _read_tensors(folder)
+    tensors = _read_tensors(folder / WEIGHTS_FILE)
     if is_gpt2:
         weights = _from_gpt2(tensors, config)
     else:
@@ -73,15 +72,15 @@ def read_pretrained(folder):
 
 def _read_config(path):
     """Returns the GPTConfig in a config.json, and whether the model is of type gpt2."""
-    values = _read_json(path)
-    kind = values.get("model_type")
     try:
+        values = json.loads(read_text(path))
+        kind = values.get("model_type")
         if kind == "gpt2":
             return _gpt2_config(values), True
         if kind == "folio":
             names = asdict(GPTConfig()).keys() & values.keys()
             return GPTConfig(**{name: values[name] for name in names}), False
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} describes no supported model ({cause_of(error)})") from error
     raise UserError(f"{path}: model_type is {kind!r}; folio reads gpt2 and folio")
 
@@ -111,44 +110,22 @@ def _from_gpt2(tensors, config):
     return weights
 
 
-def _read_json(path):
-    is_file(path)  # raises if it is a pipe, which would block
-    try:
-        return dict(json.loads(read_text(path)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({cause_of(error)})") from error
-
-
-def _read_tensors(folder):
-    """Returns {name: tensor} of all safetensors files of a folder, memory-mapped."""
-    if is_file(folder / WEIGHTS_FILE):
-        file_names = {WEIGHTS_FILE}
-    elif is_file(folder / INDEX_FILE):
-        weight_map = _read_json(folder / INDEX_FILE).get("weight_map", {})
-        file_names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else ()
-    else:
+def _read_tensors(path):
+    """Returns {name: tensor} of a safetensors file, memory-mapped."""
+    if not is_file(path):
         raise UserError(
-            f"{folder} has no {WEIGHTS_FILE}; if it has other weights that you trust (pickled ones "
+            f"there is no {path}; if the folder has other weights that you trust (pickled ones "
             "could execute code), convert them in Python with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            "AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW_FOLDER, max_shard_size='50GB')"
         )
-    safetensors, tensors = _load_library(), {}
-    try:
-        for name in file_names:
-            is_file(folder / name)
-            tensors |= safetensors.torch.load_file(folder / name)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"cannot read the weights in {folder}: {cause_of(error)}") from error
-    return tensors
+    library = import_optional("safetensors", path)
+    from safetensors.torch import load_file
 
-
-def _load_library():
-    """Returns the package safetensors. Raises UserError if it is not installed."""
     try:
-        import safetensors.torch  # imported here because it is optional
-    except ImportError as error:
-        raise UserError("Hugging Face folders need: pip install safetensors") from error
-    return safetensors
+        return load_file(path)
+    except (OSError, library.SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 # Writing
@@ -173,7 +150,10 @@ def write_pretrained(folder, checkpoint, tokenizer):
     for path in code_files:
         texts[path.name] = path.read_text(encoding="utf-8")
     contents = {name: text.encode() for name, text in texts.items()}
-    contents[WEIGHTS_FILE] = _load_library().torch.save(tensors, metadata={"format": "pt"})
+    import_optional("safetensors", "an export")
+    from safetensors.torch import save
+
+    contents[WEIGHTS_FILE] = save(tensors, metadata={"format": "pt"})
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

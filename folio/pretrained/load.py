@@ -89,11 +89,11 @@ def pretrained_folder(name):
     Those that are not in the cache are downloaded. Raises UserError if that fails.
     """
     model, _, revision = name.partition("@")
-    with open_hub(name, "huggingface_hub safetensors tokenizers") as huggingface_hub:
+    with open_hub(name, "safetensors tokenizers") as huggingface_hub:
         return huggingface_hub.snapshot_download(
             HUB_MODELS.get(model, model),
             revision=revision or None,
             # never pytorch_model.bin, a pickle that can execute code
-            allow_patterns=["*.json", "model.safetensors", "model-*-of-*.safetensors"],
+            allow_patterns=["*.json", "model.safetensors"],
             ignore_patterns=["*/*"],  # variants in subfolders
         )

@@ -12,9 +12,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, import_optional
 from folio.cli.files import is_file, read_text
-from folio.data.bpe import byte_characters, load_encoder, load_library
+from folio.data.bpe import byte_characters, load_encoder
 from folio.data.tokenizer import (
     END_OF_TEXT,
     BPETokenizer,
@@ -52,7 +52,7 @@ def make_definition(tokenizer):
     if tokenizer.kind == "bpe":
         return tokenizer.definition
     build = {"char": _char, "byte": _byte, "gpt2": _gpt2}[tokenizer.kind]
-    return build(load_library(), tokenizer).to_str()
+    return build(import_optional("tokenizers", "a tokenizer.json"), tokenizer).to_str()
 
 
 def _char(library, tokenizer):

@@ -103,26 +103,10 @@ def test_error_for_a_missing_file_says_how_to_prepare_it():
 
 
 def test_error_for_a_missing_dataset_names_a_similar_one_or_all():
-    assert f"; {Path('data').resolve()} does not exist;" in error_of(load_dataset, "own")
-    Path("data").mkdir()
-    assert "data has no other dataset; for " in error_of(load_dataset, "own")
+    assert f"; {Path('data').resolve()} has no other dataset;" in error_of(load_dataset, "own")
     write_text()
     assert "; did you mean own?; for " in error_of(load_dataset, "ovn")
     assert "data has own; for " in error_of(load_dataset, "other")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"train": "x"}, {"val": {"tokens": 2, "bytes": 3}}, {"dtype": []}, {"tokenizer": 5},
-     {"train": {"tokens": 18.0, "bytes": -1, "crc32": 0}},
-     {"train": {"tokens": 18, "bytes": 0, "crc32": 10**99}}],
-    ids=str,
-)  # fmt: skip
-def test_meta_json_with_a_wrong_value_and_a_valid_checksum_is_refused(changes):
-    meta = write_text() | changes
-    meta["crc32"] = dataset.meta_checksum(meta)
-    Path("data/own/meta.json").write_text(json.dumps(meta))
-    assert error_of(load_dataset, "own").startswith("data/own/meta.json")
 
 
 def test_split_must_be_longer_than_the_context():

@@ -93,7 +93,7 @@ def test_failed_downloads_are_explained_and_leave_no_files(path, serve, monkeypa
     message = error_of()
     assert f"{server.server_port}/{path}" in message
     assert "data/shakespeare_char/input.txt" in message
-    assert [*Path().rglob("*")] == [Path("data"), Path("data/shakespeare_char")]
+    assert not [*Path().rglob("*")]
 
 
 def test_shakespeare_is_downloaded_once(serve, capsys, gpt2_of_bytes):
@@ -111,13 +111,6 @@ def test_shakespeare_is_downloaded_once(serve, capsys, gpt2_of_bytes):
     assert Path("data/shakespeare_char/input.txt").read_bytes() == CORPUS
     assert load_tokenizer("shakespeare").kind == "gpt2"
     assert text_of("shakespeare_char") == text_of("shakespeare") == CORPUS.decode()
-
-
-def test_other_file_in_place_of_shakespeare_is_refused_and_kept(folder):
-    Path("data/shakespeare_char").mkdir(parents=True)
-    Path("data/shakespeare_char/input.txt").write_text("another text")
-    assert error_of().startswith("data/shakespeare_char/input.txt")
-    assert Path("data/shakespeare_char/input.txt").read_text() == "another text"
 
 
 # The Hugging Face hub

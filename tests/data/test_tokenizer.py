@@ -82,11 +82,6 @@ def test_attributes_are_consistent(kind):
         assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT
 
 
-def test_lone_surrogate_is_a_user_error(kind):
-    with pytest.raises(UserError):
-        tiny.new_tokenizer(kind, "abc").encode("ab\ud800c")
-
-
 # Characters
 
 
@@ -173,7 +168,7 @@ def test_every_cut_keeps_the_tokens(kind, text, request):
 
 def test_missing_tokenizers_library_is_a_user_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install --upgrade tokenizers"):
+    with pytest.raises(UserError, match="pip install tokenizers"):
         BPETokenizer.train(["ab"])
 
 
@@ -230,13 +225,6 @@ def test_a_bpe_with_damaged_merges_is_a_user_error():
     plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
     plain["model"]["merges"] = [["nothing", "known"]]
     with pytest.raises(UserError, match="cannot be used"):
-        BPETokenizer(json.dumps(plain))
-
-
-def test_a_bpe_with_an_unknown_token_that_is_not_in_its_vocabulary_is_refused():
-    plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
-    plain["model"]["unk_token"] = "missing"
-    with pytest.raises(UserError, match="unk_token is not in the vocabulary"):
         BPETokenizer(json.dumps(plain))
 
 

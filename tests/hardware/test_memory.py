@@ -1,6 +1,5 @@
 """Device memory: its limits, models that do not fit, and activation checkpointing."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,12 +7,8 @@ import tiny
 import torch
 
 from folio.cli.errors import UserError
-from folio.hardware.memory import (
-    cgroup_limits,
-    explain_out_of_memory,
-    memory_bytes,
-    recompute_activations,
-)
+from folio.hardware import memory
+from folio.hardware.memory import explain_out_of_memory, memory_bytes, recompute_activations
 from model import GPT, GPTConfig
 
 SHAPE = {"block_size": 16, "vocab_size": 30, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -40,29 +35,13 @@ def test_out_of_memory_errors_become_user_errors_with_advice(error):
 # Limits
 
 
-@pytest.mark.parametrize(
-    ("groups", "files", "limits"),
-    [
-        ("0::/job/1\n", {"job/1/memory.max": "max", "job/memory.max": "5000"}, [5000]),
-        ("0::/\n", {"memory.max": "7000"}, [7000]),  # in a container
-        ("3:memory:/of/the/host\n", {"memory/memory.limit_in_bytes": "8000"}, [8000]),
-    ],
-)
-def test_limits_of_control_groups(folder, groups, files, limits):
-    Path("groups").write_text(groups)
-    for name, text in files.items():
-        Path("cgroup", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("cgroup", name).write_text(f"{text}\n")
-    assert cgroup_limits("groups", "cgroup") == limits
-    assert cgroup_limits("missing", "cgroup") == []
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no limits of this kind")
-def test_a_limited_address_space_is_the_memory_of_the_device(monkeypatch):
-    import resource
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**30, resource.RLIM_INFINITY))
-    assert memory_bytes("cpu") == 2**30
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_the_limit_of_a_container_is_the_memory_of_the_device(folder, name, monkeypatch):
+    monkeypatch.setattr(memory, "CONTAINER_LIMITS", str(folder))
+    Path(name).parent.mkdir(exist_ok=True)
+    for text, limited in (("max\n", False), ("5000\n", True)):
+        Path(name).write_text(text)
+        assert (memory_bytes("cpu") == 5000) == limited
 
 
 # Activation checkpointing

@@ -17,7 +17,6 @@ from folio.pretrained.huggingface import (
     CONFIG_FILE,
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
-    INDEX_FILE,
     TRANSPOSED_SUFFIXES,
     WEIGHTS_FILE,
     read_pretrained,
@@ -115,16 +114,6 @@ def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():
         assert weight.data_ptr() == checkpoint.weights[name].data_ptr()  # no copy
 
 
-def test_shards_are_read_like_one_file():
-    theirs = transformers_model()
-    one, path = save(theirs, "one"), save(theirs, "shards", max_shard_size="4KB")
-    shards = sorted(path.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    assert tiny.equal(read_pretrained(path).weights, read_pretrained(one).weights)
-    shards[0].unlink()
-    assert refused(path, "shards", "No such file")
-
-
 def without_prefix(tensors):
     return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
 
@@ -173,10 +162,6 @@ def test_weights_that_do_not_fit_are_named():
     path = save(transformers_model())
     rewrite_weights(path, lambda t: {k: v for k, v in t.items() if k != EMBEDDING_WEIGHT})
     assert refused(path, str(path), EMBEDDING_WEIGHT)
-    (path / WEIGHTS_FILE).unlink()
-    for index in ("[]", '{"weight_map": [[]]}', '{"weight_map": {"a": 5}}'):
-        (path / INDEX_FILE).write_text(index)
-        assert refused(path, str(path))
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2, 2, 2), torch.zeros(4, dtype=torch.complex64)])

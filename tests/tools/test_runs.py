@@ -1,14 +1,12 @@
 """tools.plot.runs: logs, and groups of runs that differ in their seed only."""
 
 import math
-import os
 
 import pytest
 import tiny
 from tiny import write_run
 
 import train
-from folio.cli.errors import UserError
 from tools.plot.runs import Run, group_runs, read_run, read_runs
 
 VAL = '{"split": "val", "step": 1, "tokens": 1, "elapsed_s": 1, "loss": %s}'
@@ -61,11 +59,3 @@ def test_resuming_changes_settings_and_invalid_lines_are_skipped(folder):
         log.write("\n".join(lines))
     run.settings["seed"] = 5
     assert read_run("out-a") == run
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
-def test_a_pipe_is_refused(folder):
-    os.mkdir("out-a")
-    os.mkfifo("out-a/log.jsonl")
-    with pytest.raises(UserError, match="not a regular file"):
-        read_run("out-a")
