@@ -9,6 +9,7 @@ Standard library only, so that `--help` does not wait for torch.
 
 import builtins
 import dataclasses
+import dis
 import inspect
 import io
 import os
@@ -201,6 +202,8 @@ def check_value(field, value, label):
     is_literal = any(kind is type(literal) and value == literal for literal in literals)
     if not (kind in options or becomes_float or is_literal):
         raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
+    if kind is int and not -(2**63) <= value < 2**63:
+        raise UserError(f"{label} must be a 64-bit integer, not {reprlib.repr(value)}")
     if becomes_float:
         value = float(value)
     bounds = field.metadata["bounds"]
@@ -243,7 +246,8 @@ def _run_config_file(path, fields, readable, choose):
     names = {"__name__": "__main__", "__file__": str(path)}
     names["__builtins__"] = vars(builtins) | readable
     try:
-        exec(compile(path.read_bytes(), path, "exec"), names)
+        code = compile(path.read_bytes(), path, "exec")
+        exec(code, names)
     except (KeyboardInterrupt, UserError):
         raise
     except BaseException as error:  # a config file can raise anything
@@ -253,9 +257,11 @@ def _run_config_file(path, fields, readable, choose):
             places.append(f"{path} line {error.lineno}")
         last_line = traceback.format_exception_only(error)[-1]
         raise UserError(f"{[path, *places][-1]}: {last_line}") from error
+    stores = [step for step in dis.get_instructions(code) if step.opname == "STORE_NAME"]
+    lines = {step.argval: step.positions.lineno for step in stores}  # at module level
     values = {}
     for name, value in names.items():
-        place = f"{path}: {name}"
+        place = f"{path} line {lines.get(name, '?')}: {name}"
         if isinstance(value, types.ModuleType):
             continue
         if name in fields:

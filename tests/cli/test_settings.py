@@ -80,6 +80,7 @@ def test_text_is_parsed_to_the_type_of_the_field(name, text, value):
     ("name", "value", "reason"),
     [
         ("steps", "1.5", "must be int, not '1.5'"),
+        ("steps", "9223372036854775808", "must be a 64-bit integer, not 9223372036854775808"),
         ("rate", "fast", "must be float, not 'fast'"),
         ("rate", "nan", "must be in (0, 1], not nan"),
         ("shift", "1e400", "must be in (-inf, inf), not inf"),
@@ -174,16 +175,16 @@ def test_a_config_file_reads_the_resolved_device(argv, device):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name = 'x'\nsteps = -1", "a.py: steps must be in [0, inf), not -1"),
+        ("name = 'x'\nsteps = -1", "a.py line 2: steps must be in [0, inf), not -1"),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("\nraise SystemExit('enough')", "a.py line 2: SystemExit: enough"),
         ("steps = 1\nrate = = 2", "a.py line 2: SyntaxError"),
         ("class E(Exception):\n    __str__ = None\nraise E", "a.py line 3: E: <exception str"),
-        ("step = 1", f"a.py: step {HELPER_RULE}; did you mean steps?"),
-        ("\nbase = 128", f"a.py: base {HELPER_RULE}"),  # no setting is similar enough
+        ("step = 1", f"a.py line 1: step {HELPER_RULE}; did you mean steps?"),
+        ("\nbase = 128", f"a.py line 2: base {HELPER_RULE}"),  # no setting is similar enough
     ],
 )
-def test_an_error_in_a_config_file_names_the_file(text, message):
+def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
     error = error_of(config_file(text))
     assert error.startswith(message)
     assert "mean" not in error.replace(message, "")
