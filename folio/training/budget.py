@@ -41,7 +41,7 @@ def start_budget(trainer):
         raise UserError(
             f"--minutes={settings.minutes:g} is too short after {trainer.elapsed_s():.0f} s, for "
             f"steps of {step_s:.2g} s and two evaluations of {evaluation_s:.2g} s: increase it, "
-            "or decrease --eval_iters"
+            "decrease --eval_iters, or stop other programs"
         )
     line = f"time: {progress.num_steps:,} of {settings.max_iters:,} steps fit into --minutes"
     if progress.num_steps == settings.max_iters:
