@@ -157,6 +157,10 @@ def read_prompt(start):
         start = read_text(start.removeprefix("FILE:"))
     if not start:
         raise UserError("the prompt is empty; omit --start to use the default prompt")
+    try:
+        start.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line in another encoding
+        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
     return start
 
 

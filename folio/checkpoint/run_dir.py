@@ -119,6 +119,7 @@ class RunDir:
         Raises UserError if writing fails. If only the link fails, last.pt stays older, and a
         resumed run repeats the steps since then.
         """
+        best = best or not is_file(self.best)  # somebody has deleted it
         save_checkpoint(self.best if best else self.last, checkpoint)
         if best:
             with suppress(UserError):

@@ -170,7 +170,7 @@ def find_sources(name, text_key):
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-        paths = [path for path in Path(name).rglob("*") if not is_hidden(path.relative_to(name))]
+        paths = _list_files(name)
     elif glob.has_magic(name) and not os.path.exists(name):
         paths = [Path(path) for path in glob.glob(name, recursive=True)]
     files = sorted(path for path in paths if not os.path.isdir(path))
@@ -178,10 +178,16 @@ def find_sources(name, text_key):
         raise UserError(f"--input={name} finds no files; hidden files are skipped")
     for file in files:
         if not is_file(file):
-            raise UserError(f"there is no file {file}")
+            raise UserError(f"{file} is missing or no regular file")
     return [Source(file, text_key) for file in files]
 
 
-def is_hidden(path):
-    """Whether the name of a file or of one of its folders begins with a period."""
-    return any(part.startswith(".") for part in path.parts)
+def _list_files(folder):
+    """Yields the paths of all files in a folder and its subfolders that are not hidden."""
+
+    def fail(error):
+        raise os_error("read", error.filename, error) from error
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in names if not name.startswith("."))

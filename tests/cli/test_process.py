@@ -83,7 +83,10 @@ def test_failing_output_sets_the_exit_status_and_prints_no_traceback(tmp_path):
 
 
 @posix
-def test_missing_packages_cause_no_traceback():
+def test_closed_streams_and_missing_packages_cause_no_traceback():
+    lines = ["def main():", " print('x')", " print('y', file=sys.stderr)", "process.run(main)"]
+    assert shell("$PYTHON >&-", *lines) == (0, "y\n")
+    assert shell("$PYTHON 2>&- <&-", *lines) == (0, "")
     lines = ["process.REQUIRED_PACKAGES = ('sys', 'no_such_package')", "process.start(print)"]
     status, err = shell("$PYTHON", *lines)
     assert (status, err.partition(" not")[0]) == (2, "-c: no_such_package")

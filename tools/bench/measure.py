@@ -47,7 +47,7 @@ def compare_commands(settings):
     """Measures the commands of a BenchConfig alternately, and prints a table of medians.
 
     train.py writes to a temporary folder. With `logs`, losses are written to logs/folio/log.jsonl
-    and to a folder with the name of vs_dir.
+    and logs/other/log.jsonl.
     """
     runs = defaultdict(list)  # {"folio" or "other": figures of each run}
     with tempfile.TemporaryDirectory() as out_dir:
@@ -60,8 +60,7 @@ def compare_commands(settings):
         commands["folio"] = folio, "."
         for number in range(1, settings.runs + 1):
             for name, (command, folder) in commands.items():
-                program = name if name == "folio" else Path(folder).resolve().name
-                log = Path(settings.logs, program, "log.jsonl") if settings.logs else None
+                log = Path(settings.logs, name, "log.jsonl") if settings.logs else None
                 figures = measure_command(command, folder, settings.target, log)
                 runs[name].append(figures)
                 print(f"run {number} of {name}: {format_figures(figures)}", flush=True)
