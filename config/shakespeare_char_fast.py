@@ -48,7 +48,7 @@ learning_rate = 6e-3
 max_iters = 1800
 
 # 4.1 M parameters, 3.7 M of them in the tables of n-grams, and 2,048 characters per step, for a
-# CPU: 1.5 minutes on two cores
+# CPU: about a minute on two cores
 if device == "cpu":
     n_layer = 2
     n_head = 2

@@ -155,6 +155,8 @@ def _parse_flag(settings_class, argument, remaining, choose):
             text = remaining.pop(0)
         else:
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
+    if text.startswith("~/"):  # most shells do not expand it after "="
+        text = os.path.expanduser(text)
     if choose:
         text = choose(name, text.split(","))
     return Flag(name, parse_value(field, text, f"--{name}"))
@@ -172,7 +174,8 @@ def _find_config_file(argument, settings_class):
     paths = sorted(PRESETS_FOLDER.rglob("[!_]*.py"))
     presets = [path.relative_to(ROOT).as_posix() for path in paths]
     hint = suggest(argument, presets, f"; available: {', '.join(presets)}")
-    raise UserError(f"there is no config file {argument}, with a name that ends in .py{hint}")
+    quotes = "values with spaces need quotes"
+    raise UserError(f"there is no config file {argument}; {quotes}{hint}")
 
 
 # Values

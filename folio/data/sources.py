@@ -77,9 +77,9 @@ class Source:
         except UnicodeDecodeError as error:
             byte, path = error.object[error.start], shlex.quote(str(self.path))
             raise UserError(
-                f"{self.name} is not UTF-8 text: it contains byte 0x{byte:02x}; extract the text "
-                "of an archive or document; convert another encoding with: "
-                f"iconv -f ENCODING -t UTF-8 {path} > {path}.utf8"
+                f"{self.name} is not UTF-8 text: it contains byte 0x{byte:02x}; select only text "
+                "files, such as --input='FOLDER/*.txt', or replace it with the output of: "
+                f"iconv -f ENCODING -t UTF-8 {path}"
             ) from error
         except Exception as error:  # pyarrow has many types of errors
             raise UserError(

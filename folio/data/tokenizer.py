@@ -118,7 +118,7 @@ class CharTokenizer(Tokenizer):
             character = text[int(np.argmax(ids < 0))]
             raise UserError(
                 f"character {character!r} (U+{ord(character):04X}) is not among the "
-                f"{self.vocab_size} characters of the vocabulary"
+                f"{self.vocab_size} characters of the vocabulary; tokenizers byte and bpe have all"
             )
         return ids.astype(self.dtype)
 

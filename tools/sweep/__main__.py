@@ -100,7 +100,7 @@ def check_earlier_run(folder, settings, fingerprint):
     earlier = RunDir(folder).load_newest(required=False, optimizers=False)
     if not earlier:
         return
-    names = names_with_scope(TrainConfig, "run") - {"max_iters"}
+    names = names_with_scope(TrainConfig, "run")
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
     differences = []

@@ -187,7 +187,6 @@ def read_earlier_loss(task):
     if newest is None:
         return None
     progress = newest.progress
-    progress.num_steps = None  # of --minutes; another --max_iters invalidates it
     is_done = progress.evaluated_position >= step or progress.is_finished(settings)
     return read_best_loss(task) if is_done else None
 
