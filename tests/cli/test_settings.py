@@ -1,5 +1,6 @@
 """Settings: parsing and checking values, config files and flags, and `--help`."""
 
+import os
 import reprlib
 import shlex
 from dataclasses import dataclass, fields
@@ -115,6 +116,7 @@ def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, rea
         (["--bias", "--steps=7"], {"bias": True, "steps": 7}),
         (["--bias", "true"], {"bias": True}),
         (["--name=--a=b"], {"name": "--a=b"}),
+        (["--name=~/a"], {"name": os.path.expanduser("~/a")}),
         (["--steps=100"], {"steps": 100}),  # the default, but given
     ],
 )
