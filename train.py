@@ -27,7 +27,9 @@ class TrainConfig:
     out_dir: str = setting("out", "folder for checkpoints and log", group="Output", scope="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
-    eval_iters: int = setting(200, "evaluation batches per split; at most all of it", "[1, inf)")
+    eval_iters: int | None = setting(
+        None, "batches per split and evaluation; None: 5% of the time, more at the end", "[1, inf)"
+    )
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
     checkpoint_interval: int | None = setting(
@@ -124,8 +126,14 @@ import numpy as np
 import torch
 
 from folio.checkpoint.format import Progress
-from folio.checkpoint.saving import Saver
-from folio.data.batches import Batches, bytes_per_target, dropout_seed, evaluation_starts
+from folio.checkpoint.saving import Saver, load_best_weights
+from folio.data.batches import (
+    Batches,
+    bytes_per_target,
+    dropout_seed,
+    evaluation_iters,
+    evaluation_starts,
+)
 from folio.distributed.sharding import full_tensor, set_gradient_averaging
 from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
 from folio.inference.completion import sample_text
@@ -142,7 +150,7 @@ def main(argv=None):
         print_start(plan)
         trainer = Trainer(plan)
         if settings.eval_only:
-            print(format_losses(trainer.progress.step, trainer.evaluate()))
+            print(format_losses(trainer.progress.step, trainer.evaluate(is_final=True)))
             return
         start_budget(trainer)  # with --minutes
         if trainer.progress.is_finished(settings):
@@ -157,10 +165,11 @@ def train(trainer):
         saver = Saver(trainer, tracking)
         try:
             run_steps(trainer, tracking, saver)
+            loss = evaluate_best(trainer, tracking)
         except process.StopRequested as request:  # the weights are those of the last step
             saver.save_and_stop(request.signal_number)  # None: at --stop_at
             return
-    print_end(trainer)
+    print_end(trainer, loss)
 
 
 def run_steps(trainer, tracking, saver):
@@ -199,6 +208,18 @@ def run_steps(trainer, tracking, saver):
         trainer.clip_and_step(grad_norm, lr)
         progress.advance(settings)
         tracking.log_step(step, loss, grad_norm, lr)
+
+
+def evaluate_best(trainer, tracking):
+    """Returns the validation loss of the best model, over the whole split if none was set."""
+    progress, settings = trainer.progress, trainer.settings
+    if settings.eval_iters:
+        return progress.best_val_loss
+    if progress.best_step < progress.step and not settings.always_save_checkpoint:
+        load_best_weights(trainer)
+    losses = trainer.evaluate(is_final=True)
+    tracking.log_final_evaluation(losses)
+    return losses["loss"]
 
 
 def learning_rate_at(position, settings):
@@ -305,33 +326,35 @@ class Trainer:
             optimizer.zero_grad(set_to_none=not keep)
         self.scaler.update()
 
-    def evaluate(self):
-        """Returns the losses of both splits.
+    def evaluate(self, is_final=False):
+        """Returns the losses of both splits; see evaluation_iters.
 
         Keys: "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
         "bits_per_byte". Raises UserError if a loss is not finite.
         """
         dataset = self.plan.dataset
-        split_losses = [self.split_loss(split) for split in (dataset.train, dataset.val)]
-        train_loss, loss = map(float, split_losses)  # waits for a GPU only once
+        train_iters, val_iters = evaluation_iters(self.settings, is_final)
+        train_loss = self.split_loss(dataset.train, train_iters)
+        loss = self.split_loss(dataset.val, val_iters)
+        train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
         if not math.isfinite(train_loss + loss):
             self.divergence.check()  # an earlier step may be the cause
             values = f"train loss {train_loss:.3g}, val loss {loss:.3g}"
             raise self.divergence.error(self.progress.step, values)
         losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
-        if target_bytes := bytes_per_target(dataset, self.settings):
+        if target_bytes := bytes_per_target(dataset, self.settings, val_iters):
             losses["bits_per_byte"] = loss / math.log(2) / target_bytes
         return losses
 
     @torch.no_grad()
-    def split_loss(self, split):
-        """Returns the mean loss of the evaluated windows of a split, a scalar tensor.
+    def split_loss(self, split, iters):
+        """Returns the mean loss of the windows of an evaluation of a split, a scalar tensor.
 
         The processes of a run share the windows. All compute the same number of batches, so the
         last ones are filled with repeated windows, whose targets are ignored.
         """
         B, T = self.settings.batch_size, self.settings.block_size
-        starts = evaluation_starts(split, self.settings)
+        starts = evaluation_starts(split, self.settings, iters)
         rows = torch.arange(B, device=self.machine.device).unsqueeze(1)
         total = torch.zeros((), device=self.machine.device)
         self.model.eval()

@@ -10,7 +10,6 @@ dataset = "shakespeare"
 init_from = "gpt2-xl"
 
 eval_interval = 5
-eval_iters = 40
 always_save_checkpoint = False  # keep the best state: the model soon memorizes so short a text
 
 # 32 x 1,024 = 32,768 tokens per step; the training split has 301,966, so 20 steps read it twice

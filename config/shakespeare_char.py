@@ -3,7 +3,6 @@
 out_dir = "out-shakespeare-char"
 dataset = "shakespeare_char"
 eval_interval = 250
-eval_iters = 200
 log_interval = 10
 
 # 10.7 M parameters, for a GPU

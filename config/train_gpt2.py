@@ -20,5 +20,4 @@ lr_decay_iters = 600_000
 weight_decay = 0.1
 
 eval_interval = 1000
-eval_iters = 200
 log_interval = 10

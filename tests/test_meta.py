@@ -59,7 +59,7 @@ def test_evaluation_and_sampling_read_no_value(verse, switches):
     settings = tiny.settings(**switches)
     config = model_config(settings, verse.tokenizer)
     trainer = train.Trainer(tiny.plan_of(config, settings, machine=META))
-    assert trainer.split_loss(Split(np.zeros(3000, np.uint16), "meta")).is_meta
+    assert trainer.split_loss(Split(np.zeros(3000, np.uint16), "meta"), 4).is_meta
     model = trainer.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
     controls = Controls(0.8, 20, 0.9, 0.1, 1.3, max_new_tokens=3, context_stride=4)

@@ -119,7 +119,7 @@ def test_the_larger_model_needs_time_and_text_whatever_the_tokens(text_size):
 
 NANOGPT_PRESETS = {  # of the same names
     "finetune_shakespeare.py": {
-        "eval_interval": 5, "eval_iters": 40, "dataset": "shakespeare", "init_from": "gpt2-xl",
+        "eval_interval": 5, "dataset": "shakespeare", "init_from": "gpt2-xl",
         "batch_size": 1, "gradient_accumulation_steps": 32, "max_iters": 20, "learning_rate": 3e-5,
         "decay_lr": False, "wandb_log": False, "wandb_project": "shakespeare",
         "always_save_checkpoint": False,
@@ -130,7 +130,7 @@ NANOGPT_PRESETS = {  # of the same names
     },
     "train_gpt2.py": {
         "batch_size": 12, "block_size": 1024, "gradient_accumulation_steps": 40,
-        "max_iters": 600_000, "lr_decay_iters": 600_000, "eval_interval": 1000, "eval_iters": 200,
+        "max_iters": 600_000, "lr_decay_iters": 600_000, "eval_interval": 1000,
         "log_interval": 10, "weight_decay": 0.1, "wandb_log": True, "wandb_project": "owt",
     },
 }  # fmt: skip

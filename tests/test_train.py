@@ -16,11 +16,13 @@ import torch.nn.functional as F
 
 import sample
 import train
-from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.format import Checkpoint, Progress, build_model
+from folio.checkpoint.run_dir import RunDir
 from folio.data.batches import (
     Batches,
     Split,
     dropout_seed,
+    evaluation_iters,
     evaluation_starts,
     window_starts,
 )
@@ -95,9 +97,9 @@ def test_the_temperature_divides_the_logits_in_training_only():
     assert expected > F.cross_entropy(logits, y.flatten()).item() + 0.1
     loss, _ = trainer.forward_backward([(x, y)], step=0)
     assert loss.item() == pytest.approx(expected)
-    starts = evaluation_starts(split, trainer.settings)
+    starts = evaluation_starts(split, trainer.settings, 4)
     whole = trainer.model(*split.windows(starts, 8)).item()
-    assert trainer.split_loss(split).item() == pytest.approx(whole)
+    assert trainer.split_loss(split, 4).item() == pytest.approx(whole)
 
 
 def test_dropout_differs_between_steps_and_is_reproducible(verse):
@@ -111,21 +113,51 @@ def test_dropout_differs_between_steps_and_is_reproducible(verse):
 # Evaluation
 
 
+def test_evaluations_take_a_twentieth_of_the_time_and_the_final_one_covers_the_split(verse, capsys):
+    changes = {"eval_iters": None, "max_iters": 40, "eval_interval": 20}
+    train.main(tiny.flags(**changes))
+    settings, split = tiny.settings(**changes), verse.val
+    assert sum(evaluation_iters(settings)) / 3 <= 0.05 * 20  # a forward pass is 1/3 of a step
+    _, part = evaluation_iters(settings)
+    starts = evaluation_starts(split, settings, evaluation_iters(settings, is_final=True)[1])
+    assert len(evaluation_starts(split, settings, part)) < len(starts) == (len(split) - 1) // 8
+    *_, last, final = tiny.log_events()
+    assert (last["split"], final["split"], final["step"]) == ("val", "final", 40)
+    best = build_model(RunDir("out").load_best()).eval()
+    assert final["loss"] == pytest.approx(best(*rows_at(split.astype(int), starts)).item())
+    assert final["loss"] != last["loss"]
+    assert f"done; best val loss {final['loss']:.4f} at step 40;" in capsys.readouterr().out
+
+
+def test_the_final_evaluation_is_that_of_the_best_model(verse, monkeypatch, capsys):
+    losses, weights = [9.0, 2.0, 3.0, 2.5], []
+
+    def evaluate(trainer, is_final=False):
+        weights.append(copy.deepcopy(trainer.model.state_dict()))
+        return {"train_loss": 1.0, "loss": losses[len(weights) - 1], "perplexity": 1.0}
+
+    monkeypatch.setattr(train.Trainer, "evaluate", evaluate)
+    train.main(tiny.flags(eval_iters=None))
+    assert tiny.equal(weights[3], weights[1])
+    assert not tiny.equal(weights[3], weights[2])
+    assert "done; best val loss 2.5000 at step 3;" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("n_tokens", "windows"), [(9, 1), (40, 4), (41, 5), (201, 25)])
 def test_evaluation_is_the_mean_loss_of_windows_that_cover_the_split(n_tokens, windows):
-    ids, trainer = random_ids(n_tokens), new_trainer(tiny.settings(eval_iters=100), dropout=0.5)
+    ids, trainer = random_ids(n_tokens), new_trainer(tiny.settings(), dropout=0.5)
     starts = np.linspace(0, n_tokens - 9, windows).astype(int)
     assert (np.diff(starts) >= 8).all()
     expected = trainer.model.eval()(*rows_at(ids, starts)).item()
-    assert trainer.split_loss(Split(ids, "cpu")).item() == pytest.approx(expected)
+    assert trainer.split_loss(Split(ids, "cpu"), 100).item() == pytest.approx(expected)
     assert trainer.model.training
 
 
-def test_eval_iters_limits_the_windows_and_spreads_them_over_the_split():
+def test_the_batches_of_an_evaluation_are_spread_over_the_split():
     ids = np.repeat(np.array([0, 1], np.uint16), 500)
-    trainer, inputs = new_trainer(tiny.settings(eval_iters=2)), []
+    trainer, inputs = new_trainer(tiny.settings()), []
     trainer.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    trainer.split_loss(Split(ids, "cpu"))
+    trainer.split_loss(Split(ids, "cpu"), 2)
     assert [tuple(x.shape) for x in inputs] == [(4, 8), (4, 8)]
     assert (inputs[0] == 0).all()
     assert (inputs[1] == 1).all()

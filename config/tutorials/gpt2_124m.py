@@ -15,7 +15,6 @@
 out_dir = "out-gpt2-124m"
 dataset = "shakespeare_gpt2"
 eval_interval = 100
-eval_iters = 20
 log_interval = 1
 
 n_layer = 12

@@ -4,7 +4,6 @@
 out_dir = "out-lecture"
 dataset = "shakespeare_char"
 eval_interval = 500
-eval_iters = 200
 log_interval = 10
 
 n_layer = 6

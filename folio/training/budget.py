@@ -11,7 +11,7 @@ from math import ceil
 
 from folio.checkpoint.format import evaluation_stride
 from folio.cli.errors import UserError
-from folio.data.batches import Batches
+from folio.data.batches import Batches, evaluation_iters
 
 PLANNING_STEPS, FIRST_STEPS = 10, 5  # measured before the run, and before the plan is adapted
 PLANNING_FRACTION = 0.05  # largest part of the budget that measuring before the run takes
@@ -36,12 +36,12 @@ def start_budget(trainer):
     if not settings.minutes or not progress.steps_left(settings):
         return
     step_s = seconds_per_step(trainer)
-    evaluation_s = step_s * steps_per_evaluation(settings, trainer.plan.dataset)
+    evaluation_s = step_s * steps_per_evaluation(trainer)
     if plan_steps(trainer, step_s, evaluation_s) < 1:
         raise UserError(
             f"--minutes={settings.minutes:g} is too short after {trainer.elapsed_s():.0f} s, for "
             f"steps of {step_s:.2g} s and two evaluations of {evaluation_s:.2g} s: increase it, "
-            "decrease --eval_iters, or stop other programs"
+            "set a smaller --eval_iters, or stop other programs"
         )
     line = f"time: {progress.num_steps:,} of {settings.max_iters:,} steps fit into --minutes"
     if progress.num_steps == settings.max_iters:
@@ -69,7 +69,7 @@ class TimeBudget:
         newest_s = self.trainer.world.from_main(newest_s)  # all must plan at the same steps
         step_s = self.step_s = (newest_s + (self.step_s or newest_s)) / 2  # single times are noisy
         # The mean of the evaluations, or more if the machine has become slower since then.
-        evaluation_s = step_s * steps_per_evaluation(settings, self.trainer.plan.dataset)
+        evaluation_s = step_s * steps_per_evaluation(self.trainer)
         evaluation_s = max(evaluation_s, self.tracking.pauses_s / max(1, evaluations))
         plan_steps(self.trainer, step_s, evaluation_s)
         self.measured_step, self.measured_s = step, train_s
@@ -85,6 +85,8 @@ def plan_steps(trainer, step_s, evaluation_s):
     """
     progress, settings = trainer.progress, trainer.settings
     seconds = 60 * settings.minutes - trainer.elapsed_s()
+    if not settings.eval_iters:
+        seconds -= step_s * steps_per_evaluation(trainer, is_final=True)
     positions = settings.max_iters - progress.position
     is_due = progress.is_evaluation_due(settings)
     for stride in (2**exponent for exponent in count()):
@@ -97,10 +99,13 @@ def plan_steps(trainer, step_s, evaluation_s):
     return steps
 
 
-def steps_per_evaluation(settings, dataset):
+def steps_per_evaluation(trainer, is_final=False):
     """Returns how many training steps take as long as an evaluation."""
-    limit = settings.eval_iters * settings.batch_size * settings.block_size
-    tokens = sum(min(len(split), limit) for split in (dataset.train, dataset.val))
+    settings, dataset = trainer.settings, trainer.plan.dataset
+    tokens_per_batch = settings.batch_size * settings.block_size
+    train_iters, val_iters = evaluation_iters(settings, is_final)
+    tokens = min(len(dataset.train), train_iters * tokens_per_batch)
+    tokens += min(len(dataset.val), val_iters * tokens_per_batch)
     return FORWARD_FRACTION * tokens / settings.tokens_per_step
 
 

@@ -29,8 +29,9 @@ class Tracking:
     """Reports steps and evaluations of a run, whose folder it locks. For a `with` statement.
 
     Events in log.jsonl have `step`, `split` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
-    split is "start" (settings and model size), "train" (a step), "val" (an evaluation) or "resume"
-    (changed settings). Speeds are means since the previous report.
+    split is "start" (settings and model size), "train" (a step), "val" (an evaluation), "final"
+    (the evaluation of the best model at the end) or "resume" (changed settings). Speeds are means
+    since the previous report.
     """
 
     def __init__(self, trainer):
@@ -107,6 +108,12 @@ class Tracking:
         self._log("val", step, tokens=tokens, lr=lr, **losses)
         self.say(format_losses(step, losses))
 
+    def log_final_evaluation(self, losses):
+        progress = self.trainer.progress
+        tokens = progress.step * self.settings.tokens_per_step
+        self._log("final", progress.step, tokens=tokens, **losses)
+        self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
+
     def log_step(self, step, loss, grad_norm, lr):
         """Counts a step. Every log_interval steps, waits for the device and reports."""
         self._print(self.bar.update)
@@ -148,7 +155,7 @@ class Tracking:
         if error and not self.log_failed:
             self.warn(f"{error}; training continues")
         self.log_failed = bool(error)
-        if split in ("train", "val"):
+        if split in ("train", "val", "final"):
             self.trackers.log(event)
 
     # Time
@@ -252,15 +259,15 @@ def print_finished(trainer):
     print(f"finished at step {progress.step}; to continue, increase --{name}")
 
 
-def print_end(trainer):
-    """Prints where the best model is and how to use it."""
+def print_end(trainer, loss):
+    """Prints where the best model is, its validation loss and how to use it."""
     progress, settings, plan = trainer.progress, trainer.settings, trainer.plan
     if progress.steps_left(settings):
         print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
     elif progress.step < settings.max_iters:
         print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
     kept = "newest" if settings.always_save_checkpoint else "best"
-    best = f"best val loss {progress.best_val_loss:.4f} at step {progress.best_step}"
+    best = f"best val loss {loss:.4f} at step {progress.best_step}"
     print(f"done; {best}; the {kept} model is in {plan.run_dir.best}")
     if (peak := peak_memory_gib(plan.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")

@@ -49,6 +49,14 @@ def test_lines_of_a_nanogpt_training_are_read(scripts):
     assert "to_target_s" not in measure_command([sys.executable, "other.py", "0"], target=1.8)
 
 
+def test_a_final_evaluation_counts_instead_of_those_before():
+    lines = [
+        (1.0, "step 5: train loss 2.0, val loss 1.5"),
+        (3.0, "final evaluation of the best model, step 5: train loss 2.0, val loss 1.75"),
+    ]
+    assert read_figures(lines, [], target=1.8) == {"val_loss": 1.75, "to_target_s": 3.0}
+
+
 def test_sampling_speed_is_estimated_from_times_between_texts():
     lines = [(seconds, SEPARATOR) for seconds in (5.0, 7.0, 9.0)]
     for flags, speed in ((["--max_new_tokens=100"], 50.0), ([], 250.0)):

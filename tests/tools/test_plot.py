@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,16 @@ def test_table_has_best_run_first_and_only_settings_that_differ():
     write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
     write_run("out-c", [])
     assert make_table("out-a", "out-b", "out-c") == TABLE.splitlines()
+
+
+def test_the_final_evaluation_counts_until_the_run_continues():
+    write_run("out", [4.0, 2.0])
+    event = {"step": 10, "tokens": 1000, "elapsed_s": 5.0}
+    for split, loss in (("final", 2.125), ("val", 1.5)):
+        with open("out/log.jsonl", "a") as log:
+            log.write(json.dumps(event | {"split": split, "loss": loss}) + "\n")
+        [group] = read_groups("out")
+        assert group.losses == [loss]
 
 
 REPEATED_TABLE = """\

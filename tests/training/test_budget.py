@@ -49,7 +49,7 @@ class SimulatedRun:
         """
         progress, settings, evaluations = self.progress, self.settings, []
         time_budget = TimeBudget(self, self)
-        cost = steps_per_evaluation(settings, self.plan.dataset)
+        cost = steps_per_evaluation(self)
         while True:
             part = int(self.seconds / (60 * settings.minutes) * len(speeds))
             step_s = self.step_s / speeds[min(part, len(speeds) - 1)]

@@ -39,7 +39,7 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"; first token (?:after )?(?P<first_s>\d+\.?\d*) s",
     r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
 )
-EVALUATION = r"step (\d+): train loss \d+\.?\d*, val loss (\d+\.?\d*)"
+EVALUATION = r"(final .*)?step (\d+): train loss \d+\.?\d*, val loss (\d+\.?\d*)"
 SEPARATOR = "---------------"  # printed after each text
 
 
@@ -114,7 +114,9 @@ def read_figures(lines, command, target=None):
             if match := re.search(pattern, line):
                 values[match.lastgroup].append(float(match[1].replace(",", "")))
     figures = {name: median(numbers) for name, numbers in values.items()}
-    for seconds, _, loss in read_evaluations(lines):
+    evaluations = list(read_evaluations(lines))
+    finals = [evaluation for evaluation in evaluations if evaluation[1] == "final"]
+    for seconds, _, _, loss in finals or evaluations:  # finals cover the whole split
         figures["val_loss"] = min(loss, figures.get("val_loss", loss))
         if target is not None and loss <= target:
             figures.setdefault("to_target_s", seconds)
@@ -131,18 +133,18 @@ def read_figures(lines, command, target=None):
 
 
 def read_evaluations(lines):
-    """Yields (seconds, step, validation loss) of each evaluation in lines of output."""
+    """Yields (seconds, "val" or "final", step, loss) of each evaluation in lines of output."""
     for seconds, line in lines:
         if match := re.search(EVALUATION, line):
-            yield seconds, int(match[1]), float(match[2])
+            yield seconds, "final" if match[1] else "val", int(match[2]), float(match[3])
 
 
 def write_log(path, lines, tokens_per_step):
     """Writes the evaluations in lines of output, [(seconds, line), ...], for tools.plot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as log:
-        for seconds, step, loss in read_evaluations(lines):
-            event = {"split": "val", "step": step, "tokens": int(step * tokens_per_step)}
+        for seconds, split, step, loss in read_evaluations(lines):
+            event = {"split": split, "step": step, "tokens": int(step * tokens_per_step)}
             event |= {"elapsed_s": round(seconds, 2), "loss": loss}
             log.write(json.dumps(event) + "\n")
 

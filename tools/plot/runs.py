@@ -30,11 +30,16 @@ class Run:
     parameters: int = 0
     train: list = field(default_factory=list)  # events of training steps
     val: list = field(default_factory=list)  # events of evaluations
+    final: dict | None = None  # event of the evaluation of the best model, which covers more text
     seconds: float | None = None  # of training so far
 
     def best(self, measure="loss"):
         """Returns the evaluation with the lowest `measure`, which all must have."""
         return min(self.val, key=lambda event: event[measure])
+
+    def loss(self, measure="loss"):
+        """Returns the loss of the best model, from its final evaluation if there is one."""
+        return (self.final or self.best(measure))[measure]
 
 
 def read_run(folder):
@@ -63,6 +68,9 @@ def add_event(run, event):
         case "train" | "val" as split if event.keys() >= LOSS_KEYS:
             run.seconds = event["elapsed_s"]
             getattr(run, split).append(event)
+            run.final = None  # that of an earlier end
+        case "final" if event.keys() >= LOSS_KEYS:
+            run.seconds, run.final = event["elapsed_s"], event
 
 
 def read_runs(folders):
@@ -103,7 +111,7 @@ class Group:
     @property
     def losses(self):
         """The best validation loss of each evaluated run."""
-        return [run.best(self.measure)[self.measure] for run in self.evaluated_runs]
+        return [run.loss(self.measure) for run in self.evaluated_runs]
 
     @property
     def mean_loss(self):

@@ -193,5 +193,7 @@ def read_earlier_loss(task):
 
 def read_best_loss(task):
     """Returns the best validation loss of a run up to the step of a task, infinity if none."""
-    events = read_run(task.folder).val
-    return min((e["loss"] for e in events if e["step"] <= task.step), default=math.inf)
+    run = read_run(task.folder)
+    if run.final and run.final["step"] <= task.step:
+        return run.final["loss"]
+    return min((e["loss"] for e in run.val if e["step"] <= task.step), default=math.inf)
