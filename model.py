@@ -355,23 +355,25 @@ def windowed_attention(q, k, v, window, kernel, dropout):
 
 # smear and ngrams
 
-MAX_BIGRAM_ROWS, MAX_NGRAM_ROWS = 65_537, 12_289  # prime, so that hashing spreads evenly
+MAX_NGRAM_ROWS = 32_771  # prime, so that hashing spreads evenly
 
 
 class LocalContext(nn.Module):
     """Adds information about the preceding tokens to each embedding.
 
     `ngrams` adds embeddings of n-grams, hashed (Pagnoni et al. 2024, "Byte Latent
-    Transformer", section 3.2.1). `smear` is a causal depthwise convolution (So et al. 2021,
-    "Primer", where it is applied to queries, keys and values).
+    Transformer", section 3.2.1). Those of n = 2 to N are side by side, C / (N - 1) channels each.
+    `smear` is a causal depthwise convolution (So et al. 2021, "Primer", where it is applied to
+    queries, keys and values).
     """
 
     def __init__(self, config):
         super().__init__()
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.n_embd = config.vocab_size, config.n_embd
         self.ngrams = nn.ModuleDict()
         for n in range(2, config.ngrams + 1):
-            self.ngrams[str(n)] = nn.Embedding(ngram_rows(config.vocab_size, n), config.n_embd)
+            rows = min(config.vocab_size**n, MAX_NGRAM_ROWS)  # one for each n-gram if they are few
+            self.ngrams[str(n)] = nn.Embedding(rows, config.n_embd // (config.ngrams - 1))
         self.smear = None
         if config.smear:
             weight = torch.empty(config.smear, config.n_embd)
@@ -388,13 +390,22 @@ class LocalContext(nn.Module):
             positions = positions.clamp(min=0)
             idx = idx.masked_fill(absent, 0)
         x = embed(idx, positions)  # (B, T, C)
-        for n, table in self.ngrams.items():
-            x = x + table(self.ngram_ids(idx, int(n), table.num_embeddings))
+        if self.ngrams:
+            x = x + self.embed_ngrams(idx)
         if absent is not None:
             x = x.masked_fill(absent.unsqueeze(-1), 0)
         if self.smear:
             x = self.add_preceding(x)
         return x[:, earlier:]
+
+    def embed_ngrams(self, idx):
+        """Returns the embeddings of the n-grams that end at each token: (B, T) -> (B, T, C)."""
+        parts = []
+        for n, table in self.ngrams.items():
+            parts.append(table(self.ngram_ids(idx, int(n), table.num_embeddings)))
+        x = torch.cat(parts, dim=-1)
+        unused = self.n_embd - x.shape[-1]  # channels, if C is not divisible by N - 1
+        return F.pad(x, (0, unused))
 
     def ngram_ids(self, idx, n, rows):
         """Returns the row of the n-gram that ends at each token: (B, T) -> the same shape."""
@@ -411,11 +422,6 @@ class LocalContext(nn.Module):
             preceding = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
             smeared = torch.addcmul(smeared, preceding, weight)
         return smeared
-
-
-def ngram_rows(vocab_size, n):
-    """Returns the rows of a table of n-grams: one for each if they are few, otherwise hashed."""
-    return min(vocab_size**n, MAX_BIGRAM_ROWS if n == 2 else MAX_NGRAM_ROWS)
 
 
 # Checks of GPTConfig
@@ -443,8 +449,9 @@ def check_config(config):
     size = config.n_embd // config.n_head
     if config.position == "rotary" and size % 2:
         raise ValueError(f"position=rotary needs an even head size n_embd / n_head, not {size}")
-    if config.ngrams == 1:
-        raise ValueError("ngrams must be 0 or at least 2, not 1")
+    if config.ngrams == 1 or config.ngrams > config.n_embd:
+        values = f"0 or from 2 to n_embd={config.n_embd}, not {config.ngrams}"
+        raise ValueError(f"ngrams must be {values}")
     if config.preceding_tokens >= config.block_size:
         names = f"smear={config.smear} and ngrams={config.ngrams}"
         raise ValueError(f"{names} need more context than block_size={config.block_size}")

@@ -12,7 +12,7 @@ from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import DTYPES
 from folio.training.muon import Muon
 
-EMBEDDING_LR_SCALE = 5.0  # chosen empirically
+EMBEDDING_LR_SCALE = 10.0  # chosen empirically
 
 
 def make_optimizers(model, settings, world=SINGLE_PROCESS):
