@@ -4,9 +4,9 @@
 #     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME
 #     python train.py config/own_text.py --dataset=NAME --out_dir=out-NAME --minutes=5
 #
-# config/shakespeare_char_fast.py explains the techniques. Its longer n-grams and its weight decay are
-# not better for source code. docs/results.md has the texts on which the formulas were chosen, and
-# others on which they were tested.
+# config/shakespeare_char_fast.py explains the techniques. Its longer n-grams and its weight decay
+# are not better for source code. docs/results.md has the texts on which the formulas were chosen,
+# and others on which they were tested.
 
 from math import log10
 
