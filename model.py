@@ -372,7 +372,7 @@ class LocalContext(nn.Module):
         self.vocab_size, self.n_embd = config.vocab_size, config.n_embd
         self.ngrams = nn.ModuleDict()
         for n in range(2, config.ngrams + 1):
-            rows = min(config.vocab_size**n, MAX_NGRAM_ROWS)  # one for each n-gram if they are few
+            rows = min(config.vocab_size**n, MAX_NGRAM_ROWS)  # one per n-gram if there are few
             self.ngrams[str(n)] = nn.Embedding(rows, config.n_embd // (config.ngrams - 1))
         self.smear = None
         if config.smear:
@@ -404,8 +404,7 @@ class LocalContext(nn.Module):
         for n, table in self.ngrams.items():
             parts.append(table(self.ngram_ids(idx, int(n), table.num_embeddings)))
         x = torch.cat(parts, dim=-1)
-        unused = self.n_embd - x.shape[-1]  # channels, if C is not divisible by N - 1
-        return F.pad(x, (0, unused))
+        return F.pad(x, (0, self.n_embd - x.shape[-1]))  # if C is not divisible by N - 1
 
     def ngram_ids(self, idx, n, rows):
         """Returns the row of the n-gram that ends at each token: (B, T) -> the same shape."""
@@ -450,8 +449,7 @@ def check_config(config):
     if config.position == "rotary" and size % 2:
         raise ValueError(f"position=rotary needs an even head size n_embd / n_head, not {size}")
     if config.ngrams == 1 or config.ngrams > config.n_embd:
-        values = f"0 or from 2 to n_embd={config.n_embd}, not {config.ngrams}"
-        raise ValueError(f"ngrams must be {values}")
+        raise ValueError(f"ngrams must be 0 or 2 to n_embd={config.n_embd}, not {config.ngrams}")
     if config.preceding_tokens >= config.block_size:
         names = f"smear={config.smear} and ngrams={config.ngrams}"
         raise ValueError(f"{names} need more context than block_size={config.block_size}")

@@ -28,7 +28,7 @@ class TrainConfig:
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
     eval_iters: int | None = setting(
-        None, "batches per split and evaluation; None: 5% of the time, more at the end", "[1, inf)"
+        None, "batches per evaluation; None: 5% of the time, more at the end", "[1, inf)"
     )
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
@@ -211,11 +211,11 @@ def run_steps(trainer, tracking, saver):
 
 
 def evaluate_best(trainer, tracking):
-    """Returns the validation loss of the best model, over the whole split if none was set."""
+    """Returns the validation loss of the best model; without eval_iters, over more text."""
     progress, settings = trainer.progress, trainer.settings
-    if settings.eval_iters:
+    if settings.eval_iters or settings.always_save_checkpoint:  # which may not keep the best model
         return progress.best_val_loss
-    if progress.best_step < progress.step and not settings.always_save_checkpoint:
+    if progress.best_step < progress.step:
         load_best_weights(trainer)
     losses = trainer.evaluate(is_final=True)
     tracking.log_final_evaluation(losses)
@@ -348,7 +348,7 @@ class Trainer:
 
     @torch.no_grad()
     def split_loss(self, split, iters):
-        """Returns the mean loss of the windows of an evaluation of a split, a scalar tensor.
+        """Returns the mean loss over at most `iters` batches of a split, a scalar tensor.
 
         The processes of a run share the windows. All compute the same number of batches, so the
         last ones are filled with repeated windows, whose targets are ignored.

@@ -4,9 +4,9 @@
 #     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME
 #     python train.py config/own_text.py --dataset=NAME --out_dir=out-NAME --minutes=5
 #
-# config/shakespeare_char_fast.py explains the techniques. Its longer n-grams and its weight decay
-# are not better for source code. docs/results.md has the texts on which the formulas were chosen,
-# and others on which they were tested.
+# config/shakespeare_char_fast.py explains the techniques. This preset has shorter n-grams and less
+# weight decay, which are better for other texts. docs/results.md has the texts on which the formulas
+# were chosen, and others on which they were tested.
 
 from math import log10
 
@@ -80,3 +80,5 @@ _evaluations = 5 if _has_large_vocabulary else 10
 _tokens_per_step = batch_size * block_size
 eval_interval = max(1, round(_passes * _size.train_tokens / _tokens_per_step / _evaluations))
 max_iters = _evaluations * eval_interval
+if _has_large_vocabulary or _relative_bytes > 2:  # not all steps may fit into the time
+    eval_iters = max(1, 40_000 // _tokens_per_step)

@@ -13,6 +13,5 @@ teachers = "out-teacher-1,out-teacher-2,out-teacher-3"
 n_layer = 4
 n_head = 4
 n_embd = 256
-weight_decay = 1.0
 max_iters = 1500
 eval_interval = 150

@@ -269,7 +269,10 @@ def load_weights(model, checkpoint):
     for name in parameters | weights:
         parameter, weight = parameters.get(name), weights.get(name)
         if getattr(parameter, "shape", None) != getattr(weight, "shape", None):
-            raise UserError(f"{checkpoint.path}: the weights do not fit the model: {name!r}")
+            raise UserError(
+                f"{checkpoint.path}: the weights do not fit the model: {name!r}. If an earlier "
+                "version of folio made this file, use that version or train again"
+            )
     for name, parameter in parameters.items():
         assign(parameter, weights[name])
     for weight in weights.values():

@@ -35,7 +35,7 @@ def evaluation_iters(settings, is_final=False):
     """Returns how many batches of the training and of the validation split an evaluation has.
 
     A forward pass takes a third of the time of a training step. So, without eval_iters, evaluations
-    take 5% of the time of training, and the final one at most 7% of that of max_iters.
+    take 5% of the time of training, and the final one at most 7% of the time of max_iters steps.
     """
     if settings.eval_iters:
         return settings.eval_iters, settings.eval_iters
