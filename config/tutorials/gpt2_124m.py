@@ -17,12 +17,8 @@ dataset = "shakespeare_gpt2"
 eval_interval = 100
 log_interval = 1
 
-n_layer = 12
-n_head = 12
-n_embd = 768
-block_size = 1024
+# n_layer, n_head, n_embd and block_size are GPT-2's by default.
 dropout = 0.1
-bias = False
 tie_weights = False
 batch_size = 2
 gradient_accumulation_steps = 1
