@@ -22,7 +22,8 @@ class Muon(torch.optim.Optimizer):
     https://kellerjordan.github.io/posts/muon/. Updates are scaled to the root mean square of
     AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that one
     learning rate and weight decay suit both. The result equals torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw", but all matrices of a shape are computed together, because the
+    adjust_lr_fn="match_rms_adamw", except for two differences. The query, key and value matrices in
+    c_attn are orthogonalized separately. All matrices of a shape are computed together, because the
     number of kernel launches limits the speed for small matrices.
 
     If `found_inf` is a scalar tensor of 1, a step changes nothing, as with torch's fused AdamW.
@@ -71,16 +72,15 @@ class Muon(torch.optim.Optimizer):
             updates, decay = torch._foreach_mul(updates, keep), decay * keep
         weights = [local_shard(p) for p in parameters]
         torch._foreach_mul_(weights, 1 - decay)
-        for parameter, weight, update in zip(parameters, weights, updates, strict=True):
-            # The root mean square of an orthogonal matrix is 1 / sqrt(max(rows, columns)).
-            weight.add_(update, alpha=-UPDATE_RMS * lr * math.sqrt(max(parameter.shape)))
+        torch._foreach_add_(weights, updates, alpha=-UPDATE_RMS * lr)
 
 
 def orthogonalize(x):
-    """Brings the singular values of each matrix close to 1: (N, a, b), a <= b -> the same shape.
+    """Makes the singular values of each matrix nearly equal: (N, a, b), a <= b -> the same shape.
 
     The Newton-Schulz iteration with a quintic polynomial: X <- a X + (b A + c A²) X, A = X Xᵀ.
-    Singular values above 0.002 of the Frobenius norm end between about 0.7 and 1.2.
+    Singular values above 0.002 of the Frobenius norm end between about 0.7 and 1.2. They are then
+    multiplied by sqrt(b), so that the root mean square of the elements is about 1.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value is above 1
@@ -88,7 +88,7 @@ def orthogonalize(x):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x
+    return x * math.sqrt(x.shape[2])
 
 
 # Division over processes
@@ -100,17 +100,28 @@ def orthogonalize_copies(matrices, world):
     Matrices of the same shape, some transposed, form a stack. Each process computes n of them; the
     last parts are padded with zeros.
     """
-    results = list(matrices)
+    parts = [split_attention(matrix) for matrix in matrices]
+    results = [part for group in parts for part in group]
     # No more rows than columns, for a smaller Gram matrix.
-    wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T for matrix in matrices]
+    wide = [part if part.shape[0] <= part.shape[1] else part.T for part in results]
     for indices in group_indices([matrix.shape for matrix in wide]):
         stack = torch.stack([wide[i] for i in indices])
         n = math.ceil(len(stack) / world.size)
         padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
         stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
         for i, result in zip(indices, stack, strict=False):  # the stack can end with padding
-            results[i] = result if result.shape == matrices[i].shape else result.T
-    return results
+            results[i] = result if result.shape == results[i].shape else result.T
+    remaining = iter(results)
+    return [torch.cat([next(remaining) for _ in group]) for group in parts]
+
+
+def split_attention(matrix):
+    """Returns the query, key and value matrices in a c_attn, or only the matrix if it is another.
+
+    Only a c_attn has three times as many rows as columns.
+    """
+    rows, columns = matrix.shape
+    return matrix.chunk(3) if rows == 3 * columns else (matrix,)
 
 
 def orthogonalize_shards(shards, parameters, world):

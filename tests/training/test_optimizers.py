@@ -12,14 +12,15 @@ import torch
 import train
 from folio.cli.errors import UserError
 from folio.data.batches import Batches, to_device
+from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import Machine
-from folio.training.muon import Muon
+from folio.training.muon import Muon, orthogonalize_copies
 from folio.training.optimizers import EMBEDDING_LR_SCALE, make_optimizers
 from model import GPT, GPTConfig
 from train import learning_rate_at
 
 BLOCK_MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-SHAPES = ((16, 16), (48, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), (64, 16), (1, 5))
+SHAPES = ((16, 16), (40, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), (64, 16), (1, 5))
 
 
 def tiny_model(**changes):
@@ -119,6 +120,13 @@ def test_muon_equals_torchs(dtype, tolerance):
         reference.step()
     for our, their, start in zip(ours, theirs, initial, strict=True):
         assert (our - their).norm() < tolerance * (their - start).norm(), tuple(our.shape)
+
+
+def test_muon_orthogonalizes_queries_keys_and_values_separately():
+    query, key, value = (torch.randn(8, 8) for _ in range(3))
+    [combined] = orthogonalize_copies([torch.cat((query, 100 * key, value))], SINGLE_PROCESS)
+    separate = orthogonalize_copies([query, key, value], SINGLE_PROCESS)
+    torch.testing.assert_close(combined, torch.cat(separate))
 
 
 # Divergence
