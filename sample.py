@@ -91,7 +91,6 @@ from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.compiled import use_compiled_step
 from folio.inference.completion import Completion, complete, max_batch_size
-from folio.inference.sampling import Controls
 from folio.inference.scoring import score_text
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
@@ -101,7 +100,7 @@ SEPARATOR = "---------------"
 
 def main(argv=None):
     settings = load_settings(SampleConfig, argv, {"device": resolve_device})
-    controls, stop_texts = Controls.from_settings(settings), parse_stop_texts(settings.stop)
+    stop_texts = parse_stop_texts(settings.stop)
     prompts = read_prompts(settings)
     text = None if settings.score is None else read_text(settings.score)
     with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
@@ -117,12 +116,12 @@ def main(argv=None):
             batch_size = 1
         with use_compiled_step(trained, settings.compile, batch_size == 1):
             if settings.interactive:
-                converse(trained, controls, stop_texts, settings)
+                converse(trained, stop_texts, settings)
                 return
             completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
             start, first_token_s, tokens = time.monotonic(), None, 0
             while batch := list(islice(completions, batch_size)):
-                for _ in complete(trained, batch, controls, settings.stream):  # adds tokens
+                for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
                     first_token_s = first_token_s or time.monotonic() - process.STARTED
                     if settings.stream:
                         print_new(batch[0])
@@ -188,7 +187,7 @@ def make_completions(tokenizer, prompts, stop_texts, settings):
             yield Completion(prompt, ids, settings.seed + number, tokenizer, stop_texts)
 
 
-def converse(trained, controls, stop_texts, settings):
+def converse(trained, stop_texts, settings):
     """Reads prompts and continues each; an empty prompt continues the text. Ctrl-C ends a text."""
     with suppress(ImportError):  # not available on Windows
         import readline  # noqa: F401, gives input() a history
@@ -201,7 +200,7 @@ def converse(trained, controls, stop_texts, settings):
             ids = tokenizer.encode(prompt, settings.allow_special).tolist()
             completion = Completion(prompt, ids, seed, tokenizer, stop_texts, printed=len(prompt))
             text, seed = prompt, seed + 1
-            for _ in complete(trained, [completion], controls, stream=True):
+            for _ in complete(trained, [completion], settings, stream=True):
                 print_new(completion)
                 text = prompt + completion.text
             print_new(completion)

@@ -107,8 +107,6 @@ class TrainConfig:
     backend: str = setting("nccl", "ignored: nccl on GPUs, gloo on CPUs", scope="machine")
 
     def __post_init__(self):
-        if not self.out_dir:
-            raise ValueError("out_dir must not be empty")
         lr, min_lr = self.learning_rate, self.min_lr
         if self.decay_lr and min_lr is not None and min_lr > lr:
             raise ValueError(f"min_lr={min_lr} must not be greater than learning_rate={lr}")
@@ -125,8 +123,8 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from folio.checkpoint.format import Progress
-from folio.checkpoint.saving import Saver, load_best_weights
+from folio.checkpoint.format import Progress, load_weights
+from folio.checkpoint.saving import Saver
 from folio.data.batches import (
     Batches,
     bytes_per_target,
@@ -135,17 +133,22 @@ from folio.data.batches import (
     evaluation_starts,
 )
 from folio.distributed.sharding import full_tensor, set_gradient_averaging
+from folio.distributed.world import SharedFlag, process_group
 from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
+from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import sample_text
 from folio.training.budget import TimeBudget, start_budget
 from folio.training.optimizers import DivergenceMonitor, make_optimizers, restore_optimizers
-from folio.training.setup import join_processes, make_forward, make_model, make_plan
+from folio.training.setup import MEMORY_ADVICE, make_forward, make_model, make_plan
 from folio.training.tracking import Tracking, format_losses, print_end, print_finished, print_start
 
 
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
-    with join_processes(settings) as world:
+    with (
+        process_group(settings.device) as world,
+        explain_out_of_memory(world.device, MEMORY_ADVICE),
+    ):
         plan = make_plan(settings, world)  # reads and checks the inputs; writes nothing
         print_start(plan)
         trainer = Trainer(plan)
@@ -216,7 +219,8 @@ def evaluate_best(trainer, tracking):
     if settings.eval_iters or settings.always_save_checkpoint:  # which may not keep the best model
         return progress.best_val_loss
     if progress.best_step < progress.step:
-        load_best_weights(trainer)
+        best = trainer.world.call_together(trainer.plan.run_dir.load_best)
+        trainer.world.call_together(load_weights, trainer.model, best)
     losses = trainer.evaluate(is_final=True)
     tracking.log_final_evaluation(losses)
     return losses["loss"]
@@ -260,7 +264,7 @@ class Trainer:
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         self.divergence = DivergenceMonitor()
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
-        self.stop_flag = self.world.share_flag()
+        self.stop_flag = SharedFlag(self.world)
 
     def elapsed_s(self):
         """Returns the seconds that the run has taken, including earlier processes."""

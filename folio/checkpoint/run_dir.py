@@ -12,13 +12,13 @@ from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, os_error, suggest
-from folio.cli.files import is_file, lock_folder, move_aside, replace_by_link
+from folio.cli.files import move_aside, replace_by_link
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
 
 class RunDir:
-    """A run directory. One process at a time may write to it, in the context of lock().
+    """A run directory. One process at a time may write to it, in the context of lock_folder().
 
     With torchrun, only rank 0 writes.
     """
@@ -37,7 +37,7 @@ class RunDir:
 
     def exists(self):
         """Whether there is a checkpoint."""
-        return is_file(self.last) or is_file(self.best)
+        return self.last.is_file() or self.best.is_file()
 
     # Reading
 
@@ -47,13 +47,13 @@ class RunDir:
 
     def load_newest(self, required=True, optimizers=True):
         """Returns the newest checkpoint, or None if there is none and it is not required."""
-        path = self.last if is_file(self.last) else self.best
-        if not (required or is_file(path)):
+        path = self.last if self.last.is_file() else self.best
+        if not (required or path.is_file()):
             return None
         return self._load(path, optimizers)
 
     def _load(self, path, optimizers=True):
-        if not is_file(path):
+        if not path.is_file():
             runs = {str(run) for run in self.find() if (run / path.name).is_file()}
             known = ", ".join(sorted(runs)) or "none; first run python train.py CONFIG_FILE"
             hint = f"; available: {known}"
@@ -62,10 +62,6 @@ class RunDir:
 
     # Writing
 
-    def lock(self):
-        """Returns a context in which no other process can lock the folder."""
-        return lock_folder(self.folder)
-
     def begin(self, settings, resumed=None):
         """Prepares the folder for a run that starts or resumes.
 
@@ -73,7 +69,7 @@ class RunDir:
         """
         try:
             if resumed:
-                if is_file(self.log) and resumed.log_bytes is not None:
+                if self.log.is_file() and resumed.log_bytes is not None:
                     # removes the events of steps that the run repeats
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
                 return None
@@ -119,7 +115,7 @@ class RunDir:
         Raises UserError if writing fails. If only the link fails, last.pt stays older, and a
         resumed run repeats the steps since then.
         """
-        best = best or not is_file(self.best)  # somebody has deleted it
+        best = best or not self.best.is_file()  # somebody has deleted it
         save_checkpoint(self.best if best else self.last, checkpoint)
         if best:
             with suppress(UserError):

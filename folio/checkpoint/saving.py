@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from folio.checkpoint.format import Checkpoint, load_weights
+from folio.checkpoint.format import Checkpoint
 from folio.cli.errors import UserError
 from folio.cli.process import Interrupted
 from folio.distributed.sharding import full_tensor
@@ -86,12 +86,6 @@ class Saver:
 
     def _warn(self, message):
         self.tracking.warn(f"{message}; training continues and retries at the next save")
-
-
-def load_best_weights(trainer):
-    """Loads the weights of ckpt.pt, those of the best evaluation, into a train.Trainer's model."""
-    plan = trainer.plan
-    plan.world.call_together(lambda: load_weights(trainer.model, plan.run_dir.load_best()))
 
 
 def gather_on_cpu(tree, is_main=True):

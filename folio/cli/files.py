@@ -80,11 +80,6 @@ def temporary_path(path):
     return path.with_name(path.name + ".tmp")
 
 
-def is_file(path):
-    """Whether a regular file exists. Path.is_file raises OSError for a name that is too long."""
-    return os.path.isfile(path)
-
-
 @contextmanager
 def lock_folder(folder):
     """Creates a folder if it does not exist, and holds its lock.

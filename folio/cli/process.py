@@ -6,7 +6,6 @@ Exit status: 0 success, 2 an error of the user or the system, 128 + n after sign
 exception is a bug in folio and keeps its traceback.
 """
 
-import ctypes
 import gc
 import os
 import signal
@@ -19,7 +18,6 @@ from pathlib import Path
 from folio.cli.errors import UserError, cause_of
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
-PR_SET_PDEATHSIG = 1  # see prctl(2): the signal to send when the parent process ends
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
 OLD_GPU_ERROR = "no kernel image is available"  # in a RuntimeError of CUDA
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
@@ -70,16 +68,12 @@ def run(main, has_threads=False):
 def _run(function, *args):
     """Returns the exit status, or None if `function` returns."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # it is closed
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
-        with suppress(AttributeError):  # a notebook's streams cannot be reconfigured
+        with suppress(AttributeError):  # a notebook's streams cannot, and closed ones are None
             getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
     error = status = None
     _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)  # torch may wait in C++
-    if is_launched() and sys.platform == "linux":  # torchrun may be killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         try:
             function(*args)

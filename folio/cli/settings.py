@@ -11,27 +11,23 @@ import builtins
 import dataclasses
 import dis
 import inspect
-import io
 import os
 import reprlib
 import sys
 import traceback
 import types
 import typing
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from folio.cli.errors import UserError, suggest
 from folio.cli.process import script_name
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
-PRESETS_FOLDER = ROOT / "config"
-
-Scope = Literal["run", "files", "machine", "display"]
 
 
-def setting(default, explanation, bounds=None, *, group=None, scope: Scope = "run"):
+def setting(default, explanation, bounds=None, *, group=None, scope="run"):
     """Declares a dataclass field, with the line that `--help` prints for it.
 
     Args:
@@ -58,7 +54,7 @@ def changed_settings(settings):
     return {f.name: value for f, value in pairs if f.name in given or value != f.default}
 
 
-def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=False):
+def load_settings(settings_class, argv=None, resolvers=None, choose=None):
     """Builds `settings_class` from config files and flags, applied left to right.
 
     A config file can read the current values, and those of the flags to its right. Raises UserError
@@ -70,7 +66,6 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=
             read the resolved value.
         choose: for sweeps, `choose(name, value)` returns the value to use for one that a config
             file assigns, or the text to use for the list of a flag's texts, separated by commas.
-        quiet: suppresses what config files print.
     """
     arguments = parse_arguments(settings_class, argv, choose)
     fields = _fields_by_name(settings_class)
@@ -81,8 +76,7 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None, quiet=
             continue
         later_flags = dict(flag for flag in arguments[position:] if isinstance(flag, Flag))
         readable = _resolve(defaults | given | later_flags, resolvers)
-        with redirect_stdout(io.StringIO() if quiet else sys.stdout):
-            given |= _run_config_file(argument, fields, readable, choose)
+        given |= _run_config_file(argument, fields, readable, choose)
     try:
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
@@ -171,7 +165,7 @@ def _find_config_file(argument, settings_class):
     for name, exists in (("out_dir", os.path.isdir), ("input", os.path.exists)):
         if hasattr(settings_class, name) and exists(argument):
             raise UserError(f"{argument} is not a config file; did you mean --{name}={argument}?")
-    paths = sorted(PRESETS_FOLDER.rglob("[!_]*.py"))
+    paths = sorted((ROOT / "config").rglob("[!_]*.py"))
     presets = [path.relative_to(ROOT).as_posix() for path in paths]
     hint = suggest(argument, presets, f"; available: {', '.join(presets)}")
     quotes = "values with spaces need quotes"
@@ -256,10 +250,8 @@ def _run_config_file(path, fields, readable, choose):
     except BaseException as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
-        if isinstance(error, SyntaxError):
-            places.append(f"{path} line {error.lineno}")
-        last_line = traceback.format_exception_only(error)[-1]
-        raise UserError(f"{[path, *places][-1]}: {last_line}") from error
+        cause = f"{type(error).__name__}: {error}"  # a SyntaxError names its line
+        raise UserError(f"{[path, *places][-1]}: {cause}") from error
     stores = [step for step in dis.get_instructions(code) if step.opname == "STORE_NAME"]
     lines = {step.argval: step.positions.lineno for step in stores}  # at module level
     values = {}

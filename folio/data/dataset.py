@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from folio.cli.errors import UserError, cause_of, suggest
-from folio.cli.files import is_file
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
@@ -28,7 +27,6 @@ SPLITS = ("train", "val")
 DATA_FOLDER = Path("data")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on loading
-READ_BLOCK_TOKENS = 2**22
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def load_tokenizer(name):
 
 def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
-    if is_file(folder / "meta.json"):
+    if (folder / "meta.json").is_file():
         with _explain_errors(folder / "meta.json") as path:
             meta = {"dtype": "uint16"} | json.loads(path.read_bytes())
             if meta["format"] > FORMAT:
@@ -135,7 +133,7 @@ def _read_meta(folder):
             if meta["crc32"] != meta_checksum(meta):
                 raise ValueError("its checksum is wrong")
             return meta, from_dict(meta["tokenizer"])
-    if is_file(folder / "meta.pkl"):
+    if (folder / "meta.pkl").is_file():
         with _explain_errors(folder / "meta.pkl") as path:
             table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
             characters = [table["itos"][i] for i in range(table["vocab_size"])]
@@ -148,7 +146,7 @@ def _read_meta(folder):
 @contextmanager
 def _explain_errors(path):
     """Yields `path`. Turns any error in a file, which may contain anything, into a UserError."""
-    if not is_file(path):
+    if not path.is_file():
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
@@ -169,14 +167,10 @@ def _explain_errors(path):
 
 def _check_ids(ids, vocab_size):
     """Returns the CRC-32 of ids. Raises ValueError for ids that are not in the vocabulary."""
-    crc = 0
-    for start in range(0, len(ids), READ_BLOCK_TOKENS):
-        block = ids[start : start + READ_BLOCK_TOKENS]
-        crc = zlib.crc32(block, crc)
-        largest = block.max()
-        if largest >= vocab_size:
-            raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
-    return crc
+    largest = ids.max()
+    if largest >= vocab_size:
+        raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
+    return zlib.crc32(ids)
 
 
 class _PlainUnpickler(pickle._Unpickler):  # in C, a large memo index would exhaust the memory

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from folio.cli.errors import UserError, cause_of, import_optional
-from folio.cli.files import is_file, lock_folder, write_atomically
+from folio.cli.files import lock_folder, write_atomically
 from folio.data.dataset import DATA_FOLDER
 from folio.data.sources import TABLE_SUFFIXES, Source
 
@@ -42,7 +42,7 @@ MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 def load_shakespeare():
     """Returns the Source of tiny Shakespeare, which is downloaded if its file is missing."""
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
-    if not is_file(path):
+    if not path.is_file():
         _write(path, download_shakespeare(path))
     return Source(path)
 

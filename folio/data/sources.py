@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from folio.cli.errors import UserError, cause_of, import_optional, os_error
-from folio.cli.files import is_file
 from folio.data.bpe import find_last_cut
 
 TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".csv.gz", ".csv.zst")
@@ -177,7 +176,7 @@ def find_sources(name, text_key):
     if not files:
         raise UserError(f"--input={name} finds no files; hidden files are skipped")
     for file in files:
-        if not is_file(file):
+        if not os.path.isfile(file):
             raise UserError(f"{file} is missing or no regular file")
     return [Source(file, text_key) for file in files]
 

@@ -43,9 +43,6 @@ class World:
             torch.distributed.all_reduce(value)
         return value
 
-    def share_flag(self):
-        return SharedFlag(self)
-
     def all_gather(self, tensor):
         """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
         if not self.is_launched:

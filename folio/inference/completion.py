@@ -81,7 +81,8 @@ class Completion:
 def complete(trained, completions, controls, stream=False):
     """Generates the continuations of a batch of Completions with a TrainedModel.
 
-    Yields whenever tokens were added; after every token if `stream`.
+    `controls` are Controls or a SampleConfig. Yields whenever tokens were added; after every token
+    if `stream`.
     """
     steps = generate(
         trained.model,

@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
-from folio.inference.sampling import occurrences, sample_next, uniforms
+from folio.inference.sampling import sample_next, uniforms
 
 TOKENS_PER_PASS = 2**14  # limits the activations of a forward pass
 
@@ -160,7 +160,9 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
     cache = KVCache(config, len(prompts), weight.device, dtype, length)
     present = None
     if controls.repetition_penalty != 1:
-        present = occurrences(prompts, vocab_size, weight.device)
+        present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=weight.device)
+        for row, prompt in zip(present, prompts, strict=True):
+            row[prompt] = True
 
     def step(tail, position, uniform, length=None):
         logits = decode(model, cache, tail, position, length)[:, :vocab_size].float()

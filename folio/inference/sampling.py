@@ -5,7 +5,7 @@ al. 2025, "Turning Up the Heat" (min-p); Keskar et al. 2019, "CTRL" (repetition 
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +14,7 @@ UNIFORMS_PER_DRAW = 256  # random numbers per text that are generated at once
 
 @dataclass(frozen=True)
 class Controls:
-    """Settings of generation. The defaults sample from the model's distribution."""
+    """Settings of generation, which a SampleConfig has, too. The defaults change no probability."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int | None = None  # keep the k most likely tokens
@@ -23,11 +23,6 @@ class Controls:
     repetition_penalty: float = 1.0  # above 1 lowers the logits of tokens that already occur
     max_new_tokens: int = 500  # per text
     context_stride: int | None = None  # see stride_of in folio/inference/generate.py
-
-    @classmethod
-    def from_settings(cls, settings):
-        """Returns the fields that a SampleConfig has under the same names."""
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 
 def sample_next(logits, uniform, controls, present=None):
@@ -67,14 +62,6 @@ def _inverse_cdf(probabilities, uniform):
     target = torch.minimum(uniform[:, None] * total, largest)
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return index.clamp(max=probabilities.shape[-1] - 1)  # for rows of nan
-
-
-def occurrences(prompts, vocab_size, device):
-    """Returns which ids occur in each prompt: (B, vocab_size) bool."""
-    present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
-    for row, ids in zip(present, prompts, strict=True):
-        row[ids] = True
-    return present.to(device)
 
 
 def uniforms(seeds, device):

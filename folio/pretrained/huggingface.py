@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import model
-from folio.checkpoint.format import Checkpoint, Progress, build_model, checked
-from folio.cli.errors import UserError, cause_of, import_optional, os_error
-from folio.cli.files import is_file, read_text, write_atomically
+from folio.checkpoint.format import Checkpoint, Progress, build_model
+from folio.cli.errors import UserError, cause_of, import_optional
+from folio.cli.files import read_text, write_atomically
 from folio.pretrained.tokenizer_files import make_tokenizer_files, read_tokenizer
 from model import GPTConfig
 
@@ -63,9 +63,9 @@ def read_pretrained(folder):
         weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
     tokenizer = read_tokenizer(folder).to_dict()
     checkpoint = Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
-    for name, tensor in checked(checkpoint).weights.items():
+    for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
-    if config.tie_weights:
+    if config.tie_weights and EMBEDDING_WEIGHT in weights:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
     return checkpoint
 
@@ -112,7 +112,7 @@ def _from_gpt2(tensors, config):
 
 def _read_tensors(path):
     """Returns {name: tensor} of a safetensors file, memory-mapped."""
-    if not is_file(path):
+    if not path.is_file():
         raise UserError(
             f"there is no {path}; if the folder has other weights that you trust (pickled ones "
             "could execute code), convert them in Python with transformers: "
@@ -135,7 +135,8 @@ def write_pretrained(folder, checkpoint, tokenizer):
     """Writes a checkpoint and its tokenizer to a new or empty folder.
 
     Returns the name of the class that transformers loads. Raises UserError if the folder is not
-    empty, if the weights do not fit the model, or if writing fails; no file is written then.
+    empty or the weights do not fit the model, UserError or OSError if writing fails; no file is
+    written then.
     """
     config, weights = checkpoint.config, build_model(checkpoint).state_dict()
     if config.tie_weights:
@@ -155,12 +156,9 @@ def write_pretrained(folder, checkpoint, tokenizer):
 
     contents[WEIGHTS_FILE] = save(tensors, metadata={"format": "pt"})
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty: choose a new folder")
-    except OSError as error:
-        raise os_error("write to", folder, error) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: choose a new folder")
     with write_atomically(*(folder / name for name in contents)) as files:
         for file, content in zip(files, contents.values(), strict=True):
             file.write(content)

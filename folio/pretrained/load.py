@@ -7,7 +7,6 @@ from pathlib import Path
 from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import BEST
 from folio.cli.errors import UserError, suggest
-from folio.cli.files import is_file
 from folio.data.dataset import load_tokenizer
 from folio.data.downloads import open_hub
 from folio.data.tokenizer import from_dict
@@ -46,10 +45,10 @@ def load_initial(init_from):
     """
     if os.path.isdir(init_from):
         checkpoint = os.path.join(init_from, BEST)
-        if is_file(checkpoint):
+        if os.path.isfile(checkpoint):
             raise UserError(f"{init_from} is a run directory: use {checkpoint}")
         return read_pretrained(init_from)
-    if is_file(init_from):
+    if os.path.isfile(init_from):
         return load_checkpoint(init_from, optimizers=False)
     model = init_from.partition("@")[0]
     if init_from.endswith(".pt") or not (model in HUB_MODELS or HUB_ID.fullmatch(model)):

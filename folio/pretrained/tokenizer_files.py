@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from folio.cli.errors import UserError, import_optional
-from folio.cli.files import is_file, read_text
+from folio.cli.files import read_text
 from folio.data.bpe import byte_characters, load_encoder
 from folio.data.tokenizer import (
     END_OF_TEXT,
@@ -100,7 +100,7 @@ def read_tokenizer(folder):
     Raises UserError if it has no tokenizer.json, or one that is damaged or not supported.
     """
     path = Path(folder, TOKENIZER_FILE)
-    if not is_file(path):
+    if not path.is_file():
         raise UserError(
             f"{folder} has no {TOKENIZER_FILE}; write it in Python with transformers: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"

@@ -5,7 +5,6 @@ machine. It writes nothing. `make_model` and `make_forward` build what the plan 
 """
 
 import dataclasses
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +18,11 @@ from folio.cli.settings import changed_settings
 from folio.data.batches import to_device
 from folio.data.dataset import Dataset, load_dataset
 from folio.distributed.sharding import assign, replicate, shard_model
-from folio.distributed.world import SINGLE_PROCESS, World, process_group
+from folio.distributed.world import SINGLE_PROCESS, World
 from folio.hardware.compile import compile_model
 from folio.hardware.device import Machine, choose_machine, uses_cuda_graphs
 from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import (
-    explain_out_of_memory,
-    keep_freed_memory,
-    memory_bytes,
-    recompute_activations,
-)
+from folio.hardware.memory import keep_freed_memory, memory_bytes, recompute_activations
 from folio.pretrained.load import checkpoint_tokenizer, crop, load_start
 from folio.training.distillation import Distillation, load_teachers
 from model import GPTConfig
@@ -58,16 +52,6 @@ class Plan:
     @property
     def is_sharded(self):
         return self.settings.parallel == "fsdp"
-
-
-@contextmanager
-def join_processes(settings):
-    """A context with the World of a run, which explains errors of the network and of memory."""
-    with (
-        process_group(settings.device) as world,
-        explain_out_of_memory(world.device, MEMORY_ADVICE),
-    ):
-        yield world
 
 
 def make_plan(settings, world=SINGLE_PROCESS):

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from folio.checkpoint.format import empty_model
+from folio.cli.files import lock_folder
 from folio.cli.process import SIGPIPE, print_error
 from folio.cli.settings import changed_settings, names_with_scope
 from folio.hardware.device import device_type
@@ -67,7 +68,7 @@ class Tracking:
         """Locks the folder, starts the trackers, moves an earlier run away, and logs the start."""
         stack.callback(self.bar.close)
         if self.is_main:
-            stack.enter_context(self.run_dir.lock())
+            stack.enter_context(lock_folder(self.run_dir.folder))
         plan, settings = self.plan, dataclasses.asdict(self.settings)
         for name in names_with_scope(type(self.settings), "files"):
             del settings[name]

@@ -9,6 +9,7 @@ import tiny
 from folio.checkpoint.format import Checkpoint, Progress, load_checkpoint, save_checkpoint
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
+from folio.cli.files import lock_folder
 from model import GPT, GPTConfig
 
 MODEL = GPT(GPTConfig(**tiny.SHAPE, vocab_size=11))
@@ -58,7 +59,7 @@ def test_newest_is_last_pt_or_else_ckpt_pt():
 
 def test_last_pt_is_a_link_to_the_best_checkpoint_until_the_next_save():
     run_dir = RunDir("out")
-    with run_dir.lock():
+    with lock_folder("out"):
         run_dir.save(checkpoint_at(1), best=True)
         assert os.path.samefile(run_dir.best, run_dir.last)
         run_dir.save(checkpoint_at(2), best=False)

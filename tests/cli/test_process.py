@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from folio.cli.errors import UserError
 from folio.cli.process import Interrupted, StopSignal
 from folio.cli.settings import ROOT
 
-fcntl = pytest.importorskip("fcntl")  # POSIX
+pytest.importorskip("fcntl")  # POSIX
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 
@@ -109,32 +108,6 @@ def test_a_signal_ends_a_script_with_status_128_plus_its_number(number, capsys):
     with pytest.raises(SystemExit, match=f"^{128 + number}$"):
         process.run(lambda: signal.raise_signal(number))
     assert capsys.readouterr().err == "train.py: interrupted\n"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
-def test_a_process_of_torchrun_ends_if_torchrun_is_killed(tmp_path):
-    child = "\n".join([
-        "import fcntl, pathlib, time",
-        "from folio.cli import process",
-        "def main():",
-        "    file = open('lock', 'w')",
-        "    fcntl.flock(file, fcntl.LOCK_EX)",
-        "    pathlib.Path('ready').touch()",
-        "    time.sleep(60)",
-        "process.run(main)",
-    ])  # fmt: skip
-    torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", torchrun]
-    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | launched) as parent:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        parent.kill()
-    start = time.monotonic()
-    with open(tmp_path / "lock") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # waits until the child has ended
-    assert time.monotonic() - start < 30
 
 
 @posix

@@ -180,8 +180,7 @@ def test_a_config_file_reads_the_resolved_device(argv, device):
         ("name = 'x'\nsteps = -1", "a.py line 2: steps must be in [0, inf), not -1"),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("\nraise SystemExit('enough')", "a.py line 2: SystemExit: enough"),
-        ("steps = 1\nrate = = 2", "a.py line 2: SyntaxError"),
-        ("class E(Exception):\n    __str__ = None\nraise E", "a.py line 3: E: <exception str"),
+        ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
         ("step = 1", f"a.py line 1: step {HELPER_RULE}; did you mean steps?"),
         ("\nbase = 128", f"a.py line 2: base {HELPER_RULE}"),  # no setting is similar enough
     ],

@@ -138,7 +138,6 @@ def test_nanogpts_datasets_are_loaded():
 @pytest.mark.parametrize("write", [tiny.prepare_verse, tiny.write_nanogpt_dataset])
 def test_the_rest_of_a_large_split_is_checked_by_verify_only(write, monkeypatch):
     monkeypatch.setattr(dataset, "MAX_CHECKED_TOKENS", 10)
-    monkeypatch.setattr(dataset, "READ_BLOCK_TOKENS", 7)
     write("verse")
     path = Path("data/verse/train.bin")
     raw, original = path.read_bytes(), load_dataset("verse", verify=True)

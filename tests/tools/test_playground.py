@@ -175,7 +175,7 @@ def page(load_model):
 
     for folder in ("sweep/n=1", ".hidden"):
         tiny.write_checkpoint(f"{folder}/ckpt.pt", LETTERS)
-    return build_page(load_model, "cpu", "out")
+    return build_page(load_model, "out")
 
 
 @pytest.mark.slow

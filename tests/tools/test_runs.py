@@ -9,8 +9,6 @@ from tiny import write_run
 import train
 from tools.plot.runs import Run, group_runs, read_run, read_runs
 
-VAL = '{"split": "val", "step": 1, "tokens": 1, "elapsed_s": 1, "loss": %s}'
-
 
 def run(folder, loss):
     return Run(folder, val=[{"step": 0, "loss": loss}] if loss else [])
@@ -40,19 +38,12 @@ def test_folder_of_runs_stands_for_its_runs(folder):
     assert [run.folder for run in read_runs(["out-sweep/a/"])] == ["out-sweep/a"]
 
 
-def test_resuming_changes_settings_and_invalid_lines_are_skipped(folder):
+def test_resuming_changes_settings_and_incomplete_lines_are_skipped(folder):
     write_run("out-a", [4.0, 2.5])
     run = read_run("out-a")
     lines = [
         '{"step": 1, "spl{"step": 2, "split": "val"}',
         '{"step": 1, "split": "resume", "changed": {"seed": [1, 5]}}',
-        '{"split": "start", "parameters": 1, "settings": [1]}',
-        '{"split": "start", "parameters": "1", "settings": {}}',
-        '{"split": "resume", "changed": [1]}',
-        '{"split": "val", "step": 1, "tokens": 1, "elapsed_s": 1}',
-        '["val"]',
-        "[" * 100_000,
-        *(VAL % value for value in ('"1"', "NaN", "Infinity", "[[1]]", "null", "1" + "0" * 400)),
         '{"step": 0, "split": "val", "tok',
     ]
     with open("out-a/log.jsonl", "a") as log:

@@ -82,7 +82,7 @@ def test_a_run_can_have_several_teachers():
 def test_config_file_reads_values_of_its_combination(capsys):
     runs = combine("--n_layer=2,4", write("print('hello')\nn_embd = 64 * n_layer"))
     assert [(run.n_layer, run.n_embd) for run in runs.values()] == [(2, 128), (4, 256)]
-    assert capsys.readouterr().out == "hello\n"  # once
+    assert capsys.readouterr().out == "hello\n" * 3  # the first values, and each run
     file = write("n_embd = [n_layer, 2 * n_layer]")
     assert combine_values("--n_layer=3,5", file)[1] == [(3, 3), (3, 6), (5, 5), (5, 10)]
 

@@ -156,14 +156,10 @@ def print_medians(medians):
     for command, figures in medians.items():
         rows.append([command, *(format_figure(name, figures) for name in names)])
     if "other" in medians:
-        rows.append(["folio / other", *(format_ratio(name, medians) for name in names)])
+        pairs = [(medians["folio"].get(name), medians["other"].get(name)) for name in names]
+        ratios = [f"{folio / other:.3f}" if folio and other else "" for folio, other in pairs]
+        rows.append(["folio / other", *ratios])
     print("", *format_table(rows), sep="\n")
-
-
-def format_ratio(name, medians):
-    """Returns the ratio of a figure of folio to that of the other command, empty if unknown."""
-    folio, other = medians["folio"].get(name), medians["other"].get(name)
-    return f"{folio / other:.3f}" if folio and other else ""
 
 
 def format_figures(figures):

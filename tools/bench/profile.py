@@ -10,7 +10,6 @@ from folio.data.batches import Batches
 from folio.hardware.device import device_type, resolve_device
 from folio.inference.compiled import use_compiled_step
 from folio.inference.completion import complete
-from folio.inference.sampling import Controls
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
 from folio.training.setup import make_plan
@@ -40,11 +39,11 @@ def profile_sampling(arguments):
     settings = load_settings(SampleConfig, arguments, {"device": resolve_device})
     checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
     trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
-    controls, prompts = Controls.from_settings(settings), read_prompts(settings)
+    prompts = read_prompts(settings)
 
     def generate():
         batch = list(make_completions(trained.tokenizer, prompts, [], settings))
-        for _ in complete(trained, batch, controls, settings.stream):
+        for _ in complete(trained, batch, settings, settings.stream):
             pass
 
     one_text = len(prompts) * settings.num_samples == 1

@@ -70,7 +70,7 @@ def serve(settings):
     from tools.playground.texts import make_model_loader
 
     load_model = make_model_loader(settings.device, settings.dtype)
-    page = build_page(load_model, settings.device, str(RunDir(settings.out_dir).folder))
+    page = build_page(load_model, str(RunDir(settings.out_dir).folder))
     password = os.environ.get("FOLIO_PASSWORD")  # others can see the flags of a process
     # Refuses pages of another host whose name is resolved to this machine.
     hosts = Middleware(trustedhost.TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS)

@@ -24,6 +24,9 @@ MORE_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty", "context_strid
 LOSSES_INTERVAL_S = 5  # between two updates
 MEMORY_ADVICE = "use --device=cpu, or a smaller model or shorter text"
 MAX_DRAWN_RUNS = 8  # the first ones
+# A thread that calls torch on a CPU has its own OpenMP threads. If several have, there are more of
+# them than cores, and generation takes twice as long.
+THREAD = ThreadPoolExecutor(1)
 MAX_LENGTH = 20_000  # characters of an input, and generated tokens; more make the page slow
 ALTERNATIVES_LABEL = "select a token of the text to see which others were likely"
 # Events are private because the description of a public API, with the names of runs, would be
@@ -64,54 +67,47 @@ element.addEventListener("click", event => {
 """
 
 
-def build_page(load_model, device, folder):
+def build_page(load_model, folder):
     """Returns the page. The model of the run in `folder` is selected.
 
     `load_model` returns the model of a run; see tools.playground.texts.make_model_loader.
     """
-    in_thread = make_thread_decorator(device)
     with gr.Blocks(title="folio", analytics_enabled=False) as page:
         with gr.Tab("Text") as text_tab:
-            settings = add_text_tab(page, in_thread, load_model, folder)
+            settings = add_text_tab(page, load_model, folder)
         with gr.Tab("Compare") as compare_tab:
-            add_compare_tab(in_thread, load_model, folder, settings)
+            add_compare_tab(load_model, folder, settings)
         with gr.Tab("Runs") as runs_tab:
-            add_runs_tab(in_thread, runs_tab, [text_tab, compare_tab])
+            add_runs_tab(runs_tab, [text_tab, compare_tab])
     return page
 
 
-def make_thread_decorator(device):
-    """Returns a decorator that runs generator functions in one thread.
+def in_thread(generator):
+    """Decorator: runs a generator function in THREAD, and shows its errors on the page.
 
-    It shows an error on the page. Several generators, such as those of two tabs, alternate.
+    Several generators, such as those of two tabs, alternate.
     """
-    # A thread that calls torch on a CPU has its own OpenMP threads. If several have, there are more
-    # of them than cores, and generation takes twice as long.
-    thread = ThreadPoolExecutor(1)
 
-    def in_thread(generator):
-        @wraps(generator)
-        def run(*args):
-            items = generator(*args)
-            try:
-                for value in args:
-                    if isinstance(value, str) and len(value) > MAX_LENGTH:
-                        raise UserError(f"{len(value):,} characters are too many: use sample.py")
-                with explain_out_of_memory(device, MEMORY_ADVICE):
-                    while (item := thread.submit(next, items, None).result()) is not None:
-                        yield item
-            except (UserError, OSError) as error:
-                message = html.escape(str(error), quote=False)
-                raise gr.Error(message, print_exception=False) from error
-            finally:
-                thread.submit(items.close)
+    @wraps(generator)
+    def run(*args):
+        items = generator(*args)
+        try:
+            for value in args:
+                if isinstance(value, str) and len(value) > MAX_LENGTH:
+                    raise UserError(f"{len(value):,} characters are too many: use sample.py")
+            with explain_out_of_memory("the device", MEMORY_ADVICE):
+                while (item := THREAD.submit(next, items, None).result()) is not None:
+                    yield item
+        except (UserError, OSError) as error:
+            message = html.escape(str(error), quote=False)
+            raise gr.Error(message, print_exception=False) from error
+        finally:
+            THREAD.submit(items.close)
 
-        return run
-
-    return in_thread
+    return run
 
 
-def add_text_tab(page, in_thread, load_model, folder):
+def add_text_tab(page, load_model, folder):
     """Generates or scores a text, and explains its tokens. Returns the inputs of the settings."""
     text = gr.State()  # a TokenText
     selection = gr.State()  # a TokenText, and the index of the token to replace
@@ -185,7 +181,7 @@ def add_text_tab(page, in_thread, load_model, folder):
     return settings
 
 
-def add_compare_tab(in_thread, load_model, folder, settings):
+def add_compare_tab(load_model, folder, settings):
     """Continues a prompt with two models, with the same settings."""
     prompt = gr.Textbox(label="prompt", lines=2, placeholder="empty: a line break")
     with gr.Row():
@@ -211,7 +207,7 @@ def add_compare_tab(in_thread, load_model, folder, settings):
     stop.click(None, cancels=[comparing])
 
 
-def add_runs_tab(in_thread, tab, other_tabs):
+def add_runs_tab(tab, other_tabs):
     """Compares the losses of runs, also while they are trained, as long as the tab is open."""
     displayed = gr.State()  # sizes of logs, and the axes
     with gr.Row():

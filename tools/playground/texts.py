@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from folio.checkpoint.run_dir import RunDir
 from folio.inference.completion import Completion, complete
 from folio.inference.generate import context_start, stride_of
-from folio.inference.sampling import Controls
 from folio.inference.scoring import likely_next, score_text, scoring_starts
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_initial
@@ -67,8 +66,7 @@ def continue_text(trained, ids, starts, logprobs, settings):
     stops = parse_stop_texts(settings.stop)
     completion = Completion("".join(pieces), ids, settings.seed, trained.tokenizer, stops)
     start_time = update_time = time.monotonic()
-    controls = Controls.from_settings(settings)
-    for _ in complete(trained, [completion], controls, settings.stream):
+    for _ in complete(trained, [completion], settings, settings.stream):
         now, count = time.monotonic(), len(completion.ids)
         status = f"{count:,} tokens, {count / (now - start_time):,.0f} tokens/s"
         if count == 1 or now > update_time + UPDATE_INTERVAL_S:

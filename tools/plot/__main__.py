@@ -10,13 +10,11 @@ Plots are PNG files and need matplotlib.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from folio.cli import process
-from folio.cli.errors import UserError
-from folio.cli.files import write_atomically
+from folio.cli.errors import import_optional
 from folio.cli.settings import load_settings, parse_arguments, setting
 
 
@@ -60,7 +58,6 @@ if __name__ == "__main__":
     process.start(parse_arguments, PlotConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
-from folio.hardware.memory import explain_out_of_memory
 from folio.inference.trained_model import load_trained
 from sample import read_prompt
 from tools.plot.attention import draw_attention
@@ -76,17 +73,14 @@ def main(argv=None):
     if not of_model:
         groups = group_runs(read_runs(settings.runs), settings.y)
         print("\n".join(format_table(compare_groups(groups))), flush=True)
-    if not find_spec("matplotlib"):
-        raise UserError("plots need matplotlib: pip install matplotlib")
+    import_optional("matplotlib", "a plot")
     if of_model:
         default_path = "attention.png" if settings.attention else "embeddings.png"
-        with explain_out_of_memory("cpu", "use a shorter --start"):
-            figure = plot_model(settings.runs[0], settings)
+        figure = plot_model(settings.runs[0], settings)
     else:
         default_path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or default_path
-    with write_atomically(path) as [file]:
-        figure.savefig(file, format="png", dpi=150)
+    figure.savefig(path, dpi=150)
     print(f"wrote {path}")
 
 

@@ -49,9 +49,7 @@ def draw_losses(groups, axis):
         title += "\nmeans over seeds; band: ± standard deviation"
     if len(groups) > MAX_LABELED_GROUPS:
         title += f"\nthe first {MAX_LABELED_GROUPS} of {len(groups)}"
-    legend = axes.legend(title=title, frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a folder's name can contain $
+    axes.legend(title=title, frameon=False)
     return figure
 
 

@@ -14,11 +14,8 @@ import numpy as np
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from folio.cli.files import is_file
 
 FOLDER_SEED_PATTERN = re.compile(r"\bseed=\d+")
-LOSS_KEYS = {"step", "tokens", "loss", "elapsed_s"}  # of each training step and evaluation
-NUMBERS = LOSS_KEYS | {"parameters", "tokens_per_s", "bits_per_byte"}
 
 
 @dataclass
@@ -45,31 +42,28 @@ class Run:
 def read_run(folder):
     """Returns the Run in a folder. Raises UserError if it has no log."""
     path = RunDir(folder).log
-    if not is_file(path):
+    if not path.is_file():
         available = ", ".join(map(str, find_runs("."))) or "none"
         raise UserError(f"there is no log {path}; available runs: {available}")
     run = Run(str(Path(folder)))  # without a slash at the end
     for line in path.read_bytes().splitlines():
-        # Skips a line that a process is still writing, or that another program has written.
-        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with suppress(ValueError, KeyError, TypeError):  # a process is still writing the line
             add_event(run, json.loads(line))
     return run
 
 
 def add_event(run, event):
-    """Adds an event of a log to a Run, unless a number is infinite, too large or NaN."""
-    if not all(abs(event.get(name, 0)) < 1e18 for name in NUMBERS):
-        return
+    """Adds an event of a log to a Run."""
     match event["split"]:
         case "start":
             run.settings, run.parameters = dict(event["settings"]), event["parameters"]
         case "resume":
             run.settings |= {name: new for name, (_, new) in event["changed"].items()}
-        case "train" | "val" as split if event.keys() >= LOSS_KEYS:
+        case "train" | "val" as split:
             run.seconds = event["elapsed_s"]
             getattr(run, split).append(event)
             run.final = None  # that of an earlier end
-        case "final" if event.keys() >= LOSS_KEYS:
+        case "final":
             run.seconds, run.final = event["elapsed_s"], event
 
 
@@ -77,7 +71,7 @@ def read_runs(folders):
     """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
     runs = []
     for folder in dict.fromkeys(map(Path, folders)):  # each once
-        paths = [] if is_file(RunDir(folder).log) else find_runs(folder)
+        paths = [] if RunDir(folder).log.is_file() else find_runs(folder)
         runs += map(read_run, paths or [folder])
     return runs
 

@@ -2,8 +2,6 @@
 
 from statistics import median, stdev
 
-from folio.cli.process import printable
-
 
 def compare_groups(groups):
     """Returns the rows of a table of groups, which are sorted, the best first.
@@ -18,8 +16,9 @@ def compare_groups(groups):
     settings = find_differing_settings(groups)
     rows = [[*header, *compute_figures(groups[0]), *settings]]
     for group in groups:
-        row = [group.name, format_loss(group, is_repeated)]
+        row = [group.name, f"{group.mean_loss:.4f}" if group.losses else ""]
         if is_repeated:
+            row[1] += f" ± {stdev(group.losses):.4f}" if len(group.losses) > 1 else " " * 9
             row.append(str(len(group.losses)))
         row += compute_figures(group).values()
         row += [next(iter(group.values(name))) for name in settings]
@@ -38,15 +37,6 @@ def find_differing_settings(groups):
     return differing
 
 
-def format_loss(group, is_repeated):
-    """Returns the mean loss of a group and, for a table with repeated runs, its deviation."""
-    mean = f"{group.mean_loss:.4f}" if group.losses else ""
-    if not is_repeated:
-        return mean
-    deviation = f" ± {stdev(group.losses):.4f}" if len(group.losses) > 1 else " " * 9
-    return mean + deviation
-
-
 def compute_figures(group):
     """Returns {column: cell} of the columns after the loss: medians over the runs of a group."""
     figures = {
@@ -61,7 +51,6 @@ def compute_figures(group):
 
 def format_table(rows):
     """Returns the lines of a Markdown table. The first row is the header, the first column text."""
-    rows = [list(map(printable, row)) for row in rows]
     widths = [max(2, *map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = []

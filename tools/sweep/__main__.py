@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.files import is_file, lock_folder
+from folio.cli.files import lock_folder
 from folio.cli.settings import changed_settings, names_with_scope, parse_arguments, setting
 
 
@@ -87,7 +87,7 @@ def main(argv=None):
     with lock_folder(sweep.sweep_dir):
         print(f"{len(planned)} runs", flush=True)
         failed = train_combinations(combinations, sweep.halving, sweep.jobs)
-        runs = [read_run(folder) for folder, _ in planned if is_file(RunDir(folder).log)]
+        runs = [read_run(folder) for folder, _ in planned if RunDir(folder).log.is_file()]
         if runs:
             print("", *format_table(compare_groups(group_runs(runs))), sep="\n")
     if failed:

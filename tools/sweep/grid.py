@@ -31,7 +31,7 @@ class Grid:
         """Raises UserError like load_settings, or if no setting of train.py has several values."""
         self.settings_class, self.argv = settings_class, argv
         self.sizes = {}  # {name: number of values}
-        self.first = self._load({}, quiet=False)
+        self.first = self._load({})
         self.names = [name for name, size in self.sizes.items() if size > 1]
         for name in self.names:
             if name not in RUN_SETTINGS:
@@ -63,7 +63,7 @@ class Grid:
             combinations[tuple(runs)] = tuple(runs.items())
         return list(combinations.values())
 
-    def _load(self, indices, quiet=True):
+    def _load(self, indices):
         """Returns the settings with the values at `indices`, and the first of every other list."""
 
         def choose(name, value):
@@ -73,8 +73,7 @@ class Grid:
             self.sizes[name] = max(len(values), self.sizes.get(name, 1))
             return values[indices.get(name, 0) % len(values)]  # a list may replace a longer one
 
-        resolvers = {"device": resolve_device}
-        return load_settings(self.settings_class, self.argv, resolvers, choose, quiet)
+        return load_settings(self.settings_class, self.argv, {"device": resolve_device}, choose)
 
 
 def list_values(settings_class, name, value):
