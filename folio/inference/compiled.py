@@ -147,7 +147,7 @@ class DecodeStep(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.cache = KVCache(model.config, 1, "cpu", length=model.config.block_size + 1)
+        self.cache = KVCache(model, 1, length=model.config.block_size + 1)
 
     def forward(self, tail, position, visible, keys, values):
         cache, length = copy(self.cache), visible.shape[0]

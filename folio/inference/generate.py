@@ -21,12 +21,17 @@ TOKENS_PER_PASS = 2**14  # limits the activations of a forward pass
 class KVCache:
     """Keys and values of each layer, allocated once: two lists of (B, H, length, D) tensors."""
 
-    def __init__(self, config, batch_size, device, dtype=torch.float32, length=None):
+    def __init__(self, model, batch_size, length=None):
         """`length` is the number of positions. Default: block_size."""
+        config, weight = model.config, model.transformer.wte.weight
         self.length, self.window = length or config.block_size, config.window
-        self.dtype = dtype
+        # With one query, attention in bfloat16 takes half the time of float32 on a CPU with AMX,
+        # and up to three times as long on others.
+        has_amx = weight.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16")
+        self.dtype = weight.dtype if weight.device.type != "cpu" or has_amx else torch.float32
         shape = (batch_size, config.n_head, self.length, config.n_embd // config.n_head)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.n_layer)]
+        empty = torch.zeros(shape, device=weight.device, dtype=self.dtype)
+        self.keys = [empty.clone() for _ in range(config.n_layer)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def write(self, layer, rows, positions, k, v):
@@ -154,12 +159,8 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
     is_compiled = decode is not decode_one
     fixed_shapes = is_compiled or accelerate is not None
     context = Context(prompts, config.block_size, controls.max_new_tokens, weight.device)
-    # With one query, attention in bfloat16 takes half the time of float32 on a CPU with AMX, and up
-    # to three times as long on others.
-    has_fast_half = weight.device.type != "cpu" or torch.cpu.get_capabilities().get("amx_bf16")
-    dtype = weight.dtype if has_fast_half else torch.float32
     length = config.block_size + 1 if is_compiled else context.ids.shape[1]
-    cache = KVCache(config, len(prompts), weight.device, dtype, length)
+    cache = KVCache(model, len(prompts), length)
     present = None
     if controls.repetition_penalty != 1:
         present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=weight.device)

@@ -104,7 +104,7 @@ def test_a_step_is_compiled_after_the_text_and_generates_the_same(cache, capsys)
     assert run(capsys, COMPILED) == (expected, "using the step that an earlier run compiled\n")
     model = load_trained(load_initial("ckpt.pt")).model
     step = CompiledStep(path_of(), model.config)
-    caches = [KVCache(model.config, 1, "cpu", length=9) for _ in range(2)]
+    caches = [KVCache(model, 1, length=9) for _ in range(2)]
     earlier = model.config.preceding_tokens
     ids = torch.nn.functional.pad(tiny.random_ids(model, 1), (earlier, 0))
     for position in range(8):

@@ -60,7 +60,7 @@ def test_cached_logits_equal_uncached_logits_at_every_position(changes, is_tenso
     model = random_model(**changes)
     idx, earlier = random_ids(model), model.config.preceding_tokens
     expected = model.logits(idx)
-    cache = KVCache(model.config, len(idx), "cpu")
+    cache = KVCache(model, len(idx))
     for prefilled in (0, 1, 3):
         if prefilled:
             prefill(model, cache, idx[:, :prefilled], range(len(idx)))
