@@ -19,7 +19,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The architecture of a GPT. Raises ValueError for an invalid one.
+    """The architecture of a GPT. Raises ValueError if its fields do not fit each other.
 
     OpenAI's GPT-2 weights were trained with `gelu_tanh`; nanoGPT uses `gelu`.
     """

@@ -68,7 +68,9 @@ def run(main, has_threads=False):
 def _run(function, *args):
     """Returns the exit status, or None if `function` returns."""
     for name in ("stdin", "stdout", "stderr"):
-        with suppress(AttributeError):  # a notebook's streams cannot, and closed ones are None
+        if getattr(sys, name) is None:  # it is closed
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
+        with suppress(AttributeError):  # a notebook's streams cannot be reconfigured
             getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
     if not is_main():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit

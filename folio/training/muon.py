@@ -22,9 +22,9 @@ class Muon(torch.optim.Optimizer):
     https://kellerjordan.github.io/posts/muon/. Updates are scaled to the root mean square of
     AdamW's updates (Liu et al. 2025, "Muon is Scalable for LLM Training", section 2.2), so that one
     learning rate and weight decay suit both. The result equals torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw", except for two differences. The query, key and value matrices in
-    c_attn are orthogonalized separately. All matrices of a shape are computed together, because the
-    number of kernel launches limits the speed for small matrices.
+    adjust_lr_fn="match_rms_adamw", except that the query, key and value matrices in a c_attn are
+    orthogonalized separately. All matrices of a shape are computed together, because the number of
+    kernel launches limits the speed for small matrices.
 
     If `found_inf` is a scalar tensor of 1, a step changes nothing, as with torch's fused AdamW.
     """
