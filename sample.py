@@ -111,10 +111,10 @@ def main(argv=None):
         if text is not None:
             print_score(trained, text, settings)
             return
-        batch_size = max_batch_size(trained.model)
-        if settings.stream or settings.interactive or len(prompts) * settings.num_samples == 1:
+        batch_size = min(len(prompts) * settings.num_samples, max_batch_size(trained.model))
+        if settings.stream or settings.interactive:
             batch_size = 1
-        with use_compiled_step(trained, settings.compile, batch_size == 1):
+        with use_compiled_step(trained, settings.compile, batch_size):
             if settings.interactive:
                 converse(trained, stop_texts, settings)
                 return

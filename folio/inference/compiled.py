@@ -1,8 +1,7 @@
 """One step of generation, compiled ahead of time for a CPU (AOTInductor), in the user's cache.
 
 A compiled file contains the weights and code. So it is not stored next to a checkpoint, which can
-come from someone else. It continues one text; for more texts, steps with packed linear layers
-(folio/hardware/compile.py) are as fast.
+come from someone else. It continues batches of one size.
 """
 
 import hashlib
@@ -28,45 +27,38 @@ from folio.pretrained.load import load_initial
 
 INDUCTOR_OPTIONS = {
     "freezing": True,
-    "max_autotune": True,
-    "max_autotune_gemm_backends": "CPP",
     "aot_inductor.precompile_headers": False,  # would take 6 s, for headers that are used once
 }
+# Generated products are faster for one text. For a batch, oneDNN's are.
+ONE_TEXT_OPTIONS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 MIN_ATTENDED_LENGTH = 2  # torch.export takes a size of 1 for a constant
 MAX_CACHED_FILES = 4  # each is as large as the model
 COMPILING_HINT = "compiling the model for later runs with --compile; Ctrl-C stops this"
-BATCH_HINT = "on a CPU, --compile needs --stream, or one prompt with --num_samples=1"
 
 
 @contextmanager
-def use_compiled_step(trained, enabled, one_text):
-    """A context in which a TrainedModel on a CPU continues texts with a compiled step.
+def use_compiled_step(trained, enabled, batch_size):
+    """A context in which a TrainedModel on a CPU continues batches of a size with a compiled step.
 
-    If there is none yet, it is compiled when the context ends, for later runs. Raises UserError if
-    the model is not from a file.
-
-    Args:
-        enabled: otherwise, the context has no effect; neither has it on another device.
-        one_text: whether each batch has only one text. Larger batches do not use the step.
+    If there is none yet, it is compiled when the context ends, for later runs. The context has no
+    effect on another device, or if it is not enabled. Raises UserError if the model is not from a
+    file.
     """
-    enabled = enabled and device_type(trained.machine.device) == "cpu"
-    if not (enabled and one_text):
-        if enabled:
-            print(BATCH_HINT, file=sys.stderr)
+    if not enabled or device_type(trained.machine.device) != "cpu":
         yield
         return
-    path = compiled_path(trained)
+    path = compiled_path(trained, batch_size)
     if path.exists():
         with continue_on_failure("loading the compiled step"):
-            trained.decode = CompiledStep(path, trained.model.config)
+            trained.decode = CompiledStep(path, trained.model.config, batch_size)
             print("using the step that an earlier run compiled", file=sys.stderr)
     yield
     if trained.decode is decode_one:
         with continue_on_failure("compilation"):
-            compile_for_later(trained, path)
+            compile_for_later(trained, path, batch_size)
 
 
-def compiled_path(trained):
+def compiled_path(trained, batch_size):
     """Returns the path of the compiled step of a TrainedModel, which may not exist yet.
 
     It depends on everything that the compiled file does.
@@ -80,7 +72,7 @@ def compiled_path(trained):
     code = [ROOT / "model.py", *sorted((ROOT / "folio").rglob("*.py"))]
     machine = [trained.machine.dtype, torch.get_num_threads(), torch.__version__]
     machine += sorted(torch.cpu.get_capabilities().items())
-    key = repr([files, machine, [file.read_bytes() for file in code]])
+    key = repr([files, machine, batch_size, [file.read_bytes() for file in code]])
     return cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.pt2"
 
 
@@ -99,19 +91,20 @@ def cache_folder():
 
 
 @torch.no_grad()
-def compile_for_later(trained, path):
+def compile_for_later(trained, path, batch_size):
     """Compiles the step of a TrainedModel to a file."""
     print(COMPILING_HINT, file=sys.stderr, flush=True)
     start = time.monotonic()
     checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
     model = build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
+    options = INDUCTOR_OPTIONS | (ONE_TEXT_OPTIONS if batch_size == 1 else {})
     with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
-        with limit_threads(model.num_params()), redirect_stderr(io.StringIO()):
-            program = DecodeStep(model.requires_grad_(False)).export()
+        with limit_threads(batch_size * model.num_params()), redirect_stderr(io.StringIO()):
+            program = DecodeStep(model.requires_grad_(False), batch_size).export()
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(output), inductor_configs=INDUCTOR_OPTIONS
+                program, package_path=str(output), inductor_configs=options
             )
         output.replace(path)
     newest_last = sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)
@@ -121,18 +114,22 @@ def compile_for_later(trained, path):
 
 
 class CompiledStep:
-    """A compiled decode_one, for one text and a cache of block_size + 1 positions.
+    """A compiled decode_one, for a cache of block_size + 1 positions.
 
+    A batch of another size, such as the last one of a run, is decoded without it.
     torch._inductor.aoti_load_package would do the same, but it imports the compiler first, which
     takes a second.
     """
 
-    def __init__(self, path, config):
+    def __init__(self, path, config, batch_size):
+        self.batch_size = batch_size
         self.runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         self.positions = torch.arange(config.block_size)
 
     def __call__(self, model, cache, tail, position, length):
-        """See decode_one; `model` is ignored."""
+        """See decode_one. `tail` must be contiguous."""
+        if len(tail) != self.batch_size:
+            return decode_one(model, cache, tail, position, length)
         visible = self.positions[: max(length, MIN_ATTENDED_LENGTH)]
         return self.runner.boxed_run([tail, position, visible, *cache.keys, *cache.values])[0]
 
@@ -144,10 +141,10 @@ class DecodeStep(nn.Module):
     torch.export does not make one program for contiguous and other slices.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, batch_size):
         super().__init__()
         self.model = model
-        self.cache = KVCache(model, 1, length=model.config.block_size + 1)
+        self.cache = KVCache(model, batch_size, length=model.config.block_size + 1)
 
     def forward(self, tail, position, visible, keys, values):
         cache, length = copy(self.cache), visible.shape[0]
@@ -156,10 +153,10 @@ class DecodeStep(nn.Module):
 
     def export(self):
         """Returns the exported program, for any length of `visible`."""
-        config = self.model.config
+        config, batch_size = self.model.config, len(self.cache.keys[0])
         fixed = [None] * config.n_layer  # the shapes of the cache
-        tail = torch.zeros(1, 1 + config.preceding_tokens, dtype=torch.int64)
-        position, visible = tail[0, :1].clone(), torch.arange(config.block_size)
+        tail = torch.zeros(batch_size, 1 + config.preceding_tokens, dtype=torch.int64)
+        position, visible = tail[:, 0].clone(), torch.arange(config.block_size)
         example = (tail, position, visible, self.cache.keys, self.cache.values)
         length = torch.export.Dim("length", min=MIN_ATTENDED_LENGTH, max=config.block_size)
         shapes = (None, None, {0: length}, fixed, fixed)

@@ -11,7 +11,7 @@ from folio.hardware.compile import step_accelerator
 from folio.hardware.device import limit_threads
 from folio.hardware.kernels import disable_cudnn_attention
 from folio.hardware.memory import memory_bytes
-from folio.inference.generate import decode_one, generate
+from folio.inference.generate import generate
 from folio.inference.sampling import Controls
 from folio.inference.scoring import check_finite
 
@@ -91,7 +91,7 @@ def complete(trained, completions, controls, stream=False):
         controls,
         trained.tokenizer.vocab_size,
         step_accelerator(trained.machine),
-        trained.decode if len(completions) == 1 else decode_one,
+        trained.decode,
     )
     step_size = len(completions) * trained.model.num_params()  # multiplications
     count = 1  # the first token is yielded immediately

@@ -21,7 +21,7 @@ class TrainedModel:
     tokenizer: Any
     machine: Machine
     checkpoint: Any  # Checkpoint, without weights
-    decode: Any = decode_one  # for a batch of one text
+    decode: Any = decode_one  # or a faster function
 
 
 def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):

@@ -10,13 +10,7 @@ import torch
 import sample
 from folio.cli.errors import UserError
 from folio.data.tokenizer import CharTokenizer
-from folio.inference.compiled import (
-    BATCH_HINT,
-    COMPILING_HINT,
-    CompiledStep,
-    cache_folder,
-    compiled_path,
-)
+from folio.inference.compiled import COMPILING_HINT, CompiledStep, cache_folder, compiled_path
 from folio.inference.generate import KVCache, decode_one
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_initial
@@ -45,12 +39,12 @@ def run(capsys, flags):
     return out, re.sub(rf"(?m)^({usual_lines})\n", "", err)
 
 
-def path_of(dtype="float32"):
-    return compiled_path(load_trained(load_initial("ckpt.pt"), "cpu", dtype))
+def path_of(dtype="float32", batch_size=1):
+    return compiled_path(load_trained(load_initial("ckpt.pt"), "cpu", dtype), batch_size)
 
 
-def test_the_file_depends_on_checkpoint_data_type_and_threads(cache):
-    paths = [path_of(), path_of("bfloat16")]
+def test_the_file_depends_on_checkpoint_data_type_batch_size_and_threads(cache):
+    paths = [path_of(), path_of("bfloat16"), path_of(batch_size=2)]
     torch.set_num_threads(2)
     paths.append(path_of())
     torch.set_num_threads(1)
@@ -73,13 +67,12 @@ def test_the_folder_is_the_users_and_nobody_else_can_write_to_it(folder, monkeyp
 
 
 @pytest.mark.slow
-def test_batches_are_not_compiled_for_and_a_failure_is_one_line(cache, capsys, monkeypatch):
+def test_a_failure_is_one_line(cache, capsys, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no compiler\nwas found")
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
     expected, _ = run(capsys, ONE)
-    assert run(capsys, [*TEXT, "--compile"])[1] == f"{BATCH_HINT}\n"
     path_of().write_text("damaged")
     out, messages = run(capsys, COMPILED)
     assert out == expected
@@ -90,25 +83,29 @@ def test_batches_are_not_compiled_for_and_a_failure_is_one_line(cache, capsys, m
 
 
 @pytest.mark.slow
-def test_a_step_is_compiled_after_the_text_and_generates_the_same(cache, capsys):
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_step_is_compiled_after_the_text_and_generates_the_same(cache, capsys, batch_size):
     cache.mkdir(parents=True, mode=0o700)
     for age in range(7):
         (cache / f"{age}.pt2").touch()
         os.utime(cache / f"{age}.pt2", (10**9 - age, 10**9 - age))
-    expected, _ = run(capsys, ONE)
-    out, messages = run(capsys, COMPILED)
+    flags = [*TEXT, f"--num_samples={batch_size}"]
+    expected, _ = run(capsys, flags)
+    flags.append("--compile")
+    out, messages = run(capsys, flags)
     assert out == expected
     assert re.fullmatch(rf"{COMPILING_HINT}\ncompiled in \d+ s\n", messages)
-    kept = {path.name for path in cache.iterdir()}
-    assert kept == {path_of().name, "0.pt2", "1.pt2", "2.pt2"}
-    assert run(capsys, COMPILED) == (expected, "using the step that an earlier run compiled\n")
+    path = path_of(batch_size=batch_size)
+    assert {path.name for path in cache.iterdir()} == {path.name, "0.pt2", "1.pt2", "2.pt2"}
+    assert run(capsys, flags) == (expected, "using the step that an earlier run compiled\n")
     model = load_trained(load_initial("ckpt.pt")).model
-    step = CompiledStep(path_of(), model.config)
-    caches = [KVCache(model, 1, length=9) for _ in range(2)]
+    step = CompiledStep(path, model.config, batch_size)
     earlier = model.config.preceding_tokens
-    ids = torch.nn.functional.pad(tiny.random_ids(model, 1), (earlier, 0))
-    for position in range(8):
-        tail = ids[:, position : position + earlier + 1]
-        arguments = tail, torch.tensor([position]), position + 1
-        expected = decode_one(model, caches[0], *arguments)
-        assert torch.allclose(step(model, caches[1], *arguments), expected, atol=1e-5)
+    for rows in {batch_size, 1}:  # a smaller batch is not compiled
+        caches = [KVCache(model, rows, length=9) for _ in range(2)]
+        ids = torch.nn.functional.pad(tiny.random_ids(model, rows), (earlier, 0))
+        for position in range(8):
+            tail = ids[:, position : position + earlier + 1].contiguous()
+            arguments = tail, torch.full((rows,), position), position + 1
+            expected = decode_one(model, caches[0], *arguments)
+            assert torch.allclose(step(model, caches[1], *arguments), expected, atol=1e-5)

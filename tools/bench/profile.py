@@ -46,8 +46,8 @@ def profile_sampling(arguments):
         for _ in complete(trained, batch, settings, settings.stream):
             pass
 
-    one_text = len(prompts) * settings.num_samples == 1
-    with use_compiled_step(trained, settings.compile, one_text):
+    batch_size = len(prompts) * settings.num_samples
+    with use_compiled_step(trained, settings.compile, batch_size):
         print_profile(trained.machine, generate, settings.max_new_tokens)
 
 
