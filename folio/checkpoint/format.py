@@ -116,10 +116,9 @@ class Checkpoint:
 
     @property
     def summary(self):
-        """The path and, after an evaluation, the step and the best loss."""
-        step, loss = self.progress.step, self.progress.best_val_loss
-        best = f": step {step}, best val loss {loss:.4f}" if math.isfinite(loss) else ""
-        return f"{self.path}{best}"
+        """The path and, after the first step, the step."""
+        step = self.progress.step
+        return f"{self.path}: step {step}" if step else str(self.path)
 
 
 # Writing

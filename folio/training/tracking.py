@@ -283,7 +283,8 @@ def advice_on(evaluations, epochs):
 
     A validation text of another kind makes a gap between the losses from the first evaluations on;
     memorization makes it grow. `evaluations`: see RunDir.read_evaluations; the first is before any
-    training. `epochs`: how often the run has read the training text.
+    training. `epochs`: how often the run has read the training text; only what was read before can
+    be memorized.
     """
     if len(evaluations) < 3:
         return None
@@ -298,7 +299,7 @@ def advice_on(evaluations, epochs):
         return f"the validation {rise} (overfitting): {remedy}"
     gap = "the gap between validation and training loss "
     gap += f"went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
-    if gaps[-1] > gaps[1] + MAX_GAP_GROWTH_NATS:
+    if epochs >= 1 and gaps[-1] > gaps[1] + MAX_GAP_GROWTH_NATS:
         return f"{gap} (memorization): more text would help most"
     remedy = "longer training" if epochs < 1 else "a larger model or longer training"
     return f"{gap} in {epochs:.2g} passes over the text: {remedy} would help most"
