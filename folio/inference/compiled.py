@@ -27,10 +27,10 @@ from folio.pretrained.load import load_initial
 
 INDUCTOR_OPTIONS = {
     "freezing": True,
+    "max_autotune": True,  # measures which matrix product is faster, oneDNN's or a generated one
+    "max_autotune_gemm_backends": "ATEN,CPP",
     "aot_inductor.precompile_headers": False,  # would take 6 s, for headers that are used once
 }
-# Generated products are faster for one text. For a batch, oneDNN's are.
-ONE_TEXT_OPTIONS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 MIN_ATTENDED_LENGTH = 2  # torch.export takes a size of 1 for a constant
 MAX_CACHED_FILES = 4  # each is as large as the model
 COMPILING_HINT = "compiling the model for later runs with --compile; Ctrl-C stops this"
@@ -97,14 +97,13 @@ def compile_for_later(trained, path, batch_size):
     start = time.monotonic()
     checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
     model = build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
-    options = INDUCTOR_OPTIONS | (ONE_TEXT_OPTIONS if batch_size == 1 else {})
     with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
         with limit_threads(batch_size * model.num_params()), redirect_stderr(io.StringIO()):
             program = DecodeStep(model.requires_grad_(False), batch_size).export()
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(output), inductor_configs=options
+                program, package_path=str(output), inductor_configs=INDUCTOR_OPTIONS
             )
         output.replace(path)
     newest_last = sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)
