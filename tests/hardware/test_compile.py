@@ -49,8 +49,11 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
     from torch._dynamo.testing import CompileCounter  # slow to import
 
     counter, compile = CompileCounter(), torch.compile
-    counted = lambda model, **options: compile(model, backend=counter, **options)  # noqa: E731
-    monkeypatch.setattr(torch, "compile", counted)
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda model, dynamic, **_: compile(model, backend=counter, dynamic=dynamic),
+    )
     settings = tiny.settings(
         dtype="bfloat16", dropout=0.2, gradient_accumulation_steps=2, compile=True, **switches
     )
