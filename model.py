@@ -323,7 +323,8 @@ def normalize_and_rotate(q, k, norm, rotation):
         qk = norm(qk, qk.shape[-1:])
     if rotation:
         cos, sin = rotation
-        swapped = qk.roll(qk.shape[-1] // 2, dims=-1)  # the other element of each pair
+        first, second = qk.chunk(2, dim=-1)  # of each pair
+        swapped = torch.cat((second, first), dim=-1)  # compiled roll() would take more time
         # (a, b) becomes (a cos - b sin, b cos + a sin); `sin` has the signs.
         qk = torch.addcmul(qk * cos.to(qk.dtype), swapped, sin.to(qk.dtype))
     return qk.unbind()
@@ -416,10 +417,10 @@ class LocalContext(nn.Module):
 
     def add_preceding(self, x):
         """Adds weighted preceding embeddings to each one: (B, T, C) -> the same shape."""
-        smeared = x
-        for back, weight in enumerate(self.smear["weight"], start=1):
-            preceding = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
-            smeared = torch.addcmul(smeared, preceding, weight)
+        weights, T, smeared = self.smear["weight"], x.shape[1], x
+        padded = F.pad(x, (0, 0, len(weights), 0))  # zeros before the first embedding
+        for start, weight in enumerate(reversed(weights)):
+            smeared = torch.addcmul(smeared, padded[:, start : start + T], weight)
         return smeared
 
 
