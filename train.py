@@ -295,7 +295,8 @@ class Trainer:
 
         Returns (loss, grad_norm), scalar tensors, of all processes together.
         """
-        torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
+        if self.settings.dropout:
+            torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
         count = self.settings.gradient_accumulation_steps // self.world.size
         total = torch.zeros((), device=self.machine.device)
         for number, (x, y) in enumerate(micro_batches, start=1):

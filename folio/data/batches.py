@@ -86,8 +86,8 @@ class Split:
     def windows(self, starts, block_size):
         """Returns inputs and targets at positions `starts`, (B,); each is (B, block_size) int64."""
         if self.resident is None:
-            windows = [self.ids[start : start + block_size + 1] for start in starts.tolist()]
-            tokens = self._to_device(np.stack(windows, dtype=np.int64))
+            windows = self.ids[starts[:, None] + np.arange(block_size + 1)]
+            tokens = self._to_device(windows.astype(np.int64))
         else:
             offsets = torch.arange(block_size + 1, device=self.device)
             tokens = self.resident[self._to_device(starts)[:, None] + offsets].long()
