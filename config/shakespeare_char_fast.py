@@ -2,7 +2,9 @@
 # Prepare the data first: python prepare.py
 #
 # On two CPU cores, it takes less than a minute. With --max_iters=350, it trains a smaller model in
-# 14 seconds. To extend such a run, add --n_layer=1 --weight_decay=0.2.
+# 14 seconds. To extend such a run, add --n_layer=1 --weight_decay=0.2. With --compile=True
+# --n_layer=3 --max_iters=930, it ends at 1.40 instead of 1.41 in the same time, except for the
+# first run, which compiles for half a minute.
 #
 # A number beside a setting is how much it lowers the validation loss after the same number of
 # steps on a CPU. Seeds differ by 0.01, so smaller differences are not significant. docs/results.md

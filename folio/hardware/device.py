@@ -87,8 +87,8 @@ def choose_machine(device, dtype, compile):
         dtype = resolve_dtype(dtype, device)
         dtype_reason = DTYPE_REASONS[dtype]
     if compile == "auto":
-        # On two CPU cores, compiling took 10 to 60 s and made steps of small models between a tenth
-        # faster and a quarter slower.
+        # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones.
+        # Short runs do not gain that much.
         compile, compile_reason = kind == "cuda", f"default on {kind}"
     elif uses_cuda_graphs(compile):
         compile_reason = compile
