@@ -57,7 +57,7 @@ def map_in_threads(function, items):
 
     At most two more calls than cores are unfinished, so that memory does not grow.
     """
-    pending, num_threads = deque(), num_cores()
+    pending, num_threads = deque(), os.cpu_count() or 1
     with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
             if len(pending) == num_threads + 2:
@@ -66,10 +66,3 @@ def map_in_threads(function, items):
             pending.append((item, pool.submit(function, item)))
         for pending_item, future in pending:
             yield pending_item, future.result()
-
-
-def num_cores():
-    """Returns the number of cores that the process may use."""
-    if hasattr(os, "sched_getaffinity"):  # on Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

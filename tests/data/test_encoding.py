@@ -1,6 +1,7 @@
 """Tests of folio/data/encoding.py: tokens do not depend on threads or chunks; max_tokens."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def prepare_files(name, source, kind, *flags):
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2"])
 @pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
 def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
-    monkeypatch.setattr(encoding, "num_cores", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
     expected = prepare_files("one", source, kind)
-    monkeypatch.setattr(encoding, "num_cores", lambda: 5)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
     monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
     monkeypatch.setattr(encoding, "MIN_BATCH_CHARACTERS", 2**20)
     assert prepare_files("other", source, kind) == expected
