@@ -417,10 +417,10 @@ class LocalContext(nn.Module):
 
     def add_preceding(self, x):
         """Adds weighted preceding embeddings to each one: (B, T, C) -> the same shape."""
-        weights, T, smeared = self.smear["weight"], x.shape[1], x
-        padded = F.pad(x, (0, 0, len(weights), 0))  # zeros before the first embedding
-        for start, weight in enumerate(reversed(weights)):
-            smeared = torch.addcmul(smeared, padded[:, start : start + T], weight)
+        smeared = x
+        for back, weight in enumerate(self.smear["weight"], start=1):
+            preceding = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+            smeared = torch.addcmul(smeared, preceding, weight)
         return smeared
 
 
