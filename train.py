@@ -125,6 +125,7 @@ import torch
 
 from folio.checkpoint.format import Progress, load_weights
 from folio.checkpoint.saving import Saver
+from folio.cli.errors import UserError
 from folio.data.batches import (
     Batches,
     bytes_per_target,
@@ -138,7 +139,7 @@ from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import sample_text
 from folio.training.budget import TimeBudget, start_budget
-from folio.training.optimizers import DivergenceMonitor, make_optimizers, restore_optimizers
+from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.setup import MEMORY_ADVICE, make_forward, make_model, make_plan
 from folio.training.tracking import Tracking, format_losses, print_end, print_finished, print_start
 
@@ -190,6 +191,11 @@ def run_steps(trainer, tracking, saver):
                 tracking.log_evaluation(step, losses, lr)
                 saver.save_evaluation(losses["loss"])  # records it; writes ckpt.pt or last.pt
 
+        interval = settings.checkpoint_interval
+        if interval and step % interval == 0 and saver.saved_step != step:
+            with tracking.exclude_time():
+                saver.save()  # to last.pt
+
         is_finished = progress.is_finished(settings)  # all steps are made, or patience exhausted
         if settings.stop_at is not None and step >= settings.stop_at and not is_finished:
             raise process.StopRequested(trainer.stop_signal.number)
@@ -202,12 +208,8 @@ def run_steps(trainer, tracking, saver):
 
         budget.adapt()
         loss, grad_norm = trainer.forward_backward(batches.at(step), step)  # or StopRequested
-        if step % settings.log_interval == 0:
-            trainer.divergence.check()  # raises UserError if a loss was not finite
-        interval = settings.checkpoint_interval
-        if interval and step % interval == 0 and saver.saved_step != step:
-            with tracking.exclude_time():
-                saver.save()  # to last.pt, after another such check
+        if step % settings.log_interval == 0 and not math.isfinite(loss):  # waits for the device
+            raise trainer.divergence(f"loss {loss:.3g}")
         trainer.clip_and_step(grad_norm, lr)
         progress.advance(settings)
         tracking.log_step(step, loss, grad_norm, lr)
@@ -262,7 +264,6 @@ class Trainer:
                 self.scaler.load_state_dict(plan.resumed.scaler)
             self.progress = plan.resumed.progress
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
-        self.divergence = DivergenceMonitor()
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
         self.stop_flag = SharedFlag(self.world)
 
@@ -293,7 +294,8 @@ class Trainer:
     def forward_backward(self, micro_batches, step):
         """Accumulates the gradient of a step's mean loss over its micro-batches.
 
-        Returns (loss, grad_norm), scalar tensors, of all processes together.
+        Returns (loss, grad_norm), scalar tensors, of all processes together. The norm takes time,
+        so it is None in a step that neither clips gradients nor writes a log line.
         """
         if self.settings.dropout:
             torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
@@ -306,11 +308,24 @@ class Trainer:
             total += loss.detach()
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
-        gradients = [parameter.grad for parameter in self.model.parameters()]
-        grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
-        mean_loss = self.world.sum(total) / self.world.size
-        self.divergence.record(step, mean_loss, grad_norm, self.scaler)
-        return mean_loss, grad_norm
+        grad_norm, is_logged = None, step % self.settings.log_interval == 0
+        if is_logged or self.settings.grad_clip or self.scaler.is_enabled():
+            gradients = [parameter.grad for parameter in self.model.parameters()]
+            grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
+        return self.world.sum(total) / self.world.size, grad_norm
+
+    def check_weights(self):
+        """Raises UserError if a weight is not finite. Waits for the device."""
+        norm = full_tensor(torch.nn.utils.get_total_norm(self.model.parameters()))
+        if not math.isfinite(norm):
+            raise self.divergence(f"norm of the weights {norm:.3g}")
+
+    def divergence(self, values):
+        """Returns the UserError for this step, given values of which one is not finite."""
+        return UserError(
+            f"training diverged at step {self.progress.step}: {values}. Nothing from this step was "
+            "saved. Lower --learning_rate, increase --warmup_iters or set --grad_clip=1"
+        )
 
     def clip_and_step(self, grad_norm, lr):
         """Clips the gradient, whose norm is given, updates the weights, and zeroes the gradient."""
@@ -343,9 +358,7 @@ class Trainer:
         loss = self.split_loss(dataset.val, val_iters)
         train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
         if not math.isfinite(train_loss + loss):
-            self.divergence.check()  # an earlier step may be the cause
-            values = f"train loss {train_loss:.3g}, val loss {loss:.3g}"
-            raise self.divergence.error(self.progress.step, values)
+            raise self.divergence(f"train loss {train_loss:.3g}, val loss {loss:.3g}")
         losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
         if target_bytes := bytes_per_target(dataset, self.settings, val_iters):
             losses["bits_per_byte"] = loss / math.log(2) / target_bytes

@@ -62,10 +62,10 @@ class Saver:
     def _write(self, best):
         """Writes the state. Returns the message of an error, or None.
 
-        Raises UserError if the run diverged.
+        Raises UserError if a weight is not finite.
         """
         trainer, plan, message = self.trainer, self.plan, None
-        trainer.divergence.check()
+        trainer.check_weights()
         state = gather_on_cpu(trainer.state_dict(), plan.world.is_main)
         if plan.world.is_main:
             checkpoint = Checkpoint(

@@ -1,6 +1,5 @@
-"""Optimizers, and the detection of steps that diverged."""
+"""The optimizers of a run, and their state in checkpoints."""
 
-import math
 from functools import partial
 
 import torch
@@ -80,35 +79,3 @@ def _restore(optimizer, saved):
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group["lr"] = saved_group["lr"]  # in case the state is saved before the next step
-
-
-class DivergenceMonitor:
-    """Finds the first step whose loss or gradient norm is not finite.
-
-    `record` does not wait for the device; `check` does.
-    """
-
-    def __init__(self):
-        self.unchecked = []
-
-    def record(self, step, loss, norm, scaler):
-        must_be_finite = loss + norm
-        if scaler.is_enabled():  # an overflow only skips the step while the scale can be reduced
-            scale = scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device
-            must_be_finite = torch.where(scale > 1, loss, must_be_finite)
-        self.unchecked.append((step, loss, norm, must_be_finite))
-
-    def check(self):
-        """Raises UserError if a recorded step diverged."""
-        for step, loss, norm, must_be_finite in self.unchecked:
-            if not math.isfinite(must_be_finite):
-                raise self.error(step, f"loss {loss:.3g}, gradient norm {norm:.3g}")
-        self.unchecked.clear()
-
-    @staticmethod
-    def error(step, values):
-        """Returns the UserError for a step with these values, of which one is not finite."""
-        return UserError(
-            f"training diverged at step {step}: {values}. Nothing from this step was saved. Lower "
-            "--learning_rate, increase --warmup_iters or set --grad_clip=1"
-        )
