@@ -208,8 +208,8 @@ def run_steps(trainer, tracking, saver):
 
         budget.adapt()
         loss, grad_norm = trainer.forward_backward(batches.at(step), step)  # or StopRequested
-        if step % settings.log_interval == 0 and not math.isfinite(loss):  # waits for the device
-            raise trainer.divergence(f"loss {loss:.3g}")
+        if step % settings.log_interval == 0:
+            trainer.check_step(loss, grad_norm)  # raises UserError if the run diverged
         trainer.clip_and_step(grad_norm, lr)
         progress.advance(settings)
         tracking.log_step(step, loss, grad_norm, lr)
@@ -295,7 +295,7 @@ class Trainer:
         """Accumulates the gradient of a step's mean loss over its micro-batches.
 
         Returns (loss, grad_norm), scalar tensors, of all processes together. The norm takes time,
-        so it is None in a step that neither clips gradients nor writes a log line.
+        so it is None if neither clipping nor the loss scaler nor a log line needs it.
         """
         if self.settings.dropout:
             torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
@@ -309,26 +309,33 @@ class Trainer:
         for optimizer in self.optimizers.values():
             self.scaler.unscale_(optimizer)
         grad_norm, is_logged = None, step % self.settings.log_interval == 0
-        if is_logged or self.settings.grad_clip or self.scaler.is_enabled():
+        if self.settings.grad_clip or self.scaler.is_enabled() or is_logged:
             gradients = [parameter.grad for parameter in self.model.parameters()]
             grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
         return self.world.sum(total) / self.world.size, grad_norm
 
+    def check_step(self, loss, grad_norm):
+        """Raises UserError if the loss or the norm is not finite. Waits for the device."""
+        # While the loss scale can be reduced, an overflow only skips the step.
+        can_skip = self.scaler.get_scale() > 1
+        if not math.isfinite(loss if can_skip else loss + grad_norm):
+            raise self.divergence_error(f"loss {loss:.3g}, gradient norm {grad_norm:.3g}")
+
     def check_weights(self):
         """Raises UserError if a weight is not finite. Waits for the device."""
-        norm = full_tensor(torch.nn.utils.get_total_norm(self.model.parameters()))
+        norm = full_tensor(torch.nn.utils.get_total_norm(self.model.state_dict().values()))
         if not math.isfinite(norm):
-            raise self.divergence(f"norm of the weights {norm:.3g}")
+            raise self.divergence_error(f"norm of the weights {norm:.3g}")
 
-    def divergence(self, values):
-        """Returns the UserError for this step, given values of which one is not finite."""
+    def divergence_error(self, values):
+        """Returns the UserError for a run that diverged; one of `values` is not finite."""
         return UserError(
-            f"training diverged at step {self.progress.step}: {values}. Nothing from this step was "
-            "saved. Lower --learning_rate, increase --warmup_iters or set --grad_clip=1"
+            f"training diverged at step {self.progress.step} or shortly before: {values}. The last "
+            "save is older. Lower --learning_rate, increase --warmup_iters or set --grad_clip=1"
         )
 
     def clip_and_step(self, grad_norm, lr):
-        """Clips the gradient, whose norm is given, updates the weights, and zeroes the gradient."""
+        """Clips the gradient, updates the weights and zeroes the gradient."""
         if self.settings.grad_clip:
             parameters = self.model.parameters()
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, grad_norm)
@@ -358,7 +365,7 @@ class Trainer:
         loss = self.split_loss(dataset.val, val_iters)
         train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
         if not math.isfinite(train_loss + loss):
-            raise self.divergence(f"train loss {train_loss:.3g}, val loss {loss:.3g}")
+            raise self.divergence_error(f"train loss {train_loss:.3g}, val loss {loss:.3g}")
         losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
         if target_bytes := bytes_per_target(dataset, self.settings, val_iters):
             losses["bits_per_byte"] = loss / math.log(2) / target_bytes

@@ -55,4 +55,4 @@ else:  # 10.1 M parameters
     n_head = 4
     n_embd = 256
     max_iters = min(max_iters, 1500)
-eval_interval = max(1, max_iters // (5 if _is_short else 10))  # each evaluation saves 43 MB
+eval_interval = max(1, max_iters // (5 if _is_short else 10))  # for each, 43 MB are written

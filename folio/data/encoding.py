@@ -10,6 +10,7 @@ import numpy as np
 from folio.data.tokenizer import BLANK_LINE
 
 MIN_BATCH_CHARACTERS = 2**19
+MAX_THREADS = 32  # a machine with more cores may lend only some of them
 
 
 def encode_corpus(corpus, tokenizer, writer):
@@ -55,9 +56,9 @@ def encode_pieces(tokenizer, pieces):
 def map_in_threads(function, items):
     """Yields (item, function(item)) in the order of the items, with a thread per core.
 
-    At most two more calls than cores are unfinished, so that memory does not grow.
+    At most two more calls than threads are unfinished, so that memory does not grow.
     """
-    pending, num_threads = deque(), os.cpu_count() or 1
+    pending, num_threads = deque(), min(os.cpu_count() or 1, MAX_THREADS)
     with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
             if len(pending) == num_threads + 2:

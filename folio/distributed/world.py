@@ -20,7 +20,7 @@ from folio.hardware.device import device_type
 # Plain data and flags are exchanged on the CPU, so that they do not wait for a GPU's queue.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 GLOO_NETWORK = "/gloo/transport/"  # its messages begin with a path; torch has no type for them
-TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed at once
+TIMEOUT = timedelta(minutes=30)  # while rank 0 writes, for example; an end is noticed sooner
 
 
 @dataclass(frozen=True)

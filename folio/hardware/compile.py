@@ -25,7 +25,7 @@ def compile_model(model, machine, batch):
     batch: the arguments of forward() in a training step; an evaluation passes the first two.
     """
     mode = machine.compile if uses_cuda_graphs(machine.compile) else None
-    # On a CPU, C++ calls the kernels, in less time than Python.
+    # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.
     options = {"cpp_wrapper": True} if device_type(machine.device) == "cpu" and not mode else None
     forward, start = model, time.monotonic()
     with continue_on_failure("compilation"):

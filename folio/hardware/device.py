@@ -87,8 +87,8 @@ def choose_machine(device, dtype, compile):
         dtype = resolve_dtype(dtype, device)
         dtype_reason = DTYPE_REASONS[dtype]
     if compile == "auto":
-        # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones.
-        # Short runs do not gain that much.
+        # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones,
+        # which is more than short runs gain.
         compile, compile_reason = kind == "cuda", f"default on {kind}"
     elif uses_cuda_graphs(compile):
         compile_reason = compile

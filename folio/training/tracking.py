@@ -130,7 +130,7 @@ class Tracking:
         flops = self.trainer.model.flops_per_token() * tokens
         mfu = flops / seconds / self.machine.peak[0] / self.plan.world.size
         loss, grad_norm = float(loss), float(grad_norm)
-        # JSON has no infinity, which is the norm of a step that the loss scaler skips.
+        # JSON has no infinity or NaN, the norm of a step that the loss scaler skips.
         grad_norm = grad_norm if math.isfinite(grad_norm) else None
         mfu = mfu if mfu <= 1 else None  # the peak was measured on a busy machine
         speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}

@@ -199,7 +199,7 @@ def test_if_a_process_is_killed_the_others_end_with_a_message(verse, rank, paral
 
 
 def train_with_timeout(flags):
-    """Trains. In 1 of 3,000 runs, gloo waits for an ended process until its timeout."""
+    """Trains with a short timeout: in 1 of 3,000 runs, gloo does not notice an ended process."""
     world.TIMEOUT = timedelta(seconds=20)
     train.main(flags)
 
