@@ -240,7 +240,7 @@ def _run_config_file(path, fields, readable, choose):
 
     `readable`: the values of the settings before, which it can read like built-in names.
     """
-    names = {"__name__": "__main__", "__file__": str(path)}
+    names = {"__name__": "config", "__file__": str(path)}
     names["__builtins__"] = vars(builtins) | readable
     try:
         code = compile(path.read_bytes(), path, "exec")
