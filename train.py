@@ -5,13 +5,11 @@
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-This file has, in order: the settings, the training loop, and Trainer, which holds the model and the
-optimizers. Checkpoints and log.jsonl go to out_dir.
+This file has, in order: the settings, the training loop, the evaluation and the learning rate.
+Checkpoints and log.jsonl go to out_dir.
 """
 
 import math
-import signal
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,25 +121,15 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from folio.checkpoint.format import Progress, load_weights
-from folio.checkpoint.saving import Saver
-from folio.cli.errors import UserError
-from folio.data.batches import (
-    Batches,
-    bytes_per_target,
-    dropout_seed,
-    evaluation_iters,
-    evaluation_starts,
-)
-from folio.distributed.sharding import full_tensor, set_gradient_averaging
-from folio.distributed.world import SharedFlag, process_group
-from folio.hardware.device import device_type, resolve_device, uses_cuda_graphs
+from folio.data.batches import Batches, dropout_seed, evaluation_iters, evaluation_starts, val_bytes
+from folio.distributed.sharding import average_gradients, clip_gradients
+from folio.distributed.world import process_group
+from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import sample_text
-from folio.training.budget import TimeBudget, start_budget
-from folio.training.optimizers import make_optimizers, restore_optimizers
-from folio.training.setup import MEMORY_ADVICE, make_forward, make_model, make_plan
-from folio.training.tracking import Tracking, format_losses, print_end, print_finished, print_start
+from folio.training.run import Run
+from folio.training.run_log import RunLog, format_losses, print_end, print_finished, print_start
+from folio.training.setup import MEMORY_ADVICE, make_plan
 
 
 def main(argv=None):
@@ -152,245 +140,156 @@ def main(argv=None):
     ):
         plan = make_plan(settings, world)  # reads and checks the inputs; writes nothing
         print_start(plan)
-        trainer = Trainer(plan)
+        run = Run(plan)
         if settings.eval_only:
-            print(format_losses(trainer.progress.step, trainer.evaluate(is_final=True)))
-            return
-        start_budget(trainer)  # with --minutes
-        if trainer.progress.is_finished(settings):
-            print_finished(trainer)
+            print(format_losses(run.progress.step, evaluate(run, settings.max_iters)))
+        elif run.is_complete():
+            print_finished(run)
         else:
-            train(trainer)
+            train(run)
 
 
-def train(trainer):
+def train(run):
     """Trains until max_iters, until patience is exhausted, or until a stop is requested."""
-    with trainer.stop_signal, Tracking(trainer) as tracking:
-        saver = Saver(trainer, tracking)
-        try:
-            run_steps(trainer, tracking, saver)
-            loss = evaluate_best(trainer, tracking)
-        except process.StopRequested as request:  # the weights are those of the last step
-            saver.save_and_stop(request.signal_number)  # None: at --stop_at
-            return
-    print_end(trainer, loss)
+    settings, progress = run.settings, run.progress
+    batches = Batches(run.dataset.train, settings, run.world)  # a function of the seed and the step
+    with run.stop_signal, RunLog(run) as log:
+        while True:
+            step, clock = progress.step, run.clock()  # equal, unless --minutes are fewer steps
+            lr = learning_rate_at(clock, settings)
+
+            # Between two steps: evaluate, save, stop, sample, end. pause() is not training time.
+            if run.is_evaluation_due(clock):
+                with log.pause():
+                    if losses := evaluate(run):  # None after a stop signal
+                        is_best = run.record(losses["loss"], clock)
+                        log.evaluation(step, losses, lr)
+                        run.save(best=is_best or settings.always_save_checkpoint)
+            elif run.is_save_due():  # by checkpoint_interval
+                with log.pause():
+                    run.save()
+            is_finished = progress.is_finished(settings)
+            if not is_finished and (run.is_stopped() or step >= (settings.stop_at or math.inf)):
+                run.save_and_stop()
+                return
+            if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
+                with log.pause():
+                    text = sample_text(run.model, run.dataset.tokenizer, settings.seed)
+                    log.say(f"sample at step {step}:\n{text}\n")
+            if is_finished:
+                break
+
+            loss, grad_norm = train_step(run, batches.at(step), step, lr)
+            if loss is not None:  # no stop signal between two micro-batches
+                log.step(step, loss, grad_norm, lr)  # raises UserError if they are not finite
+                progress.step += 1
+
+        loss = progress.best_val_loss
+        if run.needs_final_losses:
+            run.load_best_weights()
+            losses = evaluate(run, step)  # over more text
+            if not losses:  # resuming makes up for it
+                run.save_and_stop()
+            log.final_evaluation(losses)
+            loss = losses["loss"]
+    print_end(run, loss)
 
 
-def run_steps(trainer, tracking, saver):
-    """The training loop. Raises StopRequested if it ends before the run is finished."""
-    settings, plan, progress = trainer.settings, trainer.plan, trainer.progress
-    batches = Batches(plan.dataset.train, settings, plan.world)  # a function of seed and step
-    budget = TimeBudget(trainer, tracking)  # of --minutes
-    while True:
-        step = progress.step
-        lr = learning_rate_at(progress.position, settings)
+def train_step(run, micro_batches, step, lr):
+    """Makes one step. Returns the mean loss of its micro-batches, and the gradient's norm or None.
 
-        if progress.is_evaluation_due(settings):
-            with tracking.exclude_time():
-                losses = trainer.evaluate()
-                tracking.log_evaluation(step, losses, lr)
-                saver.save_evaluation(losses["loss"])  # records it; writes ckpt.pt or last.pt
+    Both are scalar tensors, of all processes together, and are not read: that waits for a GPU.
+    After a stop signal, the loss is None, and the step is not made.
+    """
+    settings, scaler = run.settings, run.scaler
+    count = settings.gradient_accumulation_steps // run.world.size  # micro-batches of this process
+    if settings.dropout:
+        torch.manual_seed(dropout_seed(settings.seed, step, run.world.rank))
 
-        interval = settings.checkpoint_interval
-        if interval and step % interval == 0 and saver.saved_step != step:
-            with tracking.exclude_time():
-                saver.save()  # to last.pt
+    # Forward and backward: the gradient of the mean loss.
+    loss = torch.zeros((), device=run.machine.device)
+    for number, (x, y) in enumerate(micro_batches, start=1):
+        if run.is_stopped():
+            return None, None
+        average_gradients(run.forward, number == count)  # over the processes, at the end
+        with run.machine.autocast():
+            micro_loss = run.forward(x, y, settings.train_temperature) / count
+        scaler.scale(micro_loss).backward()  # the scale is 1, except in float16
+        loss += micro_loss.detach()
 
-        is_finished = progress.is_finished(settings)  # all steps are made, or patience exhausted
-        if settings.stop_at is not None and step >= settings.stop_at and not is_finished:
-            raise process.StopRequested(trainer.stop_signal.number)
-        if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
-            with tracking.exclude_time():
-                text = sample_text(trainer.model, plan.dataset.tokenizer, settings.seed)
-                tracking.say(f"sample at step {step}:\n{text}\n")
-        if is_finished:
-            return
-
-        budget.adapt()
-        loss, grad_norm = trainer.forward_backward(batches.at(step), step)  # or StopRequested
-        if step % settings.log_interval == 0:
-            trainer.check_step(loss, grad_norm)  # raises UserError if the run diverged
-        trainer.clip_and_step(grad_norm, lr)
-        progress.advance(settings)
-        tracking.log_step(step, loss, grad_norm, lr)
+    # Clip the gradient and update the weights.
+    for optimizer in run.optimizers.values():
+        scaler.unscale_(optimizer)
+    grad_norm = None  # takes time, so it is computed only if it is used
+    if settings.grad_clip or step % settings.log_interval == 0:
+        grad_norm = clip_gradients(run.model, settings.grad_clip)
+    for optimizer in run.optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        scaler.step(optimizer)  # does nothing if a gradient has overflowed in float16
+        optimizer.zero_grad(set_to_none=run.can_free_gradients)
+    scaler.update()
+    return run.world.mean(loss), grad_norm
 
 
-def evaluate_best(trainer, tracking):
-    """Returns the validation loss of the best model; without eval_iters, over more text."""
-    progress, settings = trainer.progress, trainer.settings
-    if settings.eval_iters or settings.always_save_checkpoint:  # which may not keep the best model
-        return progress.best_val_loss
-    if progress.best_step < progress.step:
-        best = trainer.world.call_together(trainer.plan.run_dir.load_best)
-        trainer.world.call_together(load_weights, trainer.model, best)
-    losses = trainer.evaluate(is_final=True)
-    tracking.log_final_evaluation(losses)
-    return losses["loss"]
-
-
-def learning_rate_at(position, settings):
+def learning_rate_at(clock, settings):
     """Returns the learning rate: linear warmup, then cosine decay to min_lr.
 
-    `position` is the step, unless --minutes makes fewer steps than max_iters; see Progress.
+    `clock` is the step, unless --minutes ends the run before max_iters; see Run.clock.
     """
     if not settings.decay_lr:
         return settings.learning_rate
     end = settings.max_iters if settings.lr_decay_iters is None else settings.lr_decay_iters
     low = settings.learning_rate / 10 if settings.min_lr is None else settings.min_lr
-    if position < settings.warmup_iters:
-        return settings.learning_rate * (position + 1) / (settings.warmup_iters + 1)
-    if position >= end:
+    if clock < settings.warmup_iters:
+        return settings.learning_rate * (clock + 1) / (settings.warmup_iters + 1)
+    if clock >= end:
         return low
-    fraction = (position - settings.warmup_iters) / (end - settings.warmup_iters)
+    fraction = (clock - settings.warmup_iters) / (end - settings.warmup_iters)
     return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
-class Trainer:
-    """A run's model, optimizers, loss scaler and progress, and the methods that update them."""
+def evaluate(run, steps=None):
+    """Returns the losses of both splits, or None after a stop signal.
 
-    def __init__(self, plan):
-        """Starts with a new state, or with that of plan.resumed."""
-        self.plan, self.settings = plan, plan.settings
-        self.world, self.machine = plan.world, plan.machine
-        self.model = make_model(plan)
-        self.optimizers = make_optimizers(self.model, self.settings, self.world)
-        enabled = self.machine.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(device_type(self.machine.device), enabled=enabled)
-        self.progress = Progress()
-        if plan.resumed:
-            self.world.call_together(restore_optimizers, self.optimizers, plan.resumed)
-            plan.resumed.optimizers = {}  # the optimizers have them
-            if plan.resumed.scaler:
-                self.scaler.load_state_dict(plan.resumed.scaler)
-            self.progress = plan.resumed.progress
-        self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
-        self.stop_signal = process.StopSignal("stopping after this micro-batch")
-        self.stop_flag = SharedFlag(self.world)
+    `steps`: of the run, if this is its final evaluation; see evaluation_iters. Keys: "train_loss",
+    in nats per token, and of the validation split "loss", "perplexity" and "bits_per_byte".
+    """
+    train_iters, val_iters = evaluation_iters(run.settings, steps)
+    train_loss = split_loss(run, run.dataset.train, train_iters)
+    loss = split_loss(run, run.dataset.val, val_iters)
+    if loss is None:
+        return None
+    train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
+    losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
+    if bytes_per_token := val_bytes(run.dataset, run.settings, val_iters):
+        losses["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+    return losses
 
-    def elapsed_s(self):
-        """Returns the seconds that the run has taken, including earlier processes."""
-        return round(self.progress.elapsed_s + time.monotonic() - process.STARTED, 3)
 
-    def state_dict(self):
-        """Returns references to the state. Tensors are sharded if the model is."""
-        return {
-            "config": self.model.config,
-            "weights": self.model.state_dict(keep_vars=True),  # tied weights are one object
-            "optimizers": {name: opt.state_dict() for name, opt in self.optimizers.items()},
-            "scaler": self.scaler.state_dict(),
-        }
+@torch.no_grad()
+def split_loss(run, split, iters):
+    """Returns the mean loss over at most `iters` batches of a split, a scalar tensor, or None.
 
-    def loss(self, x, y, temperature=1.0):
-        """Returns the mean loss of a micro-batch, a scalar tensor. x, y: (B, T) int64.
-
-        Raises StopRequested if any process has received a stop signal. A run reacts to signals only
-        here, so it stops between two micro-batches, with the weights of the last complete step.
-        """
-        if self.stop_flag.any(bool(self.stop_signal)):
-            raise process.StopRequested(self.stop_signal.number or signal.SIGTERM)
-        with self.machine.autocast():
-            return self.forward(x, y, temperature)
-
-    def forward_backward(self, micro_batches, step):
-        """Accumulates the gradient of a step's mean loss over its micro-batches.
-
-        Returns (loss, grad_norm), scalar tensors, of all processes together. The norm takes time,
-        so it is None if neither clipping nor the loss scaler nor a log line needs it.
-        """
-        if self.settings.dropout:
-            torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
-        count = self.settings.gradient_accumulation_steps // self.world.size
-        total = torch.zeros((), device=self.machine.device)
-        for number, (x, y) in enumerate(micro_batches, start=1):
-            set_gradient_averaging(self.forward, number == count)  # only in the last micro-batch
-            loss = self.loss(x, y, self.settings.train_temperature) / count
-            self.scaler.scale(loss).backward()
-            total += loss.detach()
-        for optimizer in self.optimizers.values():
-            self.scaler.unscale_(optimizer)
-        grad_norm, is_logged = None, step % self.settings.log_interval == 0
-        if self.settings.grad_clip or self.scaler.is_enabled() or is_logged:
-            gradients = [parameter.grad for parameter in self.model.parameters()]
-            grad_norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
-        return self.world.sum(total) / self.world.size, grad_norm
-
-    def check_step(self, loss, grad_norm):
-        """Raises UserError if the loss or the norm is not finite. Waits for the device."""
-        # While the loss scale can be reduced, an overflow only skips the step.
-        can_skip = self.scaler.get_scale() > 1
-        if not math.isfinite(loss if can_skip else loss + grad_norm):
-            raise self.divergence_error(f"loss {loss:.3g}, gradient norm {grad_norm:.3g}")
-
-    def check_weights(self):
-        """Raises UserError if a weight is not finite. Waits for the device."""
-        norm = full_tensor(torch.nn.utils.get_total_norm(self.model.state_dict().values()))
-        if not math.isfinite(norm):
-            raise self.divergence_error(f"norm of the weights {norm:.3g}")
-
-    def divergence_error(self, values):
-        """Returns the UserError for a run that diverged; one of `values` is not finite."""
-        return UserError(
-            f"training diverged at step {self.progress.step} or shortly before: {values}. The last "
-            "save is older. Lower --learning_rate, increase --warmup_iters or set --grad_clip=1"
-        )
-
-    def clip_and_step(self, grad_norm, lr):
-        """Clips the gradient, updates the weights and zeroes the gradient."""
-        if self.settings.grad_clip:
-            parameters = self.model.parameters()
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.grad_clip, grad_norm)
-        # In place of scaler.step(), which would wait for the GPU: fused AdamW and Muon change
-        # nothing if their found_inf is 1.
-        found_inf = (~grad_norm.isfinite()).float() if self.scaler.is_enabled() else None
-        # DDP and CUDA graphs keep their gradient tensors.
-        has_ddp = self.world.is_launched and not self.plan.is_sharded
-        keep = has_ddp or uses_cuda_graphs(self.machine.compile)
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group["lr_scale"]
-            optimizer.found_inf = found_inf
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not keep)
-        self.scaler.update()
-
-    def evaluate(self, is_final=False):
-        """Returns the losses of both splits; see evaluation_iters.
-
-        Keys: "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
-        "bits_per_byte". Raises UserError if a loss is not finite.
-        """
-        dataset = self.plan.dataset
-        train_iters, val_iters = evaluation_iters(self.settings, is_final)
-        train_loss = self.split_loss(dataset.train, train_iters)
-        loss = self.split_loss(dataset.val, val_iters)
-        train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
-        if not math.isfinite(train_loss + loss):
-            raise self.divergence_error(f"train loss {train_loss:.3g}, val loss {loss:.3g}")
-        losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
-        if target_bytes := bytes_per_target(dataset, self.settings, val_iters):
-            losses["bits_per_byte"] = loss / math.log(2) / target_bytes
-        return losses
-
-    @torch.no_grad()
-    def split_loss(self, split, iters):
-        """Returns the mean loss over at most `iters` batches of a split, a scalar tensor.
-
-        The processes of a run share the windows. All compute the same number of batches, so the
-        last ones are filled with repeated windows, whose targets are ignored.
-        """
-        B, T = self.settings.batch_size, self.settings.block_size
-        starts = evaluation_starts(split, self.settings, iters)
-        rows = torch.arange(B, device=self.machine.device).unsqueeze(1)
-        total = torch.zeros((), device=self.machine.device)
-        self.model.eval()
-        for first in range(0, len(starts), self.world.size * B):
-            own_starts = starts[first + self.world.rank * B :][:B]
-            x, y = split.windows(np.resize(own_starts, B), T)  # repeats them up to B
-            loss = self.loss(x, y.masked_fill(rows >= len(own_starts), -1))
-            if len(own_starts):
-                total += loss * len(own_starts)
-        self.model.train()
-        return self.world.sum(total) / len(starts)
+    The processes of a run share the windows. All compute the same number of batches, so the
+    last ones are filled with repeated windows, whose targets are ignored.
+    """
+    B, T, world = run.settings.batch_size, run.settings.block_size, run.world
+    starts = evaluation_starts(split, run.settings, iters)
+    rows = torch.arange(B, device=run.machine.device).unsqueeze(1)
+    total = torch.zeros((), device=run.machine.device)
+    run.model.eval()
+    for first in range(0, len(starts), world.size * B):
+        if run.is_stopped():
+            return None
+        own_starts = starts[first + world.rank * B :][:B]
+        x, y = split.windows(np.resize(own_starts, B), T)  # repeats them up to B
+        with run.machine.autocast():
+            loss = run.forward(x, y.masked_fill(rows >= len(own_starts), -1))
+        if len(own_starts):
+            total += loss * len(own_starts)
+    run.model.train()
+    return world.sum(total) / len(starts)
 
 
 if __name__ == "__main__":

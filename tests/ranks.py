@@ -97,4 +97,4 @@ def train_ranks(size, **settings):
     else:
         Ranks(size, train.main, flags).results()
     events = tiny.log_events(settings.get("out_dir", "out"))
-    return [event["loss"] for event in events if event["split"] == "train"]
+    return [event["loss"] for event in events if event["event"] == "train"]

@@ -18,6 +18,7 @@ from folio.data.batches import Batches, Split, to_device
 from folio.hardware.device import Machine, choose_machine
 from folio.inference.generate import generate
 from folio.inference.sampling import Controls
+from folio.training.run import Run
 from folio.training.setup import model_config
 
 META = Machine("meta", "float32", False, "")
@@ -42,25 +43,22 @@ def plain_adamw(monkeypatch):
         def __init__(self, *args, **options):
             super().__init__(*args, **options | {"fused": False})
 
+        _step_supports_amp_scaling = True
+
         def step(self):
-            self.found_inf = None  # only fused AdamW reads it
+            self.grad_scale = self.found_inf = None  # only fused AdamW reads them
             super().step()
 
     monkeypatch.setattr(torch.optim, "AdamW", PlainAdamW)
-
-
-def step(trainer, batches, number):
-    _, norm = trainer.forward_backward(batches.at(number), number)
-    trainer.clip_and_step(norm, 1e-3)
 
 
 @pytest.mark.parametrize("switches", [{}, tiny.SWITCHES], ids=["gpt2", "switches"])
 def test_evaluation_and_sampling_read_no_value(verse, switches):
     settings = tiny.settings(**switches)
     config = model_config(settings, verse.tokenizer)
-    trainer = train.Trainer(tiny.plan_of(config, settings, machine=META))
-    assert trainer.split_loss(Split(np.zeros(3000, np.uint16), "meta"), 4).is_meta
-    model = trainer.model.eval()
+    run = Run(tiny.plan_of(config, settings, machine=META))
+    assert train.split_loss(run, Split(np.zeros(3000, np.uint16), "meta"), 4).is_meta
+    model = run.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
     controls = Controls(0.8, 20, 0.9, 0.1, 1.3, max_new_tokens=3, context_stride=4)
     for accelerate in (None, lambda step, *_: step):
@@ -79,11 +77,11 @@ def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimiz
     machine = dataclasses.replace(META, dtype=dtype)
     plan = tiny.plan_of(config, settings, to_device(verse, "meta"), machine)
     plan.teachers = [empty_model(config, "meta")]
-    trainer = train.Trainer(plan)
-    trainer.progress = Progress(step=6, evaluated_position=6)
-    with pytest.raises(RuntimeError, match="meta"):
-        train.train(trainer)
-    assert trainer.progress.step == 10
+    run = Run(plan)
+    run.progress = Progress(step=6, evaluated_at=6)
+    with pytest.raises(RuntimeError, match="Accelerator expected"):  # RunLog synchronizes
+        train.train(run)
+    assert run.progress.step == 10
 
 
 @pytest.mark.gpu
@@ -100,16 +98,16 @@ def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches)
     )
     config = model_config(settings, verse.tokenizer)
     machine = choose_machine("cuda", dtype, False)
-    trainer = train.Trainer(tiny.plan_of(config, settings, machine=machine))
+    run = Run(tiny.plan_of(config, settings, machine=machine))
     batches = Batches(to_device(verse, "cuda").train, settings)
     assert batches.split.resident is not None
     for number in range(3):
-        step(trainer, batches, number)
+        train.train_step(run, batches.at(number), number, 1e-3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(trainer, batches, 3)
-        step(trainer, batches, 4)
+        train.train_step(run, batches.at(3), 3, 1e-3)
+        train.train_step(run, batches.at(4), 4, 1e-3)
         with pytest.raises(RuntimeError, match="synchroniz"):
-            trainer.check_weights()
+            run.save()
     finally:
         torch.cuda.set_sync_debug_mode("default")

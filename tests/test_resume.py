@@ -15,16 +15,15 @@ import train
 from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.cli.process import SIGPIPE, Interrupted
-from folio.training import tracking
-from train import Trainer
+from folio.training import run_log
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]
 LIMIT = 10_000  # bytes, more than a log and less than a checkpoint has
 
 
 def after_calls(monkeypatch, name, number, act):
-    """Makes `act()` run when a method of Trainer has been called `number` times."""
-    real, calls = getattr(Trainer, name), []
+    """Makes `act()` run when train.py has called a function `number` times."""
+    real, calls = getattr(train, name), []
 
     def wrapped(*args, **kwargs):
         result = real(*args, **kwargs)
@@ -33,11 +32,11 @@ def after_calls(monkeypatch, name, number, act):
             act()
         return result
 
-    monkeypatch.setattr(Trainer, name, wrapped)
+    monkeypatch.setattr(train, name, wrapped)
 
 
-def interrupted(*flags, number=signal.SIGTERM, name="clip_and_step", calls=1):
-    """Trains until a signal arrives after so many calls of a method of Trainer."""
+def interrupted(*flags, number=signal.SIGTERM, name="train_step", calls=1):
+    """Trains until a signal arrives after so many calls of a function of train.py."""
     with pytest.MonkeyPatch.context() as patch:
         after_calls(patch, name, calls, lambda: os.kill(os.getpid(), number))
         with pytest.raises(Interrupted) as caught:
@@ -54,7 +53,7 @@ def contents(folder="out"):
 
 
 def logged_changes():
-    return [event["changed"] for event in tiny.log_events() if event["split"] == "resume"]
+    return [event["changed"] for event in tiny.log_events() if event["event"] == "resume"]
 
 
 # Exact resume
@@ -116,6 +115,20 @@ def test_run_resumes_from_older_files_and_a_longer_log(verse):
     assert tiny.differences("out", "out-whole") == []
 
 
+def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
+    flags = tiny.flags(eval_iters=None)
+    train.main([*flags, "--out_dir=out-whole"])
+    stop = interrupted(*flags, name="split_loss", calls=2 * 3 + 1)  # after three evaluations
+    assert "stopped at step 6, saved in out; to continue" in str(stop)
+    train.main([*flags, "--init_from=resume"])
+    assert tiny.differences("out", "out-whole") == []
+    assert tiny.log_events()[-1]["event"] == "final"
+    train.main([*flags, "--init_from=resume"])
+    assert capsys.readouterr().out.endswith(
+        "finished at step 6; to continue, increase --max_iters\n"
+    )
+
+
 # Changed settings
 
 
@@ -127,7 +140,7 @@ def test_settings_may_change_and_changes_are_logged_once(verse, capsys):
     train.main([*flags, "--stop_at=4"])
     out = capsys.readouterr().out
     assert "resumed out/last.pt at step 3; changed: " in out
-    assert "stopped at step 4, saved in out/last.pt" in out
+    assert "stopped at step 4, saved in out" in out
     train.main(flags)
     assert tiny.load("last.pt")["iter_num"] == 6
     [logged] = logged_changes()
@@ -161,7 +174,7 @@ def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
     stop = interrupted(*tiny.flags(), number=number, calls=2)
     assert stop.number == number
     assert tiny.load("last.pt")["iter_num"] == 2
-    assert "stopped at step 2, saved in out/last.pt; to continue" in str(stop)
+    assert "stopped at step 2, saved in out; to continue" in str(stop)
 
 
 def test_stopping_at_the_last_step_ends_the_run(verse, capsys):
@@ -177,14 +190,10 @@ def test_a_signal_just_before_stop_at_is_reported(verse):
 def test_a_signal_during_a_step_discards_it(verse):
     settings = {"gradient_accumulation_steps": 4, "dropout": 0.3}
     train.main(tiny.flags(out_dir="out-whole", **settings))
-    evaluation = 2 * 4  # batches of both splits
-    with pytest.MonkeyPatch.context() as patch:
-        after_calls(
-            patch, "loss", evaluation + 2 * 4 + 2, lambda: signal.raise_signal(signal.SIGINT)
-        )
-        after_calls(patch, "loss", evaluation + 2 * 4 + 3, lambda: pytest.fail("too late"))
-        with pytest.raises(Interrupted):
-            train.main(tiny.flags(**settings))
+    with pytest.MonkeyPatch.context() as patch:  # once per micro-batch
+        after_calls(patch, "average_gradients", 2 * 4 + 3, lambda: pytest.fail("too late"))
+        flags = tiny.flags(**settings)
+        interrupted(*flags, number=signal.SIGINT, name="average_gradients", calls=2 * 4 + 2)
     assert tiny.load("last.pt")["iter_num"] == 2
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []
@@ -200,8 +209,8 @@ def test_run_stops_and_is_saved_if_the_reader_of_its_output_exits(verse, number)
 
     train.main(tiny.flags(out_dir="out-whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking.tqdm, "write", write)
-        with pytest.raises(Interrupted, match="stopped at step 5, saved in out/last.pt") as caught:
+        patch.setattr(run_log.tqdm, "write", write)
+        with pytest.raises(Interrupted, match="stopped at step 5, saved in out") as caught:
             train.main(tiny.flags())
     assert caught.value.number == (number or SIGPIPE)
     assert tiny.load("last.pt")["iter_num"] == 5
@@ -252,36 +261,26 @@ def test_run_that_cannot_start_changes_nothing(verse):
 # Full disks
 
 
-def test_disk_that_is_full_for_a_while_costs_no_progress(verse, monkeypatch, limit_files, capsys):
-    settings = {"max_iters": 9, "checkpoint_interval": 1}
-    train.main(tiny.flags(out_dir="out-whole", **settings))
-    after_calls(monkeypatch, "forward_backward", 2, lambda: limit_files(LIMIT))
-    after_calls(monkeypatch, "clip_and_step", 5, lambda: limit_files(-1))
-    train.main(tiny.flags(**settings))
-    assert tiny.differences("out", "out-whole") == []
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) >= 2  # each save waits for the previous one
-    assert all("; training continues" in line for line in warnings)
-
-
-def test_disk_that_is_full_at_the_start_or_the_end_is_an_error(verse, monkeypatch, limit_files):
-    error = pytest.raises(UserError, match=r"cannot write out/ckpt\.pt")
+def test_a_full_disk_ends_a_run_that_can_be_resumed(verse, limit_files):
+    train.main(tiny.flags(out_dir="out-whole"))
     limit_files(LIMIT)
-    with error:
+    with pytest.raises(UserError, match=r"cannot write out/ckpt\.pt"):
         train.main(tiny.flags())
     assert run_files() == ["log.jsonl"]
     limit_files(-1)
-    after_calls(monkeypatch, "forward_backward", 5, lambda: limit_files(LIMIT))
-    with error:
-        train.main(tiny.flags())
-    assert tiny.load("last.pt")["iter_num"] in (0, 3)
-    assert run_files() == RUN_FILES
+    with pytest.MonkeyPatch.context() as patch:
+        after_calls(patch, "train_step", 5, lambda: limit_files(LIMIT))
+        with pytest.raises(UserError, match=r"cannot write out/(ckpt|last)\.pt"):
+            train.main(tiny.flags())
+    limit_files(-1)
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.differences("out", "out-whole") == []
 
 
-def test_log_that_cannot_be_written_does_not_end_a_run(verse, capsys):
+def test_a_log_that_cannot_be_written_ends_a_run(verse):
     train.main(tiny.flags(max_iters=3))
     Path("out/log.jsonl").unlink()
     Path("out/log.jsonl").symlink_to("missing/log.jsonl")
-    train.main(tiny.flags(init_from="resume"))
-    assert capsys.readouterr().err.count("cannot write out/log.jsonl: No such file") == 1
-    assert tiny.load("last.pt")["iter_num"] == 6
+    with pytest.raises(UserError, match=r"cannot write out/log\.jsonl: No such file"):
+        train.main(tiny.flags(init_from="resume"))
+    assert tiny.load("last.pt")["iter_num"] == 3

@@ -28,14 +28,15 @@ from folio.data.batches import (
 )
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import GPT2Tokenizer
+from folio.training.run import Run
 from folio.training.setup import model_config
 from model import GPTConfig
 
 
-def new_trainer(settings=None, dropout=0.0):
-    """Returns a Trainer for 65 tokens, without a dataset."""
+def new_run(settings=None, dropout=0.0):
+    """Returns a Run for 65 tokens, without a dataset."""
     config = GPTConfig(**tiny.SHAPE, vocab_size=65, dropout=dropout)
-    return train.Trainer(tiny.plan_of(config, settings or tiny.settings()))
+    return Run(tiny.plan_of(config, settings or tiny.settings()))
 
 
 def random_ids(count):
@@ -59,10 +60,10 @@ def same_weights(out_dir, other):
 def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     ids = random_ids(200)
     settings = tiny.settings(gradient_accumulation_steps=2, grad_clip=grad_clip, seed=3)
-    trainer = new_trainer(settings)
-    reference = copy.deepcopy(trainer.model)
-    loss, norm = trainer.forward_backward(Batches(Split(ids, "cpu"), settings).at(0), step=0)
-    trainer.clip_and_step(norm, lr=0.01)
+    run = new_run(settings)
+    reference = copy.deepcopy(run.model)
+    batches = Batches(Split(ids, "cpu"), settings)
+    loss, norm = train.train_step(run, batches.at(0), step=0, lr=0.01)
 
     expected = reference(*rows_at(ids, window_starts(3, 0, 8, len(ids) - 8)))
     expected.backward()
@@ -75,7 +76,7 @@ def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
         decay = 1 - 0.01 * (settings.weight_decay if parameter.dim() > 1 else 0.0)
         parameter.data = parameter.data * decay - 0.01 * g / (g.abs() + 1e-8)
     assert loss == pytest.approx(expected.item(), abs=1e-6)
-    for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
+    for mine, other in zip(run.model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(mine, other, atol=1e-4)
 
 
@@ -88,18 +89,18 @@ def test_run_does_not_depend_on_micro_batches(verse):
 
 
 def test_the_temperature_divides_the_logits_in_training_only():
-    trainer = new_trainer(tiny.settings(train_temperature=0.5))
+    run = new_run(tiny.settings(train_temperature=0.5))
     split = Split(random_ids(200), "cpu")
-    trainer.model.lm_head.weight.data *= 20  # predictions far from uniform
-    x, y = next(iter(Batches(split, trainer.settings).at(0)))
-    logits = trainer.model.logits(x).flatten(0, 1)
+    run.model.lm_head.weight.data *= 20  # predictions far from uniform
+    starts = evaluation_starts(split, run.settings, 4)
+    whole = run.model(*split.windows(starts, 8)).item()
+    assert train.split_loss(run, split, 4).item() == pytest.approx(whole)
+    x, y = next(iter(Batches(split, run.settings).at(0)))
+    logits = run.model.logits(x).flatten(0, 1)
     expected = F.cross_entropy(logits / 0.5, y.flatten()).item()
     assert expected > F.cross_entropy(logits, y.flatten()).item() + 0.1
-    loss, _ = trainer.forward_backward([(x, y)], step=0)
+    loss, _ = train.train_step(run, [(x, y)], step=0, lr=0.1)
     assert loss.item() == pytest.approx(expected)
-    starts = evaluation_starts(split, trainer.settings, 4)
-    whole = trainer.model(*split.windows(starts, 8)).item()
-    assert trainer.split_loss(split, 4).item() == pytest.approx(whole)
 
 
 def test_dropout_differs_between_steps_and_is_reproducible(verse):
@@ -119,10 +120,10 @@ def test_evaluations_take_a_twentieth_of_the_time_and_the_final_one_covers_the_s
     settings, split = tiny.settings(**changes), verse.val
     assert sum(evaluation_iters(settings)) / 3 <= 0.05 * 20  # a forward pass is 1/3 of a step
     _, part = evaluation_iters(settings)
-    starts = evaluation_starts(split, settings, evaluation_iters(settings, is_final=True)[1])
+    starts = evaluation_starts(split, settings, evaluation_iters(settings, 40)[1])
     assert len(evaluation_starts(split, settings, part)) < len(starts) == (len(split) - 1) // 8
     *_, last, final = tiny.log_events()
-    assert (last["split"], final["split"], final["step"]) == ("val", "final", 40)
+    assert (last["event"], final["event"], final["step"]) == ("val", "final", 40)
     best = build_model(RunDir("out").load_best()).eval()
     assert final["loss"] == pytest.approx(best(*rows_at(split.astype(int), starts)).item())
     assert final["loss"] != last["loss"]
@@ -132,11 +133,11 @@ def test_evaluations_take_a_twentieth_of_the_time_and_the_final_one_covers_the_s
 def test_the_final_evaluation_is_that_of_the_best_model(verse, monkeypatch, capsys):
     losses, weights = [9.0, 2.0, 3.0, 2.5], []
 
-    def evaluate(trainer, is_final=False):
-        weights.append(copy.deepcopy(trainer.model.state_dict()))
+    def evaluate(run, steps=None):
+        weights.append(copy.deepcopy(run.model.state_dict()))
         return {"train_loss": 1.0, "loss": losses[len(weights) - 1], "perplexity": 1.0}
 
-    monkeypatch.setattr(train.Trainer, "evaluate", evaluate)
+    monkeypatch.setattr(train, "evaluate", evaluate)
     train.main(tiny.flags(eval_iters=None))
     assert tiny.equal(weights[3], weights[1])
     assert not tiny.equal(weights[3], weights[2])
@@ -145,19 +146,19 @@ def test_the_final_evaluation_is_that_of_the_best_model(verse, monkeypatch, caps
 
 @pytest.mark.parametrize(("n_tokens", "windows"), [(9, 1), (40, 4), (41, 5), (201, 25)])
 def test_evaluation_is_the_mean_loss_of_windows_that_cover_the_split(n_tokens, windows):
-    ids, trainer = random_ids(n_tokens), new_trainer(tiny.settings(), dropout=0.5)
+    ids, run = random_ids(n_tokens), new_run(tiny.settings(), dropout=0.5)
     starts = np.linspace(0, n_tokens - 9, windows).astype(int)
     assert (np.diff(starts) >= 8).all()
-    expected = trainer.model.eval()(*rows_at(ids, starts)).item()
-    assert trainer.split_loss(Split(ids, "cpu"), 100).item() == pytest.approx(expected)
-    assert trainer.model.training
+    expected = run.model.eval()(*rows_at(ids, starts)).item()
+    assert train.split_loss(run, Split(ids, "cpu"), 100).item() == pytest.approx(expected)
+    assert run.model.training
 
 
 def test_the_batches_of_an_evaluation_are_spread_over_the_split():
     ids = np.repeat(np.array([0, 1], np.uint16), 500)
-    trainer, inputs = new_trainer(tiny.settings()), []
-    trainer.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    trainer.split_loss(Split(ids, "cpu"), 2)
+    run, inputs = new_run(tiny.settings()), []
+    run.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    train.split_loss(run, Split(ids, "cpu"), 2)
     assert [tuple(x.shape) for x in inputs] == [(4, 8), (4, 8)]
     assert (inputs[0] == 0).all()
     assert (inputs[1] == 1).all()
@@ -165,11 +166,11 @@ def test_the_batches_of_an_evaluation_are_spread_over_the_split():
 
 def test_perplexity_and_bits_per_byte_are_those_of_the_evaluated_targets(folder):
     tiny.prepare_verse(text="ä" * 3600 + "ab" * 180 + "äu" * 19 + "uä")
-    trainer = tiny.new_trainer(eval_iters=1, batch_size=2)
-    dataset = trainer.plan.dataset
+    run = tiny.new_run(eval_iters=1, batch_size=2)
+    dataset = run.dataset
     starts, ids = [0, len(dataset.val) - 9], dataset.val.ids
     text = "".join(dataset.tokenizer.decode(ids[at + 1 : at + 9]) for at in starts)
-    losses = trainer.evaluate()
+    losses = train.evaluate(run)
     expected = 16 * losses["loss"] / math.log(2) / len(text.encode())
     assert len(text) == 16
     assert len(text.encode()) == 20
@@ -206,7 +207,7 @@ def test_run_lowers_the_loss_and_writes_checkpoints_and_log(verse, folder):
     assert last["iter_num"] == 6
     assert last["tokenizer"] == verse.tokenizer.to_dict()
     assert (last["config"]["learning_rate"], last["config"]["dtype"]) == (1e-2, "float32")
-    losses = [event["loss"] for event in tiny.log_events() if event["split"] == "val"]
+    losses = [event["loss"] for event in tiny.log_events() if event["event"] == "val"]
     assert losses[-1] < losses[0]
 
 
@@ -216,7 +217,7 @@ def fake_losses(monkeypatch):
 
     def fake(*losses):
         results = [{"train_loss": 1.0, "loss": loss, "perplexity": 1.0} for loss in losses]
-        monkeypatch.setattr(train.Trainer, "evaluate", Mock(side_effect=results))
+        monkeypatch.setattr(train, "evaluate", Mock(side_effect=results))
 
     return fake
 
@@ -340,7 +341,7 @@ def test_compiled_run_equals_uncompiled_run(verse, capsys):
 @pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
 def test_run_on_a_gpu_lowers_the_loss(verse, dtype):
     train.main(tiny.flags(device="cuda", dtype=dtype, compile="auto"))
-    losses = [event["loss"] for event in tiny.log_events() if event["split"] == "val"]
+    losses = [event["loss"] for event in tiny.log_events() if event["event"] == "val"]
     assert losses[-1] < losses[0]
 
 

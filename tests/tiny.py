@@ -19,6 +19,7 @@ from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
 from folio.data.writer import open_writer
 from folio.hardware.device import choose_machine
 from folio.training.optimizers import make_optimizers
+from folio.training.run import Run
 from folio.training.setup import Plan, make_plan
 from model import GPT, GPTConfig
 
@@ -95,9 +96,9 @@ def settings(**changes):
     return load_settings(train.TrainConfig, flags(**changes))
 
 
-def new_trainer(**changes):
-    """Returns the Trainer of SETTINGS with changes, as train.main makes it."""
-    return train.Trainer(make_plan(settings(**changes)))
+def new_run(**changes):
+    """Returns the Run of SETTINGS with changes, as train.main makes it."""
+    return Run(make_plan(settings(**changes)))
 
 
 def plan_of(config, settings, dataset=None, machine=None):
@@ -153,13 +154,13 @@ def write_run(name, losses, bits=(), **settings):
     """
     Path(name).mkdir(parents=True)
     settings = {"n_layer": 2, "learning_rate": 1e-3, "seed": 1} | settings
-    events = [{"step": 0, "split": "start", "parameters": 1000, "settings": settings}]
+    events = [{"step": 0, "event": "start", "parameters": 1000, "settings": settings}]
     for number, loss in enumerate(losses):
         step = 10 * number
         common = {"step": step, "tokens": 100 * step, "elapsed_s": 2 + step / 5}
         bits_per_byte = {"bits_per_byte": bits[number]} if number < len(bits) else {}
-        events.append(common | {"split": "val", "loss": loss} | bits_per_byte)
-        events.append(common | {"split": "train", "loss": loss - 0.1, "tokens_per_s": 500 + step})
+        events.append(common | {"event": "val", "loss": loss} | bits_per_byte)
+        events.append(common | {"event": "train", "loss": loss - 0.1, "tokens_per_s": 500 + step})
     Path(name, "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
@@ -172,7 +173,7 @@ def write_checkpoint(path, tokenizer, **changes):
     """Writes a checkpoint of random_model(**changes)."""
     model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(step=3, evaluated_position=3, best_step=3, best_val_loss=2.5)
+    progress = Progress(step=3, evaluated_at=3, best_step=3, best_val_loss=2.5)
     checkpoint = Checkpoint(
         model.config, model.state_dict(), progress, {}, tokenizer=tokenizer.to_dict()
     )

@@ -25,7 +25,7 @@ from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 1
-PROGRESS_KEYS = {"step": "iter_num", "evaluated_position": "evaluated"}
+PROGRESS_KEYS = {"step": "iter_num", "evaluated_at": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
@@ -38,65 +38,32 @@ INITIALIZERS = {
 
 @dataclass
 class Progress:
-    """The progress of a training run.
-
-    Learning rates and evaluations follow a schedule of max_iters positions. The position is the
-    step, unless fewer steps fit into a time budget; then each step advances by several positions.
-    """
+    """The progress of a training run."""
 
     step: int = 0  # updates made
-    position: float = 0.0
-    num_steps: int | None = None  # of the run, if they must fit into a time budget
-    evaluated_position: float = -1.0  # of the last recorded evaluation
+    evaluated_at: float = -1.0  # clock of the last recorded evaluation; see folio/training/run.py
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
     evaluations_since_best: int = 0
+    evaluation_s: float = 0.0  # time of the last evaluation, with --minutes
     elapsed_s: float = 0.0  # wall time of the earlier processes of the run
 
-    def steps_left(self, settings):
-        return max(0, (self.num_steps or settings.max_iters) - self.step)
-
-    def advance(self, settings):
-        """Counts a step."""
-        steps, positions = self.steps_left(settings), settings.max_iters - self.position
-        self.position += positions / steps  # 1, unless there is a time budget
-        if steps == 1:
-            self.position = float(settings.max_iters)  # in spite of rounding
-        self.step += 1
-
-    def is_evaluation_due(self, settings):
-        """Whether the run is at its end, or has passed a multiple of eval_interval."""
-        steps = self.steps_left(settings)
-        if not steps:
-            return self.evaluated_position < self.position
-        stride = evaluation_stride(settings.max_iters - self.position, steps)
-        interval = settings.eval_interval * stride
-        return self.position // interval > self.evaluated_position // interval
-
-    def record(self, val_loss):
-        """Adds the evaluation at this step. Returns whether it is the best."""
-        is_best = val_loss < self.best_val_loss
-        self.evaluated_position = self.position
+    def record(self, val_loss, clock):
+        """Adds the evaluation that began at `clock`. Returns whether it is the best."""
+        self.evaluated_at = clock
         self.evaluations_since_best += 1
+        is_best = val_loss < self.best_val_loss
         if is_best:
             self.best_step, self.best_val_loss = self.step, val_loss
             self.evaluations_since_best = 0
         return is_best
 
+    def is_patience_exhausted(self, settings):
+        return bool(settings.patience) and self.evaluations_since_best >= settings.patience
+
     def is_finished(self, settings):
-        """Whether all steps are made and evaluated, or patience is exhausted."""
-        if settings.patience and self.evaluations_since_best >= settings.patience:
-            return True
-        return not self.steps_left(settings) and self.evaluated_position >= self.position
-
-
-def evaluation_stride(positions, steps):
-    """Returns n, a power of two, if every n-th evaluation of a schedule is made.
-
-    It is about the square root of the positions per step: evaluations take a larger part of the
-    time of fewer steps. Powers of two keep them apart when the number of steps changes.
-    """
-    return max(1, 2 ** round(math.log2(max(positions, 1) / steps) / 2))
+        """Whether the evaluation at the end is made, or patience is exhausted."""
+        return self.evaluated_at >= settings.max_iters or self.is_patience_exhausted(settings)
 
 
 @dataclass
@@ -197,12 +164,11 @@ def _parse(content, path):
         weights=weights,
         progress=Progress(
             step=step,
-            position=float(content.get("position", step)),
-            num_steps=content.get("num_steps"),
-            evaluated_position=evaluated,
+            evaluated_at=evaluated,
             best_step=int(content.get("best_step", evaluated)),
             best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's
             evaluations_since_best=int(content.get("evaluations_since_best", 0)),
+            evaluation_s=float(content.get("evaluation_s", 0.0)),
             elapsed_s=float(content.get("elapsed_s", 0.0)),
         ),
         settings=content["config"],

@@ -81,7 +81,7 @@ class RunDir:
             raise os_error("write to", self.folder, error) from error
 
     def append(self, event):
-        """Appends an event to log.jsonl. Returns the UserError if writing fails, else None."""
+        """Appends an event to log.jsonl. Raises UserError if writing fails."""
         size = self.log_size() or 0
         try:
             with open(self.log, "ab") as file:
@@ -89,8 +89,7 @@ class RunDir:
         except OSError as error:
             with suppress(OSError):
                 os.truncate(self.log, size)  # removes an incomplete line
-            return os_error("write", self.log, error)
-        return None
+            raise os_error("write", self.log, error) from error
 
     def log_size(self):
         """Returns the size of log.jsonl in bytes, or None if it is missing."""
@@ -98,16 +97,19 @@ class RunDir:
             return self.log.stat().st_size
         return None
 
-    def read_evaluations(self):
-        """Returns (step, training loss, validation loss) of each evaluation in log.jsonl.
+    def read_events(self):
+        """Returns the events of log.jsonl, without incomplete lines; [] if there is no log."""
+        events = []
+        for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
+            with suppress(ValueError, AttributeError):  # a process is still writing the line
+                event = json.loads(line)
+                event.setdefault("event", event.get("split"))  # the name until November 2026
+                events.append(event)
+        return events
 
-        The list is empty if the log cannot be read, as after errors of the disk.
-        """
-        with suppress(OSError, ValueError):
-            events = map(json.loads, self.log.read_bytes().splitlines())
-            evaluations = [event for event in events if event["split"] == "val"]
-            return [(e["step"], e["train_loss"], e["loss"]) for e in evaluations]
-        return []
+    def last_event(self):
+        """Returns the kind of the last event in log.jsonl, or None."""
+        return next((event["event"] for event in reversed(self.read_events())), None)
 
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.

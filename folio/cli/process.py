@@ -32,13 +32,6 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-class StopRequested(Exception):  # noqa: N818, no error
-    """A run stops before its end: after a signal, or at --stop_at if there was none."""
-
-    def __init__(self, signal_number=None):
-        self.signal_number = signal_number
-
-
 def start(function, *args):
     """Calls a function that handles `--help` or invalid flags before a script imports torch."""
     if (status := _run(function, *args)) is not None:

@@ -31,18 +31,18 @@ def dropout_seed(seed, step, rank=0):
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
 
 
-def evaluation_iters(settings, is_final=False):
+def evaluation_iters(settings, steps=None):
     """Returns how many batches of the training and of the validation split an evaluation has.
 
     A forward pass takes a third of the time of a training step. So, without eval_iters, evaluations
-    take 5% of the time of training, and the final one at most 7% of the time of max_iters steps.
+    take 5% of the time of training, and the final one, after `steps` steps, at most 7% of theirs.
     """
     if settings.eval_iters:
         return settings.eval_iters, settings.eval_iters
     trained = settings.eval_interval * settings.gradient_accumulation_steps  # batches
     val_iters = trained // 10
-    if is_final:
-        val_iters = settings.max_iters * settings.gradient_accumulation_steps // 5
+    if steps is not None:
+        val_iters = steps * settings.gradient_accumulation_steps // 5
     return max(1, trained // 20), max(1, val_iters)
 
 
@@ -52,12 +52,22 @@ def evaluation_starts(split, settings, iters):
     They are evenly spaced: `iters` batches, or the whole split if that is less. The windows do not
     overlap, so at most block_size - 1 tokens of a whole split are left out.
     """
-    num_targets = len(split) - 1
-    count = min(num_targets // settings.block_size, iters * settings.batch_size)
-    return np.linspace(0, num_targets - settings.block_size, count).astype(np.int64)
+    count = _count_windows(split, settings, iters)
+    return np.linspace(0, len(split) - 1 - settings.block_size, count).astype(np.int64)
 
 
-def bytes_per_target(dataset, settings, iters):
+def _count_windows(split, settings, iters):
+    return min((len(split) - 1) // settings.block_size, iters * settings.batch_size)
+
+
+def evaluation_windows(dataset, settings, steps=None):
+    """Returns how many windows of both splits an evaluation has; see evaluation_iters."""
+    train_iters, val_iters = evaluation_iters(settings, steps)
+    count = _count_windows(dataset.train, settings, train_iters)
+    return count + _count_windows(dataset.val, settings, val_iters)
+
+
+def val_bytes(dataset, settings, iters):
     """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
     if dataset.byte_lengths is None:
         return None

@@ -66,7 +66,7 @@ def unshard(model):
         model.reshard()
 
 
-def set_gradient_averaging(forward, enabled):
+def average_gradients(forward, enabled):
     """Sets whether the next backward pass averages gradients. Only the last of a step should."""
     if isinstance(forward, DistributedDataParallel):
         forward.require_backward_grad_sync = enabled
@@ -121,3 +121,37 @@ def assign(parameter, full):
         parameter.copy_(shard_like(parameter, full))
     else:
         parameter.data = full.to(parameter).contiguous()
+
+
+def clip_gradients(model, max_norm):
+    """Clips the gradient, if max_norm is not 0. Returns its norm before that, a scalar tensor."""
+    parameters = list(model.parameters())
+    norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    if max_norm:
+        # After an overflow in float16, NaN must not spread to the gradients of other optimizers.
+        finite = norm.nan_to_num(torch.inf)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite)
+    return norm
+
+
+def gather_on_cpu(tree, is_main=True):
+    """Returns nested dicts and lists with their tensors on the CPU; all else is shared.
+
+    Tied weights, which are one object, stay tied. Sharded tensors are gathered one by one, which
+    all processes must do, but only rank 0 keeps them.
+    """
+    gathered = {}
+
+    def gather(value):
+        if isinstance(value, dict):
+            return {key: gather(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [gather(item) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in gathered:
+            full = full_tensor(value.detach())
+            gathered[id(value)] = full.cpu() if is_main else None
+        return gathered[id(value)]
+
+    return gather(tree)

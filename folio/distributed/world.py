@@ -43,6 +43,10 @@ class World:
             torch.distributed.all_reduce(value)
         return value
 
+    def mean(self, value):
+        """Returns the mean of a scalar tensor over all processes."""
+        return self.sum(value) / self.size
+
     def all_gather(self, tensor):
         """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
         if not self.is_launched:

@@ -30,6 +30,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     found_inf = None
+    _step_supports_amp_scaling = True  # GradScaler sets found_inf
 
     def __init__(self, params, lr, weight_decay, dtype, world=SINGLE_PROCESS):
         """`params` are matrices, sharded or not. `dtype` is that of the matrix products."""

@@ -1,7 +1,5 @@
 """The optimizers of a run, and their state in checkpoints."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -22,27 +20,29 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
     must be resolved.
     """
     lr, decay = settings.learning_rate, settings.weight_decay
-    adamw = partial(torch.optim.AdamW, lr=lr, betas=(settings.beta1, settings.beta2), fused=True)
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vector_group = {"params": vectors, "weight_decay": 0.0, "lr_scale": 1.0}
-    in_blocks = set(model.transformer.h.parameters())
-    if settings.optimizer == "adamw" or not in_blocks:
-        matrix_group = {"params": matrices, "weight_decay": decay, "lr_scale": 1.0}
-        return {"adamw": adamw([matrix_group, vector_group])}
-
-    # Muon takes the matrices of the blocks. AdamW takes the other parameters, in three groups.
-    in_tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    hidden = [p for p in matrices if p in in_blocks]
-    embeddings = [p for p in matrices if p in in_tables]
-    others = [p for p in matrices if p not in in_blocks | in_tables]
+    tables, hidden = [], []  # Muon takes the matrices of the blocks, AdamW the tables and the rest
+    if settings.optimizer == "muon" and model.config.n_layer:
+        in_tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        in_blocks = set(model.transformer.h.parameters())
+        tables = [p for p in matrices if p in in_tables]
+        hidden = [p for p in matrices if p in in_blocks]
+    others = [p for p in matrices if p not in {*tables, *hidden}]
     groups = [
         {"params": others, "weight_decay": decay, "lr_scale": 1.0},
-        vector_group,
-        {"params": embeddings, "weight_decay": decay, "lr_scale": EMBEDDING_LR_SCALE},
+        {"params": vectors, "weight_decay": 0.0, "lr_scale": 1.0},
     ]
-    dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]
-    return {"adamw": adamw(groups), "muon": Muon(hidden, lr, decay, dtype=dtype, world=world)}
+    if tables:
+        groups.append({"params": tables, "weight_decay": decay, "lr_scale": EMBEDDING_LR_SCALE})
+    betas = settings.beta1, settings.beta2
+    optimizers = {"adamw": torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)}
+    if hidden:
+        dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]
+        optimizers["muon"] = Muon(hidden, lr, decay, dtype=dtype, world=world)
+    grouped = [*others, *vectors, *tables, *hidden]
+    assert sorted(map(id, grouped)) == sorted(map(id, model.parameters())), "not exactly one group"
+    return optimizers
 
 
 def restore_optimizers(optimizers, checkpoint):

@@ -1,6 +1,6 @@
 """Experiment trackers: Weights & Biases and TensorBoard, imported only if requested.
 
-Both receive the numbers of log.jsonl's events as SPLIT/NAME, such as val/loss.
+Both receive the numbers of log.jsonl's events as EVENT/NAME, such as val/loss.
 """
 
 import time
@@ -35,9 +35,9 @@ class Trackers:
     def log(self, event):
         """Sends the numbers of an event."""
         numbers = {
-            f"{event['split']}/{name}": value
+            f"{event['event']}/{name}": value
             for name, value in event.items()
-            if name not in ("step", "split") and isinstance(value, int | float)
+            if name not in ("step", "event") and isinstance(value, int | float)
         }
         self._call("log", event, numbers)
 

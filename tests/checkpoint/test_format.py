@@ -42,7 +42,7 @@ def train_one_step(kind="adamw", **changes):
 
 def checkpoint_of(model, optimizers=None, **fields):
     states = {name: optimizer.state_dict() for name, optimizer in (optimizers or {}).items()}
-    progress = Progress(step=3, evaluated_position=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
+    progress = Progress(step=3, evaluated_at=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
     weights = model.state_dict()
     return Checkpoint(model.config, weights, progress, {"dataset": "verse"}, states, **fields)
 
@@ -123,7 +123,7 @@ def test_nanogpts_checkpoint_loads(prefix):
     loaded = load_checkpoint("ckpt.pt")
     assert have_same_logits(build_model(loaded), model)
     assert loaded.config == GPTConfig(**SHAPE, bias=False, dropout=0.0)
-    assert loaded.progress == Progress(3, 3, None, 3, 3, 2.5)
+    assert loaded.progress == Progress(3, 3, 3, 2.5)
     assert type(loaded.progress.best_val_loss) is float
 
 

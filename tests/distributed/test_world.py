@@ -75,7 +75,7 @@ def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, 
     train_ranks(1, out_dir="one", **settings)
     train_ranks(2, out_dir="two", parallel=parallel, **settings)
     for one, two in zip(tiny.log_events("one"), tiny.log_events("two"), strict=True):
-        if one["split"] == "val":
+        if one["event"] == "val":
             assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
             assert two["train_loss"] == pytest.approx(one["train_loss"], abs=1e-5)
     one, two = tiny.load("last.pt", "one"), tiny.load("last.pt", "two")
@@ -118,8 +118,8 @@ def test_resuming_is_exact_and_samples_are_those_of_one_process(verse, parallel)
     train_ranks(2, init_from="resume", parallel=parallel, **settings)
     assert not tiny.differences("out", "whole", names=["last.pt"])
     assert samples_printed() == {step: texts[step] for step in ("3", "6")}
-    trainer = tiny.new_trainer(**settings)
-    expected = sample_text(trainer.model, verse.tokenizer, trainer.settings.seed)
+    run = tiny.new_run(**settings)
+    expected = sample_text(run.model, verse.tokenizer, run.settings.seed)
     assert texts["0"] == expected
 
 
@@ -162,7 +162,7 @@ def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
     one = train_ranks(1, out_dir="one", **settings)
     flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
     Ranks(1, train.main, flags).results(timeout_s=300)  # the compiler is slow at first
-    losses = [event["loss"] for event in tiny.log_events("two") if event["split"] == "train"]
+    losses = [event["loss"] for event in tiny.log_events("two") if event["event"] == "train"]
     assert differences(losses, one).max() < tolerance
 
 

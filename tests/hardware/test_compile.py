@@ -7,6 +7,7 @@ import train
 from folio.data.batches import Batches
 from folio.hardware.compile import compile_model, optimize_for_inference
 from folio.hardware.device import Machine
+from folio.training.run import Run
 from folio.training.setup import make_plan
 from model import ACTIVATIONS
 
@@ -58,30 +59,26 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
         dtype="bfloat16", dropout=0.2, gradient_accumulation_steps=2, compile=True, **switches
     )
     assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
-    trainer = train.Trainer(make_plan(settings))
+    run = Run(make_plan(settings))
     assert counter.frame_count == 2  # one graph each
-    batches = Batches(trainer.plan.dataset.train, settings)
+    batches = Batches(run.dataset.train, settings)
     for step in range(2):
-        _, norm = trainer.forward_backward(batches.at(step), step)
-        trainer.clip_and_step(norm, 1e-3)
-        trainer.evaluate()
+        train.train_step(run, batches.at(step), step, 1e-3)
+        train.evaluate(run)
     assert counter.frame_count == 2
 
 
 def test_a_mode_with_cuda_graphs_keeps_the_gradients(verse, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_: lambda *arguments: model(*arguments))
     settings = tiny.settings(compile="reduce-overhead", gradient_accumulation_steps=2)
-    trainer = train.Trainer(make_plan(settings))
-    expected = tiny.new_trainer(gradient_accumulation_steps=2)
-    batches = Batches(trainer.plan.dataset.train, settings)
-    addresses = [p.grad.data_ptr() for p in trainer.model.parameters()]
+    run, expected = Run(make_plan(settings)), tiny.new_run(gradient_accumulation_steps=2)
+    batches = Batches(run.dataset.train, settings)
+    addresses = [p.grad.data_ptr() for p in run.model.parameters()]
     for step in range(3):
-        loss, norm = trainer.forward_backward(batches.at(step), step)
-        assert expected.forward_backward(batches.at(step), step) == (loss, norm)
-        assert [p.grad.data_ptr() for p in trainer.model.parameters()] == addresses
-        trainer.clip_and_step(norm, 1e-3)
-        expected.clip_and_step(norm, 1e-3)
-    assert tiny.equal(trainer.model.state_dict(), expected.model.state_dict())
+        losses = [train.train_step(r, batches.at(step), step, 1e-3) for r in (run, expected)]
+        assert losses[0] == losses[1]
+        assert [p.grad.data_ptr() for p in run.model.parameters()] == addresses
+    assert tiny.equal(run.model.state_dict(), expected.model.state_dict())
 
 
 @pytest.mark.gpu
@@ -89,13 +86,11 @@ def test_a_mode_with_cuda_graphs_keeps_the_gradients(verse, monkeypatch):
 @pytest.mark.parametrize("compile", [False, True, "reduce-overhead"])
 def test_gpu_dropout_depends_on_the_step_only(verse, compile):
     settings = tiny.settings(device="cuda", dtype="bfloat16", compile=compile, dropout=0.5)
-    trainer = train.Trainer(make_plan(settings))
-    [batch] = Batches(trainer.plan.dataset.train, settings).at(0)
+    run = Run(make_plan(settings))
+    [batch] = Batches(run.dataset.train, settings).at(0)
 
     def loss(step):
-        value = trainer.forward_backward([batch], step)[0].item()
-        trainer.model.zero_grad(set_to_none=False)
-        return value
+        return train.train_step(run, [batch], step, lr=0.0)[0].item()
 
     warmup = [loss(step) for step in range(5)]
     assert [loss(step) for step in range(5)] == warmup

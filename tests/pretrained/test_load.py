@@ -17,6 +17,7 @@ from folio.data.tokenizer import ByteTokenizer
 from folio.pretrained import load as initial
 from folio.pretrained.huggingface import write_pretrained
 from folio.pretrained.load import load_best, load_initial
+from folio.training.run import Run
 from folio.training.setup import make_plan
 
 CKPT = "out/ckpt.pt"
@@ -30,8 +31,8 @@ def flags(init_from=CKPT, **settings):
     return [f"--{name}={value}" for name, value in (known | settings).items()]
 
 
-def new_trainer(**settings):
-    return train.Trainer(make_plan(load_settings(train.TrainConfig, flags(**settings))))
+def new_run(**settings):
+    return Run(make_plan(load_settings(train.TrainConfig, flags(**settings))))
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_run_starts_at_step_0_with_the_weights_and_a_fresh_optimizer(run):
 
 def test_a_run_starts_from_nanogpts_checkpoint(folder):
     model = tiny.write_nanogpt_checkpoint(tiny.write_nanogpt_dataset())
-    started = new_trainer()
+    started = new_run()
     assert started.progress == Progress()
     assert tiny.equal(started.model.state_dict(), model.state_dict())
     assert not started.optimizers["adamw"].state
@@ -120,41 +121,41 @@ def test_a_run_can_start_from_a_checkpoint_in_its_own_folder(run):
 def test_the_settings_have_the_values_of_the_checkpoint(verse):
     switches = {**tiny.SWITCHES, "bias": True, "activation": "gelu_tanh"}
     train.main(tiny.flags(max_iters=1, **switches))
-    settings = new_trainer(dropout=0.2).settings
+    settings = new_run(dropout=0.2).settings
     expected = tiny.SHAPE | switches | {"dropout": 0.2}
     assert {name: getattr(settings, name) for name in expected} == expected
 
 
 def test_a_smaller_block_size_keeps_the_first_positions(run):
-    model = new_trainer(block_size=5).model
+    model = new_run(block_size=5).model
     positions = model.state_dict()[POSITIONS]
     assert torch.equal(positions, tiny.load()["model"][POSITIONS][:5])
     assert positions.untyped_storage().nbytes() == positions.nbytes  # all of it would be saved
     with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 5"):
-        new_trainer(out_dir="out", init_from="resume", block_size=5)  # resuming does not crop
+        new_run(out_dir="out", init_from="resume", block_size=5)  # resuming does not crop
 
 
 def test_a_larger_block_size_needs_rotary_positions(run):
     with pytest.raises(UserError, match="block_size is 8 in the checkpoint and 9"):
-        new_trainer(block_size=9)
+        new_run(block_size=9)
     train.main(tiny.flags(max_iters=1, position="rotary", overwrite=True))
-    assert new_trainer(block_size=9).model.config.block_size == 9
+    assert new_run(block_size=9).model.config.block_size == 9
 
 
 def test_every_difference_is_named(run):
     tiny.prepare_verse("other", (tiny.VERSE * 20).replace("S", "Z"))
     with pytest.raises(UserError) as caught:
-        new_trainer(n_layer=3, bias=True, dataset="other")
+        new_run(n_layer=3, bias=True, dataset="other")
     for words in (CKPT, "n_layer is 1", "bias is False", "another char with 24 tokens"):
         assert words in str(caught.value)
 
 
 def test_weights_without_a_tokenizer_need_a_vocabulary_of_their_size(run):
     torch.save(tiny.load() | {"tokenizer": None}, CKPT)
-    assert new_trainer().progress.step == 0
+    assert new_run().progress.step == 0
     tiny.prepare_verse("other", "abcdefghijk" * 50)
     with pytest.raises(UserError, match="vocab_size is 24 in the checkpoint and 11 in the"):
-        new_trainer(dataset="other")
+        new_run(dataset="other")
 
 
 # Sampling

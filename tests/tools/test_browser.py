@@ -194,7 +194,7 @@ def test_everything_that_the_page_can_do(server, browser, capsys):
     image = page.tab.locator(".matplotlib img >> visible=true")
     source = image.get_attribute("src")
     with open("out-b/log.jsonl", "a") as log:
-        event = {"split": "val", "step": 30, "tokens": 960, "loss": 0.1234, "elapsed_s": 4.0}
+        event = {"event": "val", "step": 30, "tokens": 960, "loss": 0.1234, "elapsed_s": 4.0}
         log.write(f"{json.dumps(event)}\n")
     page.eventually(lambda: is_listed("out-b", "0.1234"))
     page.eventually(lambda: image.get_attribute("src") != source)

@@ -59,7 +59,7 @@ def test_the_final_evaluation_counts_until_the_run_continues():
     event = {"step": 10, "tokens": 1000, "elapsed_s": 5.0}
     for split, loss in (("final", 2.125), ("val", 1.5)):
         with open("out/log.jsonl", "a") as log:
-            log.write(json.dumps(event | {"split": split, "loss": loss}) + "\n")
+            log.write(json.dumps(event | {"event": split, "loss": loss}) + "\n")
         [group] = read_groups("out")
         assert group.losses == [loss]
 

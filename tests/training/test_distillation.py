@@ -53,8 +53,8 @@ def test_a_run_evaluates_and_saves_only_the_model(teacher):
     assert distilled["model"].keys() == alone["model"].keys()
     assert not tiny.equal(distilled["model"], alone["model"])
     settings = {"init_from": "resume", "eval_only": True}
-    trainer = tiny.new_trainer(teachers="missing", **settings)  # teachers are not read
-    loss = trainer.split_loss(trainer.plan.dataset.val, 4).item()
+    run = tiny.new_run(teachers="missing", **settings)  # teachers are not read
+    loss = train.split_loss(run, run.dataset.val, 4).item()
     assert loss == pytest.approx(distilled["best_val_loss"])
 
 
@@ -64,7 +64,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
     train.main(tiny.flags(stop_at=2, **settings))
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []
-    first, _ = tiny.new_trainer(out_dir="out-new", **settings).forward.teachers
+    first, _ = tiny.new_run(out_dir="out-new", **settings).forward.teachers
     idx = torch.randint(first.config.vocab_size, (2, 8))
     assert torch.equal(first.train().logits(idx), first.eval().logits(idx))  # without dropout
 
@@ -84,13 +84,13 @@ def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
     tiny.prepare_verse("other", "Another text, with other characters!\n" * 50)
     tiny.prepare_verse("same-size", tiny.VERSE.replace("S", "Z") * 20)
     with pytest.raises(UserError, match=value):
-        tiny.new_trainer(**({"teachers": "out-teacher"} | settings))
+        tiny.new_run(**({"teachers": "out-teacher"} | settings))
 
 
 def test_fsdp_counts_only_with_several_processes(teacher):
     settings = {"teachers": "out-teacher", "parallel": "fsdp", "compile": "max-autotune"}
     with patch.object(setup, "compile_model", lambda model, *_: model):
-        assert not tiny.new_trainer(**settings).plan.is_sharded
+        assert not tiny.new_run(**settings).plan.is_sharded
     with pytest.raises(UserError, match="parallel=fsdp"):
         load_teachers(tiny.settings(**settings), None, None)
 

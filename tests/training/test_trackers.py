@@ -23,7 +23,7 @@ def wandb(monkeypatch):
 
 def tracked_numbers(event):
     """Returns the numbers of an event under the names that trackers use."""
-    return {f"{event['split']}/{k}": v for k, v in event.items() if k not in ("step", "split")}
+    return {f"{event['event']}/{k}": v for k, v in event.items() if k not in ("step", "event")}
 
 
 def test_wandb_receives_the_numbers_of_the_log(verse, wandb):
@@ -33,7 +33,7 @@ def test_wandb_receives_the_numbers_of_the_log(verse, wandb):
     assert settings["config"]["n_embd"] == 16
     run = wandb.init.return_value
     logged = [call.args[0] for call in run.log.call_args_list]
-    events = [event for event in tiny.log_events() if event["split"] in ("train", "val")]
+    events = [event for event in tiny.log_events() if event["event"] in ("train", "val")]
     assert logged == [{"step": event["step"]} | tracked_numbers(event) for event in events]
     assert {"train/loss", "train/lr", "train/mfu", "train/tokens_per_s"} < set(logged[1])
     run.finish.assert_called_once()
@@ -95,5 +95,5 @@ def test_tensorboard_receives_the_numbers_of_the_log_and_hides_repeated_steps(ve
     assert [step for step, _ in series["train/loss"]] == [0, 1, 2, 3, 3, 4, 5]
     assert [step for step, _ in series["val/loss"]] == [0, 3, 6]
     for event in tiny.log_events()[1:]:  # the first has the settings
-        if event["split"] == "val":
+        if event["event"] == "val":
             assert dict(series["val/loss"])[event["step"]] == pytest.approx(event["loss"], rel=1e-6)

@@ -143,8 +143,8 @@ def write_log(path, lines, tokens_per_step):
     """Writes the evaluations in lines of output, [(seconds, line), ...], for tools.plot."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as log:
-        for seconds, split, step, loss in read_evaluations(lines):
-            event = {"split": split, "step": step, "tokens": int(step * tokens_per_step)}
+        for seconds, kind, step, loss in read_evaluations(lines):
+            event = {"event": kind, "step": step, "tokens": int(step * tokens_per_step)}
             event |= {"elapsed_s": round(seconds, 2), "loss": loss}
             log.write(json.dumps(event) + "\n")
 

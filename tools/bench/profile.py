@@ -12,9 +12,10 @@ from folio.inference.compiled import use_compiled_step
 from folio.inference.completion import complete
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
+from folio.training.run import Run
 from folio.training.setup import make_plan
 from sample import SampleConfig, make_completions, read_prompts
-from train import TrainConfig, Trainer
+from train import TrainConfig, train_step
 
 TRAINING_STEPS = 10
 MAX_TABLE_ROWS = 12
@@ -23,15 +24,14 @@ MAX_TABLE_ROWS = 12
 def profile_training(arguments):
     """Prints the time of a step of train.py by operation."""
     settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
-    trainer = Trainer(make_plan(settings))
-    batches = Batches(trainer.plan.dataset.train, settings)
+    run = Run(make_plan(settings))
+    batches = Batches(run.dataset.train, settings)
 
     def train_steps():
         for step in range(TRAINING_STEPS):
-            _, norm = trainer.forward_backward(batches.at(step), step)
-            trainer.clip_and_step(norm, settings.learning_rate)
+            train_step(run, batches.at(step), step, settings.learning_rate)
 
-    print_profile(trainer.machine, train_steps, TRAINING_STEPS)
+    print_profile(run.machine, train_steps, TRAINING_STEPS)
 
 
 def profile_sampling(arguments):

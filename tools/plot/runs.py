@@ -1,6 +1,5 @@
 """Runs as recorded in their logs, and groups of runs that differ only in their seed."""
 
-import json
 import math
 import os
 import re
@@ -41,27 +40,27 @@ class Run:
 
 def read_run(folder):
     """Returns the Run in a folder. Raises UserError if it has no log."""
-    path = RunDir(folder).log
-    if not path.is_file():
+    run_dir = RunDir(folder)
+    if not run_dir.log.is_file():
         available = ", ".join(map(str, find_runs("."))) or "none"
-        raise UserError(f"there is no log {path}; available runs: {available}")
+        raise UserError(f"there is no log {run_dir.log}; available runs: {available}")
     run = Run(str(Path(folder)))  # without a slash at the end
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # a process is still writing the line
-            add_event(run, json.loads(line))
+    for event in run_dir.read_events():
+        with suppress(KeyError, TypeError):  # the file was changed
+            add_event(run, event)
     return run
 
 
 def add_event(run, event):
     """Adds an event of a log to a Run."""
-    match event["split"]:
+    match event["event"]:
         case "start":
             run.settings, run.parameters = dict(event["settings"]), event["parameters"]
         case "resume":
             run.settings |= {name: new for name, (_, new) in event["changed"].items()}
-        case "train" | "val" as split:
+        case "train" | "val" as kind:
             run.seconds = event["elapsed_s"]
-            getattr(run, split).append(event)
+            getattr(run, kind).append(event)
             run.final = None  # that of an earlier end
         case "final":
             run.seconds, run.final = event["elapsed_s"], event
@@ -116,13 +115,13 @@ class Group:
         """Returns the set of values of a setting, as text."""
         return {str(run.settings.get(name, "")) for run in self.runs}
 
-    def curve(self, split, key):
+    def curve(self, kind, key):
         """Returns the means of `key`, a key of events, and the means and deviations of the losses.
 
         They are (3, events), over the evaluated runs, of which there must be at least one, for as
-        many events of the split, "train" or "val", as all these runs have.
+        many events of the kind, "train" or "val", as all these runs have.
         """
-        logs = [getattr(run, split) for run in self.evaluated_runs]
+        logs = [getattr(run, kind) for run in self.evaluated_runs]
         length = min(map(len, logs))
         x = np.array([[event[key] for event in log[:length]] for log in logs])
         loss = np.array([[event[self.measure] for event in log[:length]] for log in logs])

@@ -187,7 +187,7 @@ def read_earlier_loss(task):
     if newest is None:
         return None
     progress = newest.progress
-    is_done = progress.evaluated_position >= step or progress.is_finished(settings)
+    is_done = progress.evaluated_at >= step or progress.is_finished(settings)
     return read_best_loss(task) if is_done else None
 
 

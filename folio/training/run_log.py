@@ -1,4 +1,4 @@
-"""Progress of a training run on the console, in log.jsonl and in experiment trackers."""
+"""The log of a training run: on the console, in log.jsonl and in experiment trackers."""
 
 import dataclasses
 import math
@@ -26,29 +26,25 @@ MIN_CPU_SHARE = 0.8  # alone on a machine, threads use all cores: waiting ones d
 CPU_CHECK_INTERVAL_S = 10
 
 
-class Tracking:
+class RunLog:
     """Reports steps and evaluations of a run, whose folder it locks. For a `with` statement.
 
-    Events in log.jsonl have `step`, `split` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
-    split is "start" (settings and model size), "train" (a step), "val" (an evaluation), "final"
+    Lines of log.jsonl have `step`, `event` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
+    event is "start" (settings and model size), "train" (a step), "val" (an evaluation), "final"
     (the evaluation of the best model at the end) or "resume" (changed settings). Speeds are means
     since the previous report.
     """
 
-    def __init__(self, trainer):
-        """`trainer` is a train.Trainer. Its stop is requested when the reader of stdout exits."""
-        self.trainer, self.plan = trainer, trainer.plan
-        self.settings, self.run_dir = trainer.settings, trainer.plan.run_dir
-        self.machine, self.is_main = self.plan.machine, self.plan.world.is_main
-        self.first_step, self.log_failed = trainer.progress.step, False
-        self.train_s = 0.0  # of training in this process
-        self.evaluations, self.pauses_s = 0, 0.0  # and of everything between steps
-        self.reported_step, self.reported_s = self.first_step, 0.0  # at the last report
+    def __init__(self, run):
+        self.run, self.settings, self.run_dir = run, run.settings, run.run_dir
+        self.machine, self.is_main = run.machine, run.world.is_main
+        self.first_step = self.reported_step = run.progress.step
+        self.train_s = self.reported_s = 0.0  # of the steps of this process, and at the last report
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
         self.bar = tqdm(
-            total=trainer.progress.step + trainer.progress.steps_left(self.settings),
+            total=self.settings.max_iters,
             initial=self.first_step,
             bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
             leave=False,
@@ -60,7 +56,7 @@ class Tracking:
 
     def __enter__(self):
         with ExitStack() as stack:  # closes what has been opened if a process fails
-            self.plan.world.call_together(self._open, stack)
+            self.run.world.call_together(self._open, stack)
             self.stack = stack.pop_all()
         return self
 
@@ -69,54 +65,56 @@ class Tracking:
         stack.callback(self.bar.close)
         if self.is_main:
             stack.enter_context(lock_folder(self.run_dir.folder))
-        plan, settings = self.plan, dataclasses.asdict(self.settings)
+        resumed, settings = self.run.plan.resumed, dataclasses.asdict(self.settings)
         for name in names_with_scope(type(self.settings), "files"):
             del settings[name]
-        self.trackers = Trackers(self.settings, settings, plan.resumed, self.warn)
+        self.trackers = Trackers(self.settings, settings, resumed, self.warn)
         stack.callback(self.trackers.close)
         # Last, because it deletes or moves files.
-        moved_to = self.run_dir.begin(plan.settings, plan.resumed) if self.is_main else None
-        self._log_start(settings, moved_to)
+        moved_to = self.run_dir.begin(self.settings, resumed) if self.is_main else None
+        if moved_to:
+            advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
+            folder = self.settings.out_dir
+            self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
+        if not self.run_dir.log.exists():  # a new run, or nanoGPT's
+            parameters = self.run.model.num_params()
+            new = settings | {"tokenizer": self.run.dataset.tokenizer.name}
+            self._log("start", 0, parameters=parameters, settings=new)
+        if resumed:
+            self._log_changes(resumed, settings)
+
+    def _log_changes(self, resumed, settings):
+        """Logs the settings that differ from those of the resumed Checkpoint."""
+        old, step = resumed.settings, resumed.progress.step
+        changes = {k: (old[k], v) for k, v in settings.items() if k in old and old[k] != v}
+        if changes:
+            self._log("resume", step, changed=changes)
+        pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
+        suffix = f"; changed: {pairs}" if pairs else ""
+        self.say(f"resumed {resumed.path} at step {step}{suffix}")
 
     def __exit__(self, *_):
         self.stack.close()
 
     # Events
 
-    def _log_start(self, settings, moved_to):
-        """Logs the settings, or those that have changed. `moved_to`: see RunDir.begin."""
-        resumed = self.plan.resumed
-        if moved_to:
-            advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
-            folder = self.settings.out_dir
-            self.say(f"moved the earlier run in {folder} to {moved_to}; use {advice}")
-        if not self.run_dir.log.exists():  # a new run, or nanoGPT's
-            parameters = self.trainer.model.num_params()
-            settings = settings | {"tokenizer": self.plan.dataset.tokenizer.name}
-            self._log("start", 0, parameters=parameters, settings=settings)
-        if resumed:
-            old, step = resumed.settings, resumed.progress.step
-            changes = {k: (old[k], v) for k, v in settings.items() if k in old and old[k] != v}
-            if changes:
-                self._log("resume", step, changed=changes)
-            pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
-            suffix = f"; changed: {pairs}" if pairs else ""
-            self.say(f"resumed {resumed.path} at step {step}{suffix}")
-
-    def log_evaluation(self, step, losses, lr):
-        self.evaluations += 1
-        tokens = step * self.settings.tokens_per_step
-        self._log("val", step, tokens=tokens, lr=lr, **losses)
+    def evaluation(self, step, losses, lr):
+        """Reports the losses that train.evaluate returns."""
+        self.run.check_finite(train_loss=losses["train_loss"], val_loss=losses["loss"])
+        self._log("val", step, tokens=step * self.settings.tokens_per_step, lr=lr, **losses)
         self.say(format_losses(step, losses))
 
-    def log_final_evaluation(self, losses):
-        progress = self.trainer.progress
+    def final_evaluation(self, losses):
+        progress = self.run.progress
         tokens = progress.step * self.settings.tokens_per_step
         self._log("final", progress.step, tokens=tokens, **losses)
         self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
 
-    def log_step(self, step, loss, grad_norm, lr):
-        """Counts a step. Every log_interval steps, waits for the device and reports."""
+    def step(self, step, loss, grad_norm, lr):
+        """Counts a step. Every log_interval steps, waits for the device and reports.
+
+        Raises UserError if the loss or the norm is not finite.
+        """
         self._print(self.bar.update)
         if step == self.first_step:
             self.started_at = self.counted_at  # excludes the time before the first step
@@ -127,9 +125,12 @@ class Tracking:
         seconds = (train_s - self.reported_s) / (step + 1 - self.reported_step)  # per step
         self.reported_step, self.reported_s = step + 1, train_s
         tokens = self.settings.tokens_per_step
-        flops = self.trainer.model.flops_per_token() * tokens
-        mfu = flops / seconds / self.machine.peak[0] / self.plan.world.size
+        flops = self.run.model.flops_per_token() * tokens
+        mfu = flops / seconds / self.machine.peak[0] / self.run.world.size
         loss, grad_norm = float(loss), float(grad_norm)
+        # While the loss scale can be reduced, an overflow only skips the step.
+        can_skip = self.run.scaler.get_scale() > 1
+        self.run.check_finite(loss=loss, gradient_norm=0.0 if can_skip else grad_norm)
         # JSON has no infinity or NaN, the norm of a step that the loss scaler skips.
         grad_norm = grad_norm if math.isfinite(grad_norm) else None
         mfu = mfu if mfu <= 1 else None  # the peak was measured on a busy machine
@@ -137,27 +138,25 @@ class Tracking:
         tokens *= step + 1
         self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=grad_norm, **speeds)
         per_step = (self.counted_at - self.started_at) / (step + 1 - self.first_step)
-        steps_left = self.trainer.progress.steps_left(self.settings)
-        self.bar.total = step + 1 + steps_left  # --minutes can change it
-        left = tqdm.format_interval(per_step * steps_left)
-        speed = f"{speeds['tokens_per_s']:,.0f} tokens/s, {left} left"
+        left_s = per_step * (self.settings.max_iters - step - 1)
+        if self.settings.minutes:
+            left_s = min(left_s, max(0, 60 * self.settings.minutes - self.run.elapsed_s()))
+        self.bar.total = step + 1 + round(left_s / per_step)
+        speed = f"{speeds['tokens_per_s']:,.0f} tokens/s, {tqdm.format_interval(left_s)} left"
         self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
         if not self.on_terminal:
             speed = speed if mfu is None else f"mfu {100 * mfu:.2f}%, {speed}"
             self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
 
-    def _log(self, split, step, **values):
+    def _log(self, event, step, **values):
         if not self.is_main:
             return
         if (peak := peak_memory_gib(self.machine.device)) is not None:
             values["peak_memory_gib"] = peak
-        event = {"step": step, "split": split, **values, "elapsed_s": self.trainer.elapsed_s()}
-        error = self.run_dir.append(event)
-        if error and not self.log_failed:
-            self.warn(f"{error}; training continues")
-        self.log_failed = bool(error)
-        if split in ("train", "val", "final"):
-            self.trackers.log(event)
+        line = {"step": step, "event": event, **values, "elapsed_s": self.run.elapsed_s()}
+        self.run_dir.append(line)
+        if event in ("train", "val", "final"):
+            self.trackers.log(line)
 
     # Time
 
@@ -185,13 +184,11 @@ class Tracking:
         return self.train_s
 
     @contextmanager
-    def exclude_time(self):
+    def pause(self):
         """A context whose time does not count as training time."""
         self.train_seconds()
         yield
-        now = time.perf_counter()
-        self.pauses_s += now - self.counted_at
-        self.counted_at = now
+        self.counted_at = time.perf_counter()
 
     # Console
 
@@ -209,13 +206,13 @@ class Tracking:
         try:
             function(*args, **kwargs)
         except BrokenPipeError:  # Ctrl-C ends a reader such as tee, too
-            self.trainer.stop_signal.request(SIGPIPE)
+            self.run.stop_signal.request(SIGPIPE)
         except OSError:  # a full disk
             pass
 
 
 def format_losses(step, losses):
-    """Returns a line with the losses that Trainer.evaluate returns."""
+    """Returns a line with the losses that train.evaluate returns."""
     line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
     line += f", val perplexity {losses['perplexity']:.5g}"
     if "bits_per_byte" in losses:
@@ -250,30 +247,30 @@ def print_start(plan):
     )
 
 
-def print_finished(trainer):
+def print_finished(run):
     """Prints how to continue a run that has finished earlier."""
-    progress, settings = trainer.progress, trainer.settings
-    if progress.steps_left(settings):
+    step, settings = run.progress.step, run.settings
+    name = "max_iters" if step >= settings.max_iters else "minutes"
+    if run.progress.is_patience_exhausted(run.settings):
         name = "patience"
-    else:
-        name = "max_iters" if progress.step >= settings.max_iters else "minutes"
-    print(f"finished at step {progress.step}; to continue, increase --{name}")
+    print(f"finished at step {step}; to continue, increase --{name}")
 
 
-def print_end(trainer, loss):
+def print_end(run, loss):
     """Prints where the best model is, its validation loss and how to use it."""
-    progress, settings, plan = trainer.progress, trainer.settings, trainer.plan
-    if progress.steps_left(settings):
+    progress, settings = run.progress, run.settings
+    if progress.is_patience_exhausted(settings):
         print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
     elif progress.step < settings.max_iters:
         print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
     kept = "newest" if settings.always_save_checkpoint else "best"
     best = f"best val loss {loss:.4f} at step {progress.best_step}"
-    print(f"done; {best}; the {kept} model is in {plan.run_dir.best}")
-    if (peak := peak_memory_gib(plan.machine.device)) is not None:
+    print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+    if (peak := peak_memory_gib(run.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
-    epochs = progress.step * settings.tokens_per_step / len(plan.dataset.train)
-    if advice := advice_on(plan.run_dir.read_evaluations(), epochs):
+    epochs = progress.step * settings.tokens_per_step / len(run.dataset.train)
+    evaluations = [event for event in run.run_dir.read_events() if event["event"] == "val"]
+    if advice := advice_on(evaluations, epochs):
         print(advice)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
@@ -282,18 +279,17 @@ def advice_on(evaluations, epochs):
     """Returns a line on what would improve the model, or None with fewer than three evaluations.
 
     A validation text of another kind makes a gap between the losses from the first evaluations on;
-    memorization makes it grow. `evaluations`: see RunDir.read_evaluations; the first is before any
+    memorization makes it grow. `evaluations`: their events in the log; the first is before any
     training. `epochs`: how often the run has read the training text; only what was read before can
     be memorized.
     """
     if len(evaluations) < 3:
         return None
-    gaps = [val_loss - train_loss for _, train_loss, val_loss in evaluations]
-    best_step, best_train_loss, lowest = min(evaluations, key=lambda evaluation: evaluation[2])
-    _, last_train_loss, last = evaluations[-1]
-    if last - lowest > MAX_LOSS_RISE_NATS:
-        rise = f"loss has risen by {last - lowest:.2f} since step {best_step:,}"
-        if last_train_loss > best_train_loss:
+    gaps = [event["loss"] - event["train_loss"] for event in evaluations]
+    best, last = min(evaluations, key=lambda event: event["loss"]), evaluations[-1]
+    if last["loss"] - best["loss"] > MAX_LOSS_RISE_NATS:
+        rise = f"loss has risen by {last['loss'] - best['loss']:.2f} since step {best['step']:,}"
+        if last["train_loss"] > best["train_loss"]:
             return f"the validation {rise}, and so has the training loss: lower --learning_rate"
         remedy = "use more text, a higher --dropout or fewer steps"
         return f"the validation {rise} (overfitting): {remedy}"

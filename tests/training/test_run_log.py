@@ -1,4 +1,4 @@
-"""Tests of folio/training/tracking.py: the console, log.jsonl, and the progress bar."""
+"""Tests of folio/training/run_log.py: the console, log.jsonl, and the progress bar."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ import tiny
 import torch
 
 import train
-from folio.training import tracking
+from folio.training import run_log
 
 TRAIN = str(Path(train.__file__))
 
@@ -41,10 +41,10 @@ def test_console_has_the_settings_and_lines_in_nanogpts_format(verse, capsys):
 def test_log_has_a_line_for_each_event(verse):
     train.main(tiny.flags(log_interval=2))
     events = tiny.log_events()
-    assert [(e["step"], e["split"]) for e in events] == [
+    assert [(e["step"], e["event"]) for e in events] == [
         (0, "start"), (0, "val"), (0, "train"), (2, "train"), (3, "val"), (4, "train"), (6, "val"),
     ]  # fmt: skip
-    common = {"step", "split", "loss", "lr", "tokens", "elapsed_s"}
+    common = {"step", "event", "loss", "lr", "tokens", "elapsed_s"}
     assert events[0]["settings"]["log_interval"] == 2
     assert "out_dir" not in events[0]["settings"]
     assert set(events[2]) == common | {"tokens_per_s", "mfu", "grad_norm"}
@@ -61,27 +61,27 @@ def test_a_resumed_run_continues_the_time_and_is_judged_from_its_whole_log(verse
 
 
 @pytest.fixture
-def trainer(verse):
-    return tiny.new_trainer(log_interval=2, eval_interval=10, max_iters=20)
+def run(verse):
+    return tiny.new_run(log_interval=2, eval_interval=10, max_iters=20)
 
 
-def test_speed_excludes_pauses_and_time_left_includes_them(trainer, monkeypatch, capsys):
-    peak = trainer.machine.peak[0]  # measured with the real clock
+def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
+    peak = run.machine.peak[0]  # measured with the real clock
+    run.scaler = torch.amp.GradScaler("cpu")  # skips steps whose norm is infinite
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
-    with tracking.Tracking(trainer) as tracker:
-        with tracker.exclude_time():
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock.now)
+    with run_log.RunLog(run) as log:
+        with log.pause():
             clock.now += 1000  # the first evaluation
         for step in range(3):
             clock.now += 4
-            trainer.progress.advance(trainer.settings)
-            tracker.log_step(step, 2.5, float("inf"), lr=0.1)
-            with tracker.exclude_time():
+            log.step(step, 2.5, float("inf"), lr=0.1)
+            with log.pause():
                 clock.now += 10
     first, second = tiny.log_events()[1:]
     assert (first["step"], second["step"]) == (0, 2)
     assert first["tokens_per_s"] == second["tokens_per_s"] == 8  # 32 per step of 4 s
-    flops = trainer.model.flops_per_token()
+    flops = run.model.flops_per_token()
     assert second["mfu"] == pytest.approx(flops * 8 / peak)
     assert (second["tokens"], second["grad_norm"]) == (96, None)
     # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far
@@ -90,25 +90,24 @@ def test_speed_excludes_pauses_and_time_left_includes_them(trainer, monkeypatch,
 
 @pytest.mark.parametrize(("cpu_share", "warnings"), [(0.5, 1), (0.95, 0)])
 def test_threads_that_do_not_get_their_cores_are_reported_once(
-    trainer, monkeypatch, capsys, cpu_share, warnings
+    run, monkeypatch, capsys, cpu_share, warnings
 ):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(tracking.torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(tracking.time, "process_time", lambda: 2 * cpu_share * clock.now)
-    with tracking.Tracking(trainer) as tracker:
+    monkeypatch.setattr(run_log.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(run_log.time, "process_time", lambda: 2 * cpu_share * clock.now)
+    with run_log.RunLog(run) as log:
         for step in range(8):
             clock.now += 4
-            trainer.progress.advance(trainer.settings)
-            tracker.log_step(step, 2.5, 1.0, lr=0.1)
+            log.step(step, 2.5, 1.0, lr=0.1)
     assert capsys.readouterr().err.count("the 2 threads get 50% of the time") == warnings
 
 
-def test_output_on_a_full_disk_loses_only_a_line(trainer, monkeypatch):
+def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with tracking.Tracking(trainer) as tracker:
-        monkeypatch.setattr(tracking.tqdm, "write", Mock(side_effect=error))
-        tracker.say("line")
+    with run_log.RunLog(run) as log:
+        monkeypatch.setattr(run_log.tqdm, "write", Mock(side_effect=error))
+        log.say("line")
 
 
 def show_on_terminal(command):
@@ -165,6 +164,9 @@ def test_the_peak_memory_of_a_gpu_is_reported(verse, capsys):
 )
 def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, expected):
     steps = (0, 100, 200, 300)
-    evaluations = list(zip(steps, train_losses, val_losses, strict=True))
-    assert expected in tracking.advice_on(evaluations, epochs)
-    assert tracking.advice_on(evaluations[:2], epochs) is None
+    evaluations = [
+        {"step": step, "train_loss": train_loss, "loss": loss}
+        for step, train_loss, loss in zip(steps, train_losses, val_losses, strict=True)
+    ]
+    assert expected in run_log.advice_on(evaluations, epochs)
+    assert run_log.advice_on(evaluations[:2], epochs) is None

@@ -1,0 +1,191 @@
+"""The state of a training run: what its steps change, its clock, and saving it."""
+
+import dataclasses
+import math
+import signal
+import time
+
+import torch
+
+from folio.checkpoint.format import Checkpoint, Progress, load_weights
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.data.batches import evaluation_windows
+from folio.distributed.sharding import full_tensor, gather_on_cpu
+from folio.distributed.world import SharedFlag
+from folio.hardware.device import device_type, uses_cuda_graphs
+from folio.training.optimizers import make_optimizers, restore_optimizers
+from folio.training.setup import make_forward, make_model
+
+MAX_EVALUATION_FRACTION = 0.1  # of --minutes that evaluations take
+
+
+class Run:
+    """A run's plan, and the state that its steps change: model, optimizers, scaler, progress."""
+
+    def __init__(self, plan):
+        """Starts with a new state, or with that of plan.resumed."""
+        self.plan, self.settings, self.dataset = plan, plan.settings, plan.dataset
+        self.world, self.machine, self.run_dir = plan.world, plan.machine, plan.run_dir
+        self.model = make_model(plan)
+        self.optimizers = make_optimizers(self.model, self.settings, self.world)
+        enabled = self.machine.dtype == "float16"
+        self.scaler = torch.amp.GradScaler(device_type(self.machine.device), enabled=enabled)
+        self.progress, self.saved_step = Progress(), None
+        if plan.resumed:
+            self._restore(plan.resumed)
+        self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
+        # DDP and CUDA graphs keep their gradient tensors.
+        has_ddp = self.world.is_launched and not plan.is_sharded
+        self.can_free_gradients = not (has_ddp or uses_cuda_graphs(self.machine.compile))
+        self.stop_signal = process.StopSignal("stopping after this micro-batch")
+        self.stop_flag = SharedFlag(self.world)
+
+    def _restore(self, checkpoint):
+        self.world.call_together(restore_optimizers, self.optimizers, checkpoint)
+        checkpoint.optimizers = {}  # the optimizers have them
+        if checkpoint.scaler:
+            self.scaler.load_state_dict(checkpoint.scaler)
+        self.progress = checkpoint.progress
+        self.saved_step = self.progress.step
+        # More --minutes than before turn the clock back.
+        self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
+
+    # The clock, of which a run has one: it decides the learning rate, the evaluations and the end.
+
+    def clock(self):
+        """Returns the step, or max_iters times the part of --minutes that has passed, if greater.
+
+        It ends at max_iters, early enough for the evaluations at the end. Collective.
+        """
+        settings, step = self.settings, self.progress.step
+        if not settings.minutes:
+            return step
+        self.read_at_s = self.world.from_main(self.elapsed_s())  # the same in all processes
+        training_s = 60 * settings.minutes - self.ending_s()
+        if self.read_at_s < training_s:
+            return max(step, settings.max_iters * self.read_at_s / training_s)
+        if not step:
+            minutes = f"--minutes={settings.minutes:g}"
+            raise UserError(f"{minutes} is over before the first step: increase it")
+        return settings.max_iters
+
+    def ending_s(self):
+        """Returns how many seconds the last evaluation and the final one will take."""
+        if not self.needs_final_losses:
+            return self.progress.evaluation_s
+        last = evaluation_windows(self.dataset, self.settings)
+        final = evaluation_windows(self.dataset, self.settings, self.progress.step)
+        return self.progress.evaluation_s * (last + final) / last
+
+    def is_evaluation_due(self, clock):
+        """Whether the clock has ended, or has passed a multiple of eval_interval.
+
+        With --minutes, evaluations are left out so that they take at most a tenth of the time.
+        """
+        settings, evaluated_at = self.settings, self.progress.evaluated_at
+        if clock >= settings.max_iters:
+            return evaluated_at < clock
+        if settings.minutes:
+            seconds = 60 * settings.minutes * (clock - evaluated_at) / settings.max_iters
+            if self.progress.evaluation_s > MAX_EVALUATION_FRACTION * seconds:
+                return False
+        return clock // settings.eval_interval > evaluated_at // settings.eval_interval
+
+    def record(self, val_loss, clock):
+        """Adds the evaluation that began at `clock`. Returns whether it is the best."""
+        if self.settings.minutes:
+            seconds = self.world.from_main(self.elapsed_s()) - self.read_at_s
+            previous_s = self.progress.evaluation_s or seconds
+            self.progress.evaluation_s = min(seconds, 2 * previous_s)  # single times are noisy
+        return self.progress.record(val_loss, clock)
+
+    @property
+    def needs_final_losses(self):
+        """Whether the best model is evaluated at the end over more text. It may not be kept."""
+        return not (self.settings.eval_iters or self.settings.always_save_checkpoint)
+
+    def is_complete(self):
+        """Whether the run is finished, and its log ends with the final losses if it needs them."""
+        kind = self.world.from_main(self.run_dir.last_event())
+        has_losses = kind == "final" or not self.needs_final_losses
+        return has_losses and self.progress.is_finished(self.settings)
+
+    def elapsed_s(self):
+        """Returns the seconds that the run has taken, including earlier processes."""
+        return round(self.progress.elapsed_s + time.monotonic() - process.STARTED, 3)
+
+    def is_stopped(self):
+        """Whether any process of the run has received a stop signal. Collective."""
+        is_stopped = self.stop_flag.any(bool(self.stop_signal))
+        if is_stopped:
+            self.stop_signal.request(signal.SIGTERM)  # if it was another process
+        return is_stopped
+
+    # Saving
+
+    def is_save_due(self):
+        """Whether checkpoint_interval requests a save at this step."""
+        step, interval = self.progress.step, self.settings.checkpoint_interval
+        return interval is not None and step % interval == 0 and self.saved_step != step
+
+    def save(self, best=False):
+        """Writes the state to last.pt or, if it is the best, to ckpt.pt. Collective.
+
+        Raises UserError if a weight is not finite, or if writing fails. The files then have the
+        earlier state.
+        """
+        norm = torch.nn.utils.get_total_norm(self.model.state_dict().values())
+        self.check_finite(norm_of_the_weights=full_tensor(norm))
+        state = gather_on_cpu(self.state_dict(), self.world.is_main)
+        self.world.call_together(self._write, state, best)
+        self.saved_step = self.progress.step
+
+    def _write(self, state, best):
+        if not self.world.is_main:
+            return
+        checkpoint = Checkpoint(
+            progress=dataclasses.replace(self.progress, elapsed_s=self.elapsed_s()),
+            settings=dataclasses.asdict(self.settings),
+            tokenizer=self.dataset.tokenizer.to_dict(),
+            data=self.dataset.fingerprint,
+            log_bytes=self.run_dir.log_size(),
+            **state,
+        )
+        self.run_dir.save(checkpoint, best)
+
+    def state_dict(self):
+        """Returns references to the state. Tensors are sharded if the model is."""
+        return {
+            "config": self.model.config,
+            "weights": self.model.state_dict(keep_vars=True),  # tied weights are one object
+            "optimizers": {name: opt.state_dict() for name, opt in self.optimizers.items()},
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def save_and_stop(self):
+        """Saves the state of a run that is not finished. Raises Interrupted after a signal."""
+        step, number = self.progress.step, self.stop_signal.number
+        if self.saved_step != step:
+            self.save()
+        how = "--init_from=resume" if number else "--init_from=resume, without --stop_at"
+        message = f"stopped at step {step}, saved in {self.run_dir.folder}; "
+        message += f"to continue, run the same command with {how}"
+        if number:
+            raise process.Interrupted(number, message)
+        print(message)
+
+    def load_best_weights(self):
+        if self.progress.best_step < self.progress.step:
+            best = self.world.call_together(self.run_dir.load_best)
+            self.world.call_together(load_weights, self.model, best)
+
+    def check_finite(self, **values):
+        """Raises UserError if a value is not finite, because the run has diverged."""
+        if not all(math.isfinite(value) for value in values.values()):
+            pairs = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+            raise UserError(
+                f"training diverged at step {self.progress.step} or shortly before: "
+                f"{pairs.replace('_', ' ')}. The last save is older. Lower --learning_rate, "
+                "increase --warmup_iters or set --grad_clip=1"
+            )

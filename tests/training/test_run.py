@@ -1,0 +1,145 @@
+"""The state of a run: its clock, by --minutes or by steps, and what it saves."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+import train
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.data.batches import evaluation_starts
+from folio.distributed.sharding import gather_on_cpu
+from folio.training.run import Run
+from train import learning_rate_at
+
+BUDGET = {"minutes": 1, "max_iters": 1000, "eval_interval": 100, "eval_iters": None}
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Replaces the wall clock. `seconds.now` is the time since the start of the process."""
+    seconds = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(process, "STARTED", 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: seconds.now)
+    return seconds
+
+
+def simulate(run, seconds, step_s, evaluation_s):
+    """Acts like train.train, if steps and evaluations take so many seconds.
+
+    Returns the clock of each step and of each evaluation.
+    """
+    steps, evaluations = [], []
+    while True:
+        clock = run.clock()
+        if run.is_evaluation_due(clock):
+            seconds.now += evaluation_s
+            evaluations.append(clock)
+            run.record(1.0, clock)
+        if run.progress.is_finished(run.settings):
+            return steps, evaluations
+        steps.append(clock)
+        seconds.now += step_s
+        run.progress.step += 1
+
+
+@pytest.mark.parametrize("step_s", [0.02, 0.3, 2.0])
+def test_a_run_ends_with_its_minutes_and_evaluates_on_the_way(verse, seconds, step_s):
+    run = tiny.new_run(**BUDGET | {"eval_iters": 4})
+    seconds.now = 3.0  # the start of the process
+    steps, evaluations = simulate(run, seconds, step_s, evaluation_s=step_s)
+    assert seconds.now == pytest.approx(60, abs=step_s) or len(steps) == 1000
+    assert steps == sorted(steps)
+    assert evaluations[-1] == 1000
+    assert 4 <= len(evaluations) <= 11
+    assert learning_rate_at(steps[-1], run.settings) < 0.11 * run.settings.learning_rate
+
+
+def test_the_evaluations_at_the_end_are_within_the_minutes(verse, seconds):
+    run = tiny.new_run(**BUDGET | {"eval_interval": 5})
+    steps, _ = simulate(run, seconds, step_s=0.5, evaluation_s=2.0)
+    starts = [evaluation_starts(verse.val, run.settings, iters) for iters in (1, len(steps) // 5)]
+    regular, final = (4 + len(windows) for windows in starts)  # with those of the training split
+    assert (regular, final) == (8, 24)
+    assert seconds.now + 2.0 * final / regular == pytest.approx(60, abs=0.5)
+
+
+def test_slow_evaluations_take_about_a_tenth_of_the_minutes(verse, seconds):
+    run = tiny.new_run(**BUDGET | {"eval_iters": 4})
+    _, evaluations = simulate(run, seconds, step_s=0.1, evaluation_s=1.5)
+    assert evaluations == pytest.approx([0, 250, 500, 750, 1000], abs=10)
+
+
+def test_without_minutes_the_clock_is_the_step(verse, seconds):
+    run = tiny.new_run(max_iters=7, eval_interval=3)
+    steps, evaluations = simulate(run, seconds, step_s=1000, evaluation_s=1000)
+    assert steps == list(range(7))
+    assert evaluations == [0, 3, 6, 7]
+
+
+@pytest.fixture
+def steady_time(monkeypatch):
+    """Makes each step of a run take 0.1 s, and nothing else."""
+    monkeypatch.setattr(Run, "elapsed_s", lambda run: 0.1 * run.progress.step)
+
+
+def test_a_resumed_run_continues_with_the_minutes_that_are_left(verse, steady_time, capsys):
+    short = {"minutes": 0.05, "max_iters": 1000, "eval_interval": 200, "warmup_iters": 0}
+    train.main(tiny.flags(out_dir="out-a", **short, stop_at=7))
+    train.main(tiny.flags(out_dir="out-a", **short, init_from="resume"))
+    train.main(tiny.flags(out_dir="out-b", **short))
+    assert tiny.differences("out-a", "out-b") == []
+    assert tiny.load("last.pt", "out-a")["iter_num"] == 30
+    assert capsys.readouterr().out.count("30 of 1,000 steps fitted into --minutes\n") == 2
+
+
+def test_a_finished_run_continues_with_more_minutes_or_steps(verse, steady_time, capsys):
+    def run(**changes):
+        short = {"minutes": 0.05, "max_iters": 100, "eval_interval": 10, "init_from": "auto"}
+        train.main(tiny.flags(**short | changes))
+        return tiny.load("last.pt")["iter_num"], capsys.readouterr().out.splitlines()[-1]
+
+    assert run()[0] == 30
+    assert run() == (30, "finished at step 30; to continue, increase --minutes")
+    assert run(minutes=0.1)[0] == 60
+    evaluated = [event["step"] for event in tiny.log_events() if event["event"] == "val"]
+    assert evaluated == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 36, 42, 48, 54, 60]
+    assert run(minutes=None)[0] == 100
+    assert run(minutes=1)[1] == "finished at step 100; to continue, increase --max_iters"
+
+
+def test_minutes_that_are_over_before_the_first_step_are_an_error(verse):
+    with pytest.raises(UserError, match=r"--minutes=1e-06 is over before the first step"):
+        train.main(tiny.flags(minutes=1e-6))
+
+
+# Saving
+
+
+def test_gathered_values_are_equal_and_tied_weights_are_tied():
+    tensor = torch.arange(6.0).view(2, 3)
+    tree = {"a": [tensor, tensor.T, {"b": tensor[0]}], "c": (1, "x"), "d": [0.5], "e": None}
+    assert tiny.equal(gather_on_cpu(tree), tree)
+    weights = gather_on_cpu(tiny.random_model().state_dict(keep_vars=True))
+    assert weights["transformer.wte.weight"] is weights["lm_head.weight"]
+
+
+def test_a_save_that_fails_keeps_the_earlier_state(verse, limit_files):
+    train.main(tiny.flags(max_iters=3))
+    run = tiny.new_run(init_from="resume", max_iters=9)
+    run.progress.step = 4
+    limit_files(10_000)  # bytes, more than a log and less than a checkpoint has
+    with pytest.raises(UserError, match=r"cannot write out/last\.pt"):
+        run.save()
+    assert tiny.load("last.pt")["iter_num"] == 3
+
+
+def test_resuming_does_not_save_the_same_state_again(verse):
+    train.main(tiny.flags(stop_at=4, checkpoint_interval=2))
+    run = tiny.new_run(init_from="resume", checkpoint_interval=2)
+    assert not run.is_save_due()
+    run.progress.step = 6
+    assert run.is_save_due()
