@@ -75,7 +75,7 @@ class TrainConfig:
     )
     learning_rate: float = setting(6e-4, "peak learning rate", "[0, inf)")
     max_iters: int = setting(600_000, "optimizer steps", "[1, inf)")
-    minutes: float | None = setting(None, "time budget; makes fewer steps if needed", "(0, 1e6]")
+    minutes: float | None = setting(None, "time limit, if max_iters take longer", "(0, 1e6]")
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     train_temperature: float = setting(1.0, "divides the logits in training", "(0, inf)")
