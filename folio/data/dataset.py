@@ -97,8 +97,11 @@ def load_dataset(name, verify=False):
     for split in SPLITS:
         with _explain_errors(folder / f"{split}.bin") as path:
             # a plain view, because every slice of an np.memmap calls Python code
-            ids = np.asarray(np.memmap(path, DTYPES[meta.get("dtype", "uint16")], mode="r"))
+            dtype = DTYPES[meta.get("dtype", tokenizer.dtype.name)]
+            ids = np.asarray(np.memmap(path, dtype, mode="r"))
             num_checked = len(ids) if verify else min(len(ids), MAX_CHECKED_TOKENS)
+            if not meta:
+                _check_type(ids[:num_checked])
             crc = _check_ids(ids[:num_checked], tokenizer.vocab_size)
             if num_checked < len(ids):
                 crc = zlib.crc32(b"%d" % len(ids), crc)
@@ -171,6 +174,20 @@ def _check_ids(ids, vocab_size):
     if largest >= vocab_size:
         raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
     return zlib.crc32(ids)
+
+
+def _check_type(ids):
+    """Raises ValueError if the ids, which forks of nanoGPT write, look like those of another type.
+
+    Of small ids with 32 or 64 bits, every second or more of the 16-bit words are 0.
+    """
+    for count, name in ((4, "int64"), (2, "uint32")):
+        if ids.itemsize > 2 or len(ids) % count:
+            continue
+        words = ids.reshape(-1, count)
+        if words[:, 0].any() and not words[:, 1:].any():
+            change = f"np.fromfile(FILE, np.{name}).astype(np.uint16).tofile(FILE)"
+            raise ValueError(f"its type looks like {name}, not uint16; to convert it: {change}")
 
 
 class _PlainUnpickler(pickle._Unpickler):  # in C, a large memo index would exhaust the memory
