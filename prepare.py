@@ -43,11 +43,11 @@ class PrepareConfig:
     )
     input: str | None = setting(
         None,
-        "your own UTF-8 text, JSON lines, CSV or Parquet: a file, folder or glob pattern, or "
+        "your own UTF-8 text, JSON lines, CSV, TSV or Parquet: a file, folder or glob pattern, or "
         "hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub; the validation split is the "
-        "last 10% of a text, or documents chosen by hash (about 20 MB, but 0.05% to 10%)",
+        "last 10% of a text, or documents chosen by hash (10%, but about 20 MB of large corpora)",
     )
-    text_key: str = setting("text", "column or field with the text in JSON lines, CSV or Parquet")
+    text_key: str = setting("text", "column or field with the text in a table")
     subset: str | None = setting(
         None, "hf: folder of the files, such as that of a configuration; None: the only one"
     )
@@ -95,7 +95,7 @@ from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder, load_dataset
 from folio.data.downloads import HUB_DATASETS, list_hub_sources, load_pydocs, load_shakespeare
 from folio.data.encoding import encode_corpus
-from folio.data.sources import find_sources
+from folio.data.sources import TABLE_SUFFIXES, find_sources
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
 from folio.data.writer import open_writer
 
@@ -112,13 +112,16 @@ def main(argv=None):
         return
 
     sources = select_sources(name, settings)
+    if settings.text_key != "text" and not any(source.suffix for source in sources):
+        raise UserError(
+            f"--text_key={settings.text_key} has no effect: {sources[0].name} is no table, whose "
+            f"name ends with one of {', '.join(TABLE_SUFFIXES)}"
+        )
     corpus = Corpus(sources, settings.input or name, settings.allow_special)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
-    if corpus.is_text or tokenizer is None:
-        # The split boundary or the tokenizer depends on the text.
-        alphabet = corpus.scan()
-        tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
+    alphabet = corpus.scan()  # finds the boundary of the splits, too
+    tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
 
     with open_writer(folder, tokenizer) as writer:
         num_characters = encode_corpus(corpus, tokenizer, writer)
@@ -128,6 +131,8 @@ def main(argv=None):
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
+    if corpus.line_ends:
+        print(f"line ends: {' and '.join(corpus.line_ends)} became newlines")
     print(f"train: python train.py {training_arguments(name, settings.kind)}")
 
 

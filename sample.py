@@ -142,7 +142,7 @@ def read_prompts(settings):
     if settings.prompts is None:
         return [read_prompt(settings.start)]
     lines = read_text(settings.prompts).split("\n")
-    prompts = [line.rstrip("\r") for line in lines if line.rstrip("\r")]
+    prompts = [line for line in lines if line]
     if not prompts:
         raise UserError(f"{settings.prompts} contains no prompt")
     return prompts

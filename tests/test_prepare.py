@@ -52,7 +52,7 @@ def test_a_file_becomes_a_dataset(source):
     raw = BOM + "one\r\ntwo\n🦶\x01".encode() * 10
     write("in/a.txt", raw)
     main([f"--input={source}", "--dataset=own"])
-    assert text_of("own") == "one\r\ntwo\n🦶\x01" * 10
+    assert text_of("own") == "one\ntwo\n🦶\x01" * 10
     meta = json.loads(Path("data/own/meta.json").read_text())
     assert (meta["source"], meta["source_sha256"]) == ("in/a.txt", hashlib.sha256(raw).hexdigest())
 

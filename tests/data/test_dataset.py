@@ -67,9 +67,9 @@ def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_byte
     for tokenizer, separator in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
         meta = tiny.write_dataset(DATA_FOLDER / "own", tiny.corpus(*documents), tokenizer)
         data = load_dataset("own")
-        train = [*b"ab", *separator, *b"cdefgh", *separator, *separator, *b"ij", *separator]
-        assert data.train.tolist() == [*train, *b"k<|endoftext"]
-        assert data.val.tolist() == [*b"|>l"]
+        train = [*b"ab", *separator, *b"cde", *separator, *separator, *b"ij", *separator]
+        assert data.train.tolist() == [*train, *b"k<|endoftext|>l"]
+        assert data.val.tolist() == [*b"fgh"]
         assert meta["train"]["bytes"] == 22
 
 
@@ -155,3 +155,12 @@ def test_the_rest_of_a_large_split_is_checked_by_verify_only(write, monkeypatch)
         assert str(path) in error_of(load_dataset, "verse")
     else:
         assert load_dataset("verse").fingerprint != original.fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64"])
+def test_nanogpts_bins_of_another_type_are_refused(folder, dtype):
+    tiny.write_nanogpt_dataset()
+    for name in ("data/verse/train.bin", "data/verse/val.bin"):
+        np.fromfile(name, np.uint16).astype(dtype).tofile(name)
+    with pytest.raises(UserError, match=rf"looks like {dtype}, not uint16; .*np\.{dtype}"):
+        load_dataset("verse")
