@@ -127,6 +127,9 @@ def load_checkpoint(path, optimizers=True):
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
+            # torch would take compressed tensors, as other archivers write them, for their values.
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise UserError(f"{path} is compressed: unzip it, and zip it again with zip -0")
             damaged_name = archive.testzip()
             if damaged_name is not None:
                 raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
@@ -160,7 +163,7 @@ def _parse(content, path):
             weights[name.removeprefix("_orig_mod.")] = tensor  # nanoGPT saves a compiled model
     optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
     return Checkpoint(
-        config=GPTConfig(**content["model_args"]),
+        config=match_head(GPTConfig(**content["model_args"]), weights),
         weights=weights,
         progress=Progress(
             step=step,
@@ -176,6 +179,14 @@ def _parse(content, path):
         path=path,
         **{name: content.get(name) for name in OPTIONAL_KEYS},
     )
+
+
+def match_head(config, weights):
+    """Returns the GPTConfig of weights: without tied weights if they have a head of their own."""
+    head, embedding = (weights.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    if not config.tie_weights or head is None or embedding is None:
+        return config
+    return dataclasses.replace(config, tie_weights=torch.equal(head, embedding))
 
 
 # Use

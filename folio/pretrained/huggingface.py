@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import model
-from folio.checkpoint.format import Checkpoint, Progress, build_model
+from folio.checkpoint.format import Checkpoint, Progress, build_model, match_head
 from folio.cli.errors import UserError, cause_of, import_optional
 from folio.cli.files import read_text, write_atomically
 from folio.pretrained.tokenizer_files import make_tokenizer_files, read_tokenizer
@@ -62,12 +62,12 @@ def read_pretrained(folder):
     else:
         weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
     tokenizer = read_tokenizer(folder).to_dict()
-    checkpoint = Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
     for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
+    config = match_head(config, weights)
     if config.tie_weights and EMBEDDING_WEIGHT in weights:
         weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
-    return checkpoint
+    return Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
 
 
 def _read_config(path):

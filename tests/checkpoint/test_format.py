@@ -1,5 +1,6 @@
 """Checkpoint files: saving, loading, nanoGPT's format, refusals, optimizer state."""
 
+import zipfile
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -127,7 +128,28 @@ def test_nanogpts_checkpoint_loads(prefix):
     assert type(loaded.progress.best_val_loss) is float
 
 
+def test_a_model_with_an_own_head_is_not_tied_whatever_its_arguments_say():
+    """As forks of nanoGPT save it, which has no argument for it."""
+    model = make_model(tie_weights=False)
+    loaded = load_checkpoint(rewrite(model=model.state_dict()))
+    assert not loaded.config.tie_weights
+    assert have_same_logits(build_model(loaded), model)
+
+
 # Refusals
+
+
+def test_compressed_files_are_refused():
+    """torch would map compressed bytes as tensors."""
+    path = rewrite()
+    with (
+        zipfile.ZipFile(path) as archive,
+        zipfile.ZipFile("zipped", "w", zipfile.ZIP_DEFLATED) as zipped,
+    ):
+        for name in archive.namelist():
+            zipped.writestr(name, archive.read(name))
+    with pytest.raises(UserError, match="zipped is compressed: unzip it"):
+        load_checkpoint("zipped", optimizers=False)
 
 
 @pytest.mark.parametrize("value", [torch.zeros(16, 8), torch.zeros(())])

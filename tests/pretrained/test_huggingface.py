@@ -183,6 +183,15 @@ def test_missing_and_pickled_weights_are_refused():
     assert refused(path, WEIGHTS_FILE, "could execute code", "save_pretrained")
 
 
+def test_an_own_head_is_read_whatever_the_config_says():
+    path = save(transformers_model())
+    tensors = load_file(path / WEIGHTS_FILE) | {"lm_head.weight": torch.randn(37, 16)}
+    save_file(tensors, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    model = build_model(read_pretrained(path))
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    assert torch.equal(model.transformer.wte.weight, tensors["transformer.wte.weight"])
+
+
 # Writing
 
 GPT2 = (
