@@ -163,7 +163,7 @@ def train(run):
                 with log.pause():
                     if losses := evaluate(run):  # None after a stop signal
                         is_best = run.record(losses["loss"], clock)
-                        log.evaluation(step, losses, lr)
+                        log.evaluation(losses, lr)
                         run.save(best=is_best or settings.always_save_checkpoint)
             elif run.is_save_due():  # by checkpoint_interval
                 with log.pause():
@@ -181,8 +181,8 @@ def train(run):
 
             loss, grad_norm = train_step(run, batches.at(step), step, lr)
             if loss is not None:  # no stop signal between two micro-batches
-                log.step(step, loss, grad_norm, lr)  # raises UserError if they are not finite
-                progress.step += 1
+                log.step(loss, grad_norm, lr)  # raises UserError if they are not finite
+                progress.add_step(settings.tokens_per_step)
 
         loss = progress.best_val_loss
         if run.needs_final_losses:

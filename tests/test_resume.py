@@ -129,6 +129,24 @@ def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
     )
 
 
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change):
+    train.main(tiny.flags(out_dir="out-other", max_iters=1))
+    losses = iter([2.0, 1.0, 3.0])
+
+    def evaluate(run):
+        loss = next(losses)
+        if loss == 3.0 and change == "replaced":
+            shutil.copy("out-other/ckpt.pt", "out/ckpt.pt")
+        elif loss == 3.0:
+            os.unlink("out/ckpt.pt")
+        return {"train_loss": 1.0, "perplexity": 1.0, "loss": loss}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    with pytest.raises(UserError, match=r"out/ckpt\.pt"):
+        train.main(tiny.flags(eval_iters=None))
+
+
 # Changed settings
 
 
@@ -146,6 +164,7 @@ def test_settings_may_change_and_changes_are_logged_once(verse, capsys):
     [logged] = logged_changes()
     assert logged.keys() > changes.keys()
     assert logged["max_iters"] == [3, 6]
+    assert tiny.log_events()[-1]["tokens"] == 3 * 4 * 8 + 3 * 2 * 8
 
 
 def test_every_difference_is_named_and_nothing_is_written(verse):

@@ -27,6 +27,7 @@ from model import GPT, GPTConfig
 FORMAT_VERSION = 1
 PROGRESS_KEYS = {"step": "iter_num", "evaluated_at": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
+TOKENS_PER_STEP = ("gradient_accumulation_steps", "batch_size", "block_size")
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 INITIALIZERS = {
@@ -41,12 +42,17 @@ class Progress:
     """The progress of a training run."""
 
     step: int = 0  # updates made
+    tokens: int = 0  # trained on
     evaluated_at: float = -1.0  # clock of the last recorded evaluation; see folio/training/run.py
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
     evaluations_since_best: int = 0
     evaluation_s: float = 0.0  # time of the last evaluation, with --minutes
     elapsed_s: float = 0.0  # wall time of the earlier processes of the run
+
+    def add_step(self, tokens):
+        self.step += 1
+        self.tokens += tokens
 
     def record(self, val_loss, clock):
         """Adds the evaluation that began at `clock`. Returns whether it is the best."""
@@ -155,7 +161,8 @@ def _parse(content, path):
     """Returns the Checkpoint that a file of folio or nanoGPT contains."""
     if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
         raise UserError(f"{path} is from a later version of folio (format {content['format']})")
-    step = int(content["iter_num"])
+    step, settings = int(content["iter_num"]), content["config"]
+    tokens_per_step = math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)  # nanoGPT's
     evaluated = float(content.get("evaluated", step))  # nanoGPT saves after an evaluation
     weights = {}
     for name, tensor in content["model"].items():
@@ -167,6 +174,7 @@ def _parse(content, path):
         weights=weights,
         progress=Progress(
             step=step,
+            tokens=int(content.get("tokens", step * tokens_per_step)),
             evaluated_at=evaluated,
             best_step=int(content.get("best_step", evaluated)),
             best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's
@@ -174,7 +182,7 @@ def _parse(content, path):
             evaluation_s=float(content.get("evaluation_s", 0.0)),
             elapsed_s=float(content.get("elapsed_s", 0.0)),
         ),
-        settings=content["config"],
+        settings=settings,
         optimizers=optimizers,
         path=path,
         **{name: content.get(name) for name in OPTIONAL_KEYS},

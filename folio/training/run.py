@@ -176,9 +176,17 @@ class Run:
         print(message)
 
     def load_best_weights(self):
-        if self.progress.best_step < self.progress.step:
-            best = self.world.call_together(self.run_dir.load_best)
-            self.world.call_together(load_weights, self.model, best)
+        """Raises UserError if ckpt.pt is no longer the file that this run has written."""
+        if self.progress.best_step == self.progress.step:
+            return
+        best = self.world.call_together(self.run_dir.load_best)
+        step, loss = best.progress.step, best.progress.best_val_loss
+        if (step, loss) != (self.progress.best_step, self.progress.best_val_loss):
+            raise UserError(
+                f"{best.path} is not the best model of this run, that of step "
+                f"{self.progress.best_step}: the file was replaced or deleted during the run"
+            )
+        self.world.call_together(load_weights, self.model, best)
 
     def check_finite(self, **values):
         """Raises UserError if a value is not finite, because the run has diverged."""

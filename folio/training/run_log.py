@@ -79,16 +79,16 @@ class RunLog:
         if not self.run_dir.log.exists():  # a new run, or nanoGPT's
             parameters = self.run.model.num_params()
             new = settings | {"tokenizer": self.run.dataset.tokenizer.name}
-            self._log("start", 0, parameters=parameters, settings=new)
+            self._log("start", parameters=parameters, settings=new)
         if resumed:
             self._log_changes(resumed, settings)
 
     def _log_changes(self, resumed, settings):
         """Logs the settings that differ from those of the resumed Checkpoint."""
-        old, step = resumed.settings, resumed.progress.step
+        old, step = resumed.settings, self.run.progress.step
         changes = {k: (old[k], v) for k, v in settings.items() if k in old and old[k] != v}
         if changes:
-            self._log("resume", step, changed=changes)
+            self._log("resume", changed=changes)
         pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
         suffix = f"; changed: {pairs}" if pairs else ""
         self.say(f"resumed {resumed.path} at step {step}{suffix}")
@@ -98,23 +98,23 @@ class RunLog:
 
     # Events
 
-    def evaluation(self, step, losses, lr):
+    def evaluation(self, losses, lr):
         """Reports the losses that train.evaluate returns."""
         self.run.check_finite(train_loss=losses["train_loss"], val_loss=losses["loss"])
-        self._log("val", step, tokens=step * self.settings.tokens_per_step, lr=lr, **losses)
-        self.say(format_losses(step, losses))
+        self._log("val", tokens=self.run.progress.tokens, lr=lr, **losses)
+        self.say(format_losses(self.run.progress.step, losses))
 
     def final_evaluation(self, losses):
         progress = self.run.progress
-        tokens = progress.step * self.settings.tokens_per_step
-        self._log("final", progress.step, tokens=tokens, **losses)
+        self._log("final", tokens=progress.tokens, **losses)
         self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
 
-    def step(self, step, loss, grad_norm, lr):
+    def step(self, loss, grad_norm, lr):
         """Counts a step. Every log_interval steps, waits for the device and reports.
 
         Raises UserError if the loss or the norm is not finite.
         """
+        step = self.run.progress.step
         self._print(self.bar.update)
         if step == self.first_step:
             self.started_at = self.counted_at  # excludes the time before the first step
@@ -135,8 +135,8 @@ class RunLog:
         grad_norm = grad_norm if math.isfinite(grad_norm) else None
         mfu = mfu if mfu <= 1 else None  # the peak was measured on a busy machine
         speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}
-        tokens *= step + 1
-        self._log("train", step, tokens=tokens, loss=loss, lr=lr, grad_norm=grad_norm, **speeds)
+        tokens += self.run.progress.tokens
+        self._log("train", tokens=tokens, loss=loss, lr=lr, grad_norm=grad_norm, **speeds)
         per_step = (self.counted_at - self.started_at) / (step + 1 - self.first_step)
         left_s = per_step * (self.settings.max_iters - step - 1)
         if self.settings.minutes:
@@ -148,12 +148,17 @@ class RunLog:
             speed = speed if mfu is None else f"mfu {100 * mfu:.2f}%, {speed}"
             self.say(f"iter {step}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
 
-    def _log(self, event, step, **values):
+    def _log(self, event, **values):
         if not self.is_main:
             return
         if (peak := peak_memory_gib(self.machine.device)) is not None:
             values["peak_memory_gib"] = peak
-        line = {"step": step, "event": event, **values, "elapsed_s": self.run.elapsed_s()}
+        line = {
+            "step": self.run.progress.step,
+            "event": event,
+            **values,
+            "elapsed_s": self.run.elapsed_s(),
+        }
         self.run_dir.append(line)
         if event in ("train", "val", "final"):
             self.trackers.log(line)
@@ -268,7 +273,7 @@ def print_end(run, loss):
     print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
     if (peak := peak_memory_gib(run.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
-    epochs = progress.step * settings.tokens_per_step / len(run.dataset.train)
+    epochs = progress.tokens / len(run.dataset.train)
     evaluations = [event for event in run.run_dir.read_events() if event["event"] == "val"]
     if advice := advice_on(evaluations, epochs):
         print(advice)

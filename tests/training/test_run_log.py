@@ -73,9 +73,10 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     with run_log.RunLog(run) as log:
         with log.pause():
             clock.now += 1000  # the first evaluation
-        for step in range(3):
+        for _ in range(3):
             clock.now += 4
-            log.step(step, 2.5, float("inf"), lr=0.1)
+            log.step(2.5, float("inf"), lr=0.1)
+            run.progress.add_step(32)
             with log.pause():
                 clock.now += 10
     first, second = tiny.log_events()[1:]
@@ -97,9 +98,10 @@ def test_threads_that_do_not_get_their_cores_are_reported_once(
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(run_log.time, "process_time", lambda: 2 * cpu_share * clock.now)
     with run_log.RunLog(run) as log:
-        for step in range(8):
+        for _ in range(8):
             clock.now += 4
-            log.step(step, 2.5, 1.0, lr=0.1)
+            log.step(2.5, 1.0, lr=0.1)
+            run.progress.add_step(32)
     assert capsys.readouterr().err.count("the 2 threads get 50% of the time") == warnings
 
 
