@@ -12,7 +12,7 @@ from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, os_error, suggest
-from folio.cli.files import move_aside, replace_by_link
+from folio.cli.files import LOCK_FILE, move_aside, replace_by_link
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
@@ -28,6 +28,7 @@ class RunDir:
         if not folder or os.path.isfile(folder):  # in a list of teachers, or with /ckpt.pt
             raise UserError(f"'{folder}' is not a run's folder: give one, such as --out_dir=out")
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
+        self.lock = None  # what lock_folder() yields, while this process writes
 
     @staticmethod
     def find(parent="."):
@@ -80,8 +81,16 @@ class RunDir:
         except OSError as error:
             raise os_error("write to", self.folder, error) from error
 
+    def check_lock(self):
+        """Raises UserError if the folder is no longer the locked one: another run may use it."""
+        with suppress(OSError):
+            if not self.lock or os.path.samestat(self.lock, os.stat(self.folder / LOCK_FILE)):
+                return
+        raise UserError(f"{self.folder} was deleted or moved while the run was writing to it")
+
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""
+        self.check_lock()
         size = self.log_size() or 0
         try:
             with open(self.log, "ab") as file:
@@ -117,6 +126,7 @@ class RunDir:
         Raises UserError if writing fails. If only the link fails, last.pt stays older, and a
         resumed run repeats the steps since then.
         """
+        self.check_lock()
         best = best or not self.best.is_file()  # somebody has deleted it
         save_checkpoint(self.best if best else self.last, checkpoint)
         if best:

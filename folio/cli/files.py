@@ -71,7 +71,7 @@ def move_aside(folder, names):
     target = next(path for path in numbered if not path.exists())
     target.mkdir()
     for path in paths:
-        path.rename(target / path.name)
+        shutil.move(path, target)  # which can be on another disk, if the folder is a mount
     return target if os.path.isabs(folder) else Path(os.path.relpath(target))
 
 
@@ -82,7 +82,7 @@ def temporary_path(path):
 
 @contextmanager
 def lock_folder(folder):
-    """Creates a folder if it does not exist, and holds its lock.
+    """Creates a folder if it does not exist, and holds its lock. Yields the lock file's os.stat.
 
     Raises UserError if another process holds the lock, or if the folder cannot be written.
     """
@@ -99,7 +99,7 @@ def lock_folder(folder):
     except OSError as error:
         raise os_error("write to", folder, error) from error
     with lock:
-        yield
+        yield os.stat(folder / LOCK_FILE)
 
 
 def read_text(name):

@@ -121,8 +121,12 @@ def printable(text):
 
 
 def is_launched():
-    """Whether torchrun has started this process. Others may set RANK alone, such as Kubernetes."""
-    return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+    """Whether torchrun has started this process, which it does with train.py only.
+
+    Other programs may set the variables, too, or RANK alone, such as Kubernetes.
+    """
+    is_set = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+    return is_set and script_name() == "train.py"
 
 
 def is_main():

@@ -71,9 +71,12 @@ def val_bytes(dataset, settings, iters):
     """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
     if dataset.byte_lengths is None:
         return None
-    starts = evaluation_starts(dataset.val, settings, iters) + 1
-    targets = dataset.val.ids[starts[:, None] + np.arange(settings.block_size)]
-    return float(dataset.byte_lengths[targets].mean())
+    total, starts = 0, evaluation_starts(dataset.val, settings, iters) + 1
+    for start in starts:  # one gather of all targets would need much more memory
+        total += int(
+            dataset.byte_lengths[dataset.val.ids[start : start + settings.block_size]].sum()
+        )
+    return total / (len(starts) * settings.block_size)
 
 
 class Split:

@@ -86,10 +86,11 @@ class World:
         """Raises UserError unless all processes pass the same {name: plain data}."""
         everywhere = self.gather(values)
         for name, value in everywhere[0].items():
-            if any(values[name] != value for values in everywhere):
+            others = [values[name] for values in everywhere if values[name] != value]
+            if others:
                 raise UserError(
-                    f"the {name} differs between processes: start all with the same command, and "
-                    "give all the same files in data/ and out_dir"
+                    f"{name} differs between processes ({value} and {others[0]}): start all with "
+                    "the same command, and give all the same files in data/ and out_dir"
                 )
 
 

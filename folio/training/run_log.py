@@ -24,6 +24,7 @@ MAX_LOSS_RISE_NATS = 0.02  # rise of the validation loss from its lowest value
 MAX_GAP_GROWTH_NATS = 0.1  # growth of the gap between validation and training loss
 MIN_CPU_SHARE = 0.8  # alone on a machine, threads use all cores: waiting ones do not sleep
 CPU_CHECK_INTERVAL_S = 10
+SLOW_STEP_S = 60
 
 
 class RunLog:
@@ -64,7 +65,7 @@ class RunLog:
         """Locks the folder, starts the trackers, moves an earlier run away, and logs the start."""
         stack.callback(self.bar.close)
         if self.is_main:
-            stack.enter_context(lock_folder(self.run_dir.folder))
+            self.run_dir.lock = stack.enter_context(lock_folder(self.run_dir.folder))
         resumed, settings = self.run.plan.resumed, dataclasses.asdict(self.settings)
         for name in names_with_scope(type(self.settings), "files"):
             del settings[name]
@@ -231,6 +232,7 @@ def print_start(plan):
     resolved, changed = ("device", "dtype", "compile"), changed_settings(settings)
     pairs = [f"{name}={value}" for name, value in changed.items() if name not in resolved]
     peak, source = machine.peak
+    model = empty_model(plan.config, "meta")
     size = state_bytes(plan.config, settings, world.size) / 2**20
     values = "weights, gradients and moments"
     work = f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
@@ -244,12 +246,16 @@ def print_start(plan):
         f"settings: {' '.join(pairs) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
-        f"model: {empty_model(plan.config, 'meta').num_params():,} parameters; {work}",
+        f"model: {model.num_params():,} parameters; {work}",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
         f"memory: {size:,.1f} MiB{limit} for {values}",
         sep="\n",
         flush=True,
     )
+    step_s = model.flops_per_token() * settings.tokens_per_step / peak / world.size
+    if step_s > SLOW_STEP_S and not settings.eval_only:
+        minutes = f"at least {step_s / 60:.0f} minutes"
+        print(f"time: a step takes {minutes}; config/own_text.py has a smaller model", flush=True)
 
 
 def print_finished(run):

@@ -62,15 +62,21 @@ def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
 
 @posix
 def test_only_processes_of_torchrun_leave_printing_to_rank_0():
-    def fail(rank, **variables):
-        lines = ["process.EXIT_DELAY_S = 0", "def main():", " print('x')"]
+    def fail(script, rank, **variables):
+        lines = [
+            f"sys.argv = ['{script}']",
+            "process.EXIT_DELAY_S = 0",
+            "def main():",
+            " print('x')",
+        ]
         lines += [" from folio.cli.errors import UserError", " raise UserError('wrong')"]
         return shell("$PYTHON", *lines, "process.run(main)", RANK=rank, **variables)
 
     launched = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert fail("1") == (2, "-c: wrong\n")  # as on Kubernetes
-    assert fail("0", **launched) == (2, "-c: wrong\n")
-    assert fail("1", **launched) == (2, "")
+    assert fail("train.py", "1") == (2, "train.py: wrong\n")  # as on Kubernetes
+    assert fail("train.py", "0", **launched) == (2, "train.py: wrong\n")
+    assert fail("train.py", "1", **launched) == (2, "")
+    assert fail("sample.py", "1", **launched) == (2, "sample.py: wrong\n")
 
 
 @posix
@@ -97,7 +103,8 @@ def test_closed_streams_and_missing_packages_cause_no_traceback():
 @posix
 def test_a_signal_ends_a_process_of_torchrun_while_it_waits_in_c():
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    lines = ["import ctypes, threading", "def main():", " libc = ctypes.CDLL(None)"]
+    lines = ["import ctypes, threading", "sys.argv = ['train.py']", "def main():"]
+    lines += [" libc = ctypes.CDLL(None)"]
     lines += [" threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()"]
     lines += [" libc.sleep(20) or libc.sleep(20)", "process.run(main)"]
     assert shell("exec $PYTHON", *lines, **launched)[0] == -signal.SIGTERM

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -213,7 +214,8 @@ def wait_for(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "message"), [(tiny.VERSE * 19, "the dataset differs"), (None, "train.py: rank 1: ")]
+    ("text", "message"),
+    [(tiny.VERSE * 19, "content of the dataset differs"), (None, "train.py: rank 1: ")],
 )
 def test_a_process_with_other_or_no_data_ends_all_with_one_message(verse, text, message):
     statuses, (error, other) = Ranks(2, train_elsewhere, text).wait()
@@ -230,6 +232,18 @@ def train_elsewhere(text):
         if text:
             tiny.prepare_verse(text=text)
     train.main(tiny.flags(gradient_accumulation_steps=2))
+
+
+@pytest.mark.slow
+def test_names_for_trackers_may_differ_between_processes_and_other_settings_not(verse):
+    preset = "import os\nwandb_run_name = seed = os.environ['RANK']\n"
+    Path("named.py").write_text(preset.replace("seed = ", ""))
+    Path("seeded.py").write_text(preset.replace("wandb_run_name = ", "") + "seed = int(seed)\n")
+    flags = tiny.flags(gradient_accumulation_steps=2, max_iters=1)
+    assert Ranks(2, train.main, ["named.py", *flags]).wait()[0] == [0, 0]
+    statuses, (error, _) = Ranks(2, train.main, ["seeded.py", *flags]).wait()
+    assert statuses == [2, 2]
+    assert "seed differs between processes (0 and 1)" in error
 
 
 @pytest.mark.slow
@@ -257,6 +271,13 @@ def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advi
         check_parallel(tiny.settings(**settings), size)
 
 
+def launch(monkeypatch, **variables):
+    """Makes this process look like one of torchrun."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -267,16 +288,14 @@ def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advi
     ids=str,
 )
 def test_only_errors_of_the_network_are_a_lost_connection(monkeypatch, error, expected):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+    launch(monkeypatch, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     with pytest.raises(expected), process_group("cpu"):
         raise error
 
 
 def test_restarts_that_read_old_addresses_are_refused(monkeypatch):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
+    launch(monkeypatch, **TORCHRUN)
     words = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     with pytest.raises(UserError, match=words), process_group("cpu"):
         pass
