@@ -51,6 +51,20 @@ class GPTConfig:
         return self.smear + max(self.ngrams - 1, 0)
 
 
+class Linear(nn.Linear):
+    """nn.Linear, which only GPT.init_weights initializes, so that empty models take no time."""
+
+    def reset_parameters(self):
+        pass
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding, which only GPT.init_weights initializes."""
+
+    def reset_parameters(self):
+        pass
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention (Vaswani et al. 2017, "Attention Is All You Need").
 
@@ -60,8 +74,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head, self.dropout, self.window = config.n_head, config.dropout, config.window
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.qk_norm = NORMS[config.norm] if config.qk_norm else None  # None in GPT-2
         self.kernel = F.scaled_dot_product_attention
@@ -97,9 +111,9 @@ class MLP(nn.Module):
         fc_width = proj_width = 4 * config.n_embd
         if config.activation == "swiglu":  # not in GPT-2; returns half of its width
             fc_width, proj_width = swiglu_widths(config.n_embd)
-        self.c_fc = nn.Linear(config.n_embd, fc_width, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, fc_width, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
-        self.c_proj = nn.Linear(proj_width, config.n_embd, bias=config.bias)
+        self.c_proj = Linear(proj_width, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -125,29 +139,28 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT language model."""
+    """A GPT language model. Call init_weights() before training a new one."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        modules = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}  # of tokens
+        modules = {"wte": Embedding(config.vocab_size, config.n_embd)}  # of tokens
         if config.position == "learned":
-            modules["wpe"] = nn.Embedding(config.block_size, config.n_embd)  # of positions
+            modules["wpe"] = Embedding(config.block_size, config.n_embd)  # of positions
         if config.preceding_tokens:  # not in GPT-2
             modules["context"] = LocalContext(config)
         modules["drop"] = nn.Dropout(config.dropout)
         modules["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         modules["ln_f"] = make_norm(config)
         self.transformer = nn.ModuleDict(modules)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight  # both are (V, C)
         self.rotary = RotaryEmbedding(config) if config.position == "rotary" else None
-        self.init_weights()
 
     @torch.no_grad()
     def init_weights(self, assign=torch.Tensor.copy_):
-        """Initializes like GPT-2.
+        """Initializes all parameters like GPT-2. Returns the model.
 
         Weights of norms are 1, biases 0, and matrices normal with standard deviation 0.02. Each
         block adds two projections to the residual stream; their standard deviation is divided by
@@ -168,6 +181,7 @@ class GPT(nn.Module):
                     std /= math.sqrt(2 * self.config.n_layer)
                 values = torch.empty(parameter.shape).normal_(std=std)
             assign(parameter, values)
+        return self
 
     def forward(self, idx, targets, temperature=1.0):
         """Returns the loss: the mean cross-entropy in nats per token, a scalar.
@@ -374,7 +388,7 @@ class LocalContext(nn.Module):
         self.ngrams = nn.ModuleDict()
         for n in range(2, config.ngrams + 1):
             rows = min(config.vocab_size**n, MAX_NGRAM_ROWS)  # one per n-gram if there are few
-            self.ngrams[str(n)] = nn.Embedding(rows, config.n_embd // (config.ngrams - 1))
+            self.ngrams[str(n)] = Embedding(rows, config.n_embd // (config.ngrams - 1))
         self.smear = None
         if config.smear:
             weight = torch.empty(config.smear, config.n_embd)

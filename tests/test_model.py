@@ -252,7 +252,7 @@ def test_state_dict_has_the_names_and_order_of_nanogpt():
 def test_weights_are_initialized_as_in_gpt2():
     torch.manual_seed(0)
     shape = {"n_layer": 8, "n_embd": 64, "block_size": 64, "vocab_size": 64, "tie_weights": False}
-    model = GPT(GPTConfig(**(SMALL | shape), ngrams=2, smear=32))
+    model = GPT(GPTConfig(**(SMALL | shape), ngrams=2, smear=32)).init_weights()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             assert (parameter == 0).all(), name

@@ -200,7 +200,7 @@ def write_nanogpt_checkpoint(vocab_size, dataset="verse", prefix="_orig_mod."):
     """Writes out/ckpt.pt with nanoGPT's keys, after one AdamW step of a compiled model."""
     torch.manual_seed(7)
     args = {**SHAPE, "bias": False, "vocab_size": vocab_size, "dropout": 0.0}
-    model = GPT(GPTConfig(**args))
+    model = GPT(GPTConfig(**args)).init_weights()
     optimizer = make_optimizers(model, settings())["adamw"]
     idx = torch.arange(8)[None]
     model(idx, idx).backward()

@@ -10,12 +10,10 @@ import dataclasses
 import math
 import pickle
 import zipfile
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from folio.cli.errors import UserError, cause_of, os_error
 from folio.cli.files import write_atomically
@@ -30,11 +28,6 @@ OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 TOKENS_PER_STEP = ("gradient_accumulation_steps", "batch_size", "block_size")
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-INITIALIZERS = {
-    (nn.Linear, "reset_parameters"): nn.Linear.reset_parameters,
-    (nn.Embedding, "reset_parameters"): nn.Embedding.reset_parameters,
-    (GPT, "init_weights"): GPT.init_weights,
-}
 
 
 @dataclass
@@ -202,24 +195,8 @@ def match_head(config, weights):
 
 def empty_model(config, device="cpu"):
     """Returns a GPT with uninitialized weights on a device."""
-    with torch.device(device), skip_initialization():
+    with torch.device(device):
         return GPT(config)
-
-
-@contextmanager
-def skip_initialization():
-    """A context in which new layers, in all threads, are not initialized.
-
-    Initializing GPT-2's 124 million weights takes a second; on the meta device, it would import
-    torch._dynamo, which takes two.
-    """
-    for owner, name in INITIALIZERS:
-        setattr(owner, name, lambda module: None)
-    try:
-        yield
-    finally:
-        for (owner, name), initialize in INITIALIZERS.items():
-            setattr(owner, name, initialize)
 
 
 def build_model(checkpoint):

@@ -36,14 +36,12 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.gpt = GPT(GPTConfig(**{f.name: getattr(config, f.name) for f in fields(GPTConfig)}))
+        if not self.gpt.lm_head.weight.is_meta:  # else from_pretrained reads them
+            self.gpt.init_weights()
         self.post_init()
 
-    def _init_weights(self, module):
-        """Does nothing: GPT has initialized its weights."""
-
-    def tie_weights(self, *args, **kwargs):
-        """Computes the rotary tables, too, which are not in the file. Called after loading."""
-        super().tie_weights(*args, **kwargs)
+    def initialize_weights(self):
+        """Computes the rotary tables, which are not in the file. Called after loading, too."""
         if self.gpt.rotary is not None:
             self.gpt.rotary.reset_parameters()
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 def make_model(**changes):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**(SHAPE | changes)))
+    return GPT(GPTConfig(**(SHAPE | changes))).init_weights()
 
 
 def train_one_step(kind="adamw", **changes):
@@ -100,7 +100,6 @@ def test_empty_models_share_and_fill_what_is_not_a_weight(device, changes):
     assert is_tied == model.config.tie_weights
     if device == "cpu":
         assert tiny.equal(dict(model.named_buffers()), dict(initialized.named_buffers()))
-    assert tiny.equal(make_model(**changes).state_dict(), initialized.state_dict())  # afterwards
 
 
 # nanoGPT's format

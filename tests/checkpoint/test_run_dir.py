@@ -12,7 +12,7 @@ from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
 from model import GPT, GPTConfig
 
-MODEL = GPT(GPTConfig(**tiny.SHAPE, vocab_size=11))
+MODEL = GPT(GPTConfig(**tiny.SHAPE, vocab_size=11)).init_weights()
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -50,7 +50,7 @@ def test_the_limit_of_a_container_is_the_memory_of_the_device(folder, name, monk
 def losses_and_gradients(recomputes, dtype, **changes):
     """Returns the losses of two steps, the gradients and the generator's state."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**SHAPE, **changes))
+    model = GPT(GPTConfig(**SHAPE, **changes)).init_weights()
     if recomputes:
         recompute_activations(model)
     ids, losses = torch.randint(30, (2, 16)), []

@@ -26,7 +26,7 @@ SHAPES = ((16, 16), (40, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), 
 
 def tiny_model(**changes):
     torch.manual_seed(0)
-    return GPT(GPTConfig(**(tiny.SHAPE | {"vocab_size": 65} | changes)))
+    return GPT(GPTConfig(**(tiny.SHAPE | {"vocab_size": 65} | changes))).init_weights()
 
 
 def group_names(model, optimizer):

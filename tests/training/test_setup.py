@@ -5,15 +5,16 @@ from unittest.mock import Mock, patch
 import pytest
 import tiny
 
+from folio.checkpoint.format import empty_model
 from folio.training import setup
 from folio.training.setup import make_forward, make_plan, state_bytes
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 
 @pytest.mark.parametrize("switches", [{}, {"n_layer": 0}, tiny.SWITCHES], ids=str)
 def test_weights_gradients_and_moments_are_counted(switches):
     config = GPTConfig(vocab_size=65, **(tiny.SHAPE | {"n_layer": 3} | switches))
-    model = GPT(config)
+    model = empty_model(config)
     count = sum(p.numel() for p in model.parameters())
     matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
     assert state_bytes(config, tiny.settings()) == 16 * count
