@@ -8,16 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 from folio.cli.errors import RankError
 from folio.hardware.device import device_type
-from model import GPT
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 CONTAINER_LIMITS = "/sys/fs/cgroup"
-LOGIT_CHUNKS = 8  # per micro-batch, with activation checkpointing
 
 
 # Available memory
@@ -85,31 +82,8 @@ def recompute_activations(model):
     """Makes a GPT save memory in training, in place.
 
     Each block keeps only its input for the backward pass, which runs the block again. Losses and
-    gradients change by rounding only: the second run restores the random generators' states, so
-    that it drops the same elements. Must precede shard_model(), which also replaces the class.
+    gradients do not change: the second run restores the random generators' states, so that it
+    drops the same elements.
     """
-    model.__class__ = RecomputedGPT
     for block in model.transformer.h:  # a wrapper would change the names of the parameters
         block.forward = partial(recompute, block.forward, use_reentrant=False)
-
-
-class RecomputedGPT(GPT):
-    """A GPT that computes the logits chunk by chunk, and again in the backward pass.
-
-    Only one chunk of the logits exists at a time. A compiled model computes all logits at once: the
-    compiler fuses them with the loss, which needs less memory than chunks.
-    """
-
-    def forward(self, idx, targets, temperature=1.0):
-        if torch.compiler.is_compiling():
-            return super().forward(idx, targets, temperature)
-        hidden = (self.trunk(idx) / temperature).flatten(0, 1)
-        hidden, flat_targets = hidden.chunk(LOGIT_CHUNKS), targets.flatten().chunk(LOGIT_CHUNKS)
-        options = {"use_reentrant": False, "preserve_rng_state": False}  # it has no dropout
-        chunks = zip(hidden, flat_targets, strict=True)
-        total = sum(recompute(self.sum_losses, *chunk, **options) for chunk in chunks)
-        return total / (targets != -1).sum()
-
-    def sum_losses(self, hidden, targets):
-        """hidden: (N, C); targets: (N,). Returns the sum of the losses, a scalar."""
-        return F.cross_entropy(self.lm_head(hidden), targets, ignore_index=-1, reduction="sum")

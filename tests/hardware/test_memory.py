@@ -48,7 +48,7 @@ def test_the_limit_of_a_container_is_the_memory_of_the_device(folder, name, monk
 
 
 def losses_and_gradients(recomputes, dtype, **changes):
-    """Returns the losses of two steps, the gradients and the generator's state."""
+    """Returns the losses of two steps, the gradients by name, and the generator's state."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SHAPE, **changes)).init_weights()
     if recomputes:
@@ -59,18 +59,15 @@ def losses_and_gradients(recomputes, dtype, **changes):
             loss = model(ids, ids)
         loss.backward()
         losses.append(loss.detach())
-    return losses, [p.grad for p in model.parameters()], torch.get_rng_state()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return losses, gradients, torch.get_rng_state()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"position": "rotary"}], ids=str)
-def test_losses_gradients_and_dropout_are_the_same(changes, dtype, tolerance):
-    losses, gradients, state = losses_and_gradients(False, dtype, **changes)
-    other_losses, recomputed, end = losses_and_gradients(True, dtype, **changes)
-    torch.testing.assert_close(other_losses, losses, rtol=1e-6, atol=0)
-    for ours, expected in zip(recomputed, gradients, strict=True):
-        assert (ours - expected).norm() <= tolerance * expected.norm()
-    assert torch.equal(end, state)
+def test_losses_gradients_and_dropout_are_the_same(changes, dtype):
+    expected = losses_and_gradients(False, dtype, **changes)
+    assert tiny.equal(losses_and_gradients(True, dtype, **changes), expected)
 
 
 def saved_bytes(recomputes):
@@ -96,15 +93,3 @@ def saved_bytes(recomputes):
 def test_only_the_input_of_each_block_is_kept():
     inputs = 6 * 4 * 64 * 8 * 32
     assert inputs < saved_bytes(True) < 1.6 * inputs < saved_bytes(False) / 4
-
-
-def test_names_logits_and_losses_with_ignored_targets_are_the_same():
-    model = tiny.random_model()
-    ids, names = tiny.random_ids(model, rows=3), list(model.state_dict())
-    targets = ids.clone()
-    targets[1:] = -1  # most parts of the logits have no target
-    logits, loss = model.logits(ids), model(ids, targets)
-    recompute_activations(model)
-    assert list(model.state_dict()) == names
-    assert torch.equal(model.logits(ids), logits)
-    torch.testing.assert_close(model(ids, targets), loss)
