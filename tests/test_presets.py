@@ -43,7 +43,8 @@ def test_every_preset_loads_and_its_model_can_be_built(preset):
         assert settings.out_dir != "out" or settings.eval_only
         assert count_parameters(settings, SHAKESPEARE_CHARACTERS)
         if "shakespeare_char" in preset.stem or preset.stem == "own_text":
-            assert 8 <= -(-settings.max_iters // settings.eval_interval) <= 30
+            fewest = 5 if preset.stem == "shakespeare_char_quick" else 8
+            assert fewest <= -(-settings.max_iters // settings.eval_interval) <= 30
 
 
 @pytest.mark.parametrize("device", NANOGPT_RECIPE)
@@ -68,13 +69,12 @@ def test_models_have_the_published_sizes(preset, tokenizer, published, tolerance
     assert size == pytest.approx(published, rel=tolerance)
 
 
+@pytest.mark.parametrize("preset", ["shakespeare_char_fast.py", "shakespeare_char_quick.py"])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_fast_preset_decays_the_weights_of_a_short_run_less(device):
-    whole = load_preset("shakespeare_char_fast.py", device)
-    short = load_preset("shakespeare_char_fast.py", device, "--max_iters=350")
-    assert short.max_iters == 350
-    assert short.weight_decay < whole.weight_decay
-    assert short.eval_interval < whole.eval_interval
+def test_a_flag_changes_only_what_it_names(preset, device):
+    whole = dataclasses.asdict(load_preset(preset, device))
+    short = dataclasses.asdict(load_preset(preset, device, "--max_iters=35"))
+    assert short == whole | {"max_iters": 35}
 
 
 # Any text

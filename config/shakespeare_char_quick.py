@@ -1,0 +1,36 @@
+# Character-level Shakespeare in 14 seconds on two CPU cores.
+# Prepare the data first: python prepare.py
+#
+# shakespeare_char_fast.py explains the techniques. A run of few steps learns most with a small
+# model, and memorizes little, so it needs less weight decay.
+
+out_dir = "out-shakespeare-char-quick"
+dataset = "shakespeare_char"
+log_interval = 10
+
+# 3.6 M parameters, 3.4 M of them in the tables of n-grams
+n_layer = 1
+n_head = 2
+n_embd = 128
+block_size = 1024
+window = 64
+ngrams = 6
+position = "rotary"
+tie_weights = False
+qk_norm = True
+activation = "swiglu"
+
+optimizer = "muon"
+learning_rate = 6e-3
+min_lr = 0.0
+warmup_iters = 0
+train_temperature = 0.9
+weight_decay = 0.2
+beta1 = 0.7
+beta2 = 0.95
+grad_clip = 0.0
+
+batch_size = 4
+gradient_accumulation_steps = 1
+max_iters = 350
+eval_interval = 70
