@@ -6,7 +6,7 @@ BIN = .venv/bin
 
 demo: .venv/run
 	$(BIN)/python prepare.py --dataset=pydocs
-	$(BIN)/python train.py config/own_text.py --dataset=pydocs --out_dir=out-pydocs
+	$(BIN)/python train.py config/own_text.py --dataset=pydocs --out_dir=out-pydocs --minutes=2
 	$(BIN)/python sample.py --out_dir=out-pydocs --num_samples=1 --start="The built-in function "
 	@echo
 	@echo "Next: source .venv/bin/activate, then"

@@ -161,7 +161,7 @@ def training_arguments(name, kind):
     if (name, kind) == ("shakespeare_char", "char"):
         return "config/shakespeare_char_fast.py"
     gpt2 = "train_gpt2.py" if name in HUB_DATASETS else "finetune_shakespeare.py --init_from=gpt2"
-    preset = gpt2 if kind == "gpt2" else "own_text.py"
+    preset = gpt2 if kind == "gpt2" else "own_text.py --minutes=2"
     return f"config/{preset} --dataset={shlex.quote(name)} --out_dir={shlex.quote('out-' + name)}"
 
 

@@ -1,5 +1,5 @@
 # Your own text, of any size. The model, its regularization and the number of steps follow from the
-# amount of text and the time:
+# amount of text and the time, which is unlimited without --minutes:
 #
 #     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME
 #     python train.py config/own_text.py --dataset=NAME --out_dir=out-NAME --minutes=5
@@ -11,8 +11,6 @@
 from math import log10
 
 from folio.data.dataset import dataset_size
-
-minutes = minutes or 2  # the default, if there is no --minutes
 
 _size = dataset_size(dataset)
 _relative_size = _size.train_tokens / 1_003_854  # compared with tiny Shakespeare
@@ -48,8 +46,9 @@ _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more
 
 # Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
-_has_time = minutes >= 8 * max(1, _relative_bytes) ** 0.25 and _relative_bytes >= 0.5
-if device == "cpu" and not _has_time:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
+_has_time = minutes is None or minutes >= 8 * max(1, _relative_bytes) ** 0.25
+_is_large = device != "cpu" or (_has_time and _relative_bytes >= 0.5)
+if not _is_large:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
     n_layer = 2
     n_head = 2
     n_embd = 128

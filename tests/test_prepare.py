@@ -121,8 +121,10 @@ def test_a_bpe_is_trained_on_evenly_spread_parts_of_a_long_text(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "command"),
     [
-        ("--dataset=pydocs", "config/own_text.py --dataset=pydocs --out_dir=out-pydocs"),
-        ("--input=own.txt --dataset=x$y", "config/own_text.py --dataset='x$y' --out_dir='out-x$y'"),
+        ("--dataset=pydocs",
+         "config/own_text.py --minutes=2 --dataset=pydocs --out_dir=out-pydocs"),
+        ("--input=own.txt --dataset=x$y",
+         "config/own_text.py --minutes=2 --dataset='x$y' --out_dir='out-x$y'"),
         ("--input=own.txt --dataset=own --tokenizer=gpt2",
          "config/finetune_shakespeare.py --init_from=gpt2 --dataset=own --out_dir=out-own"),
         ("--input=own.txt --dataset=openwebtext --tokenizer=gpt2",

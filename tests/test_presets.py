@@ -82,7 +82,7 @@ def test_a_flag_changes_only_what_it_names(preset, device):
 
 @pytest.mark.parametrize(("device", "max_iters"), [("cuda", 1800), ("cpu", 1900)])
 def test_the_preset_for_any_text_reads_tiny_shakespeare_several_times(device, max_iters):
-    settings = load_preset("own_text.py", device)
+    settings = load_preset("own_text.py", device, "--minutes=2")
     assert settings.max_iters == pytest.approx(max_iters, rel=0.01)
 
 
@@ -90,7 +90,7 @@ def test_the_plan_follows_the_size_of_the_text(text_size):
     plans, passes = [], []
     for tokens in (20_000, 100_000, 600_000, 1_003_854, 10_000_000, 100_000_000):
         text_size(tokens)
-        settings = load_preset("own_text.py", "cpu")
+        settings = load_preset("own_text.py", "cpu", "--minutes=2")
         plans.append(settings)
         passes.append(settings.max_iters * settings.tokens_per_step / tokens)
     assert passes == sorted(passes, reverse=True)  # less text is read more often,
@@ -116,7 +116,8 @@ def test_the_larger_model_needs_time_and_text_whatever_the_tokens(text_size):
     for tokens, num_bytes, layers in ((350_000, 10**6, 4), (10**6, 10**6, 4), (10**5, 10**5, 2)):
         text_size(tokens, num_bytes=num_bytes)
         assert load_preset("own_text.py", "cpu", "--minutes=5").n_layer == 2
-        assert load_preset("own_text.py", "cpu", "--minutes=30").n_layer == layers
+        for unlimited in ("--minutes=30", "--minutes=None"):
+            assert load_preset("own_text.py", "cpu", unlimited).n_layer == layers
 
 
 # GPT-2
