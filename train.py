@@ -162,7 +162,7 @@ def train(run):
             if run.is_evaluation_due(clock):
                 with log.pause():
                     if losses := evaluate(run):  # None after a stop signal
-                        is_best = run.record(losses["loss"], clock)
+                        is_best = progress.record(losses["loss"], clock)
                         log.evaluation(losses, lr)
                         run.save(best=is_best or settings.always_save_checkpoint)
             elif run.is_save_due():  # by checkpoint_interval

@@ -37,10 +37,10 @@ class Progress:
     step: int = 0  # updates made
     tokens: int = 0  # trained on
     evaluated_at: float = -1.0  # clock of the last recorded evaluation; see folio/training/run.py
+    evaluated_step: int = 0  # and its step
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
     evaluations_since_best: int = 0
-    evaluation_s: float = 0.0  # time of the last evaluation, with --minutes
     elapsed_s: float = 0.0  # wall time of the earlier processes of the run
 
     def add_step(self, tokens):
@@ -49,7 +49,7 @@ class Progress:
 
     def record(self, val_loss, clock):
         """Adds the evaluation that began at `clock`. Returns whether it is the best."""
-        self.evaluated_at = clock
+        self.evaluated_at, self.evaluated_step = clock, self.step
         self.evaluations_since_best += 1
         is_best = val_loss < self.best_val_loss
         if is_best:
@@ -169,10 +169,10 @@ def _parse(content, path):
             step=step,
             tokens=int(content.get("tokens", step * tokens_per_step)),
             evaluated_at=evaluated,
+            evaluated_step=int(content.get("evaluated_step", evaluated)),
             best_step=int(content.get("best_step", evaluated)),
             best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's
             evaluations_since_best=int(content.get("evaluations_since_best", 0)),
-            evaluation_s=float(content.get("evaluation_s", 0.0)),
             elapsed_s=float(content.get("elapsed_s", 0.0)),
         ),
         settings=settings,

@@ -1,6 +1,7 @@
 """Device, data type and peak speed of the machine, and what `auto` means for each setting."""
 
 import re
+import sys
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ DTYPE_REASONS = {
     "float32": "no fast bfloat16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MIN_CORES_SHARE = 0.8  # alone on a machine, it is 0.99: threads spin while they wait
+CORES_CHECK_INTERVAL_S = 3
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
 # Pattern of a card's name, and its peak for 16-bit and for float32 matrix products (TF32 if it has
@@ -118,6 +121,33 @@ def limit_threads(products):
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+class SharedCores:
+    """Reduces the number of torch's threads while other programs use cores of a CPU.
+
+    The threads of an operation wait for each other. If one of them has no core, the others spin,
+    and take the time of the core that it needs.
+    """
+
+    def __init__(self, machine):
+        is_cpu = device_type(machine.device) == "cpu" and not machine.compile  # which fixes them
+        self.is_used = is_cpu and sys.platform == "linux"  # elsewhere, threads may not spin
+        self.restart()
+
+    def restart(self):
+        """Starts to measure again, after a pause in which other things than tensors took time."""
+        self.since, self.cpu_since = time.perf_counter(), time.process_time()
+
+    def check(self):
+        """Measures, every CORES_CHECK_INTERVAL_S, what part of the cores the threads have had."""
+        seconds, threads = time.perf_counter() - self.since, torch.get_num_threads()
+        if not self.is_used or threads == 1 or seconds < CORES_CHECK_INTERVAL_S:
+            return
+        share = (time.process_time() - self.cpu_since) / seconds / threads
+        if share < MIN_CORES_SHARE:
+            torch.set_num_threads(max(1, int(share * threads)))
+        self.restart()
 
 
 def resolve_device(name):

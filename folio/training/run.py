@@ -13,11 +13,12 @@ from folio.cli.errors import UserError
 from folio.data.batches import evaluation_windows
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
-from folio.hardware.device import device_type, uses_cuda_graphs
+from folio.hardware.device import SharedCores, device_type, uses_cuda_graphs
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.setup import make_forward, make_model
 
-MAX_EVALUATION_FRACTION = 0.1  # of --minutes that evaluations take
+FORWARD_SHARE = 1 / 3  # of the time of a step
+MAX_ENDING_SHARE = 1 / 4  # of --minutes that is left for the evaluations at the end
 
 
 class Run:
@@ -32,12 +33,14 @@ class Run:
         enabled = self.machine.dtype == "float16"
         self.scaler = torch.amp.GradScaler(device_type(self.machine.device), enabled=enabled)
         self.progress, self.saved_step = Progress(), None
+        self.step_s = 0.0  # mean time of a step, measured at log lines
         if plan.resumed:
             self._restore(plan.resumed)
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         # DDP and CUDA graphs keep their gradient tensors.
         has_ddp = self.world.is_launched and not plan.is_sharded
         self.can_free_gradients = not (has_ddp or uses_cuda_graphs(self.machine.compile))
+        self.cores = SharedCores(self.machine)
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
         self.stop_flag = SharedFlag(self.world)
 
@@ -61,44 +64,37 @@ class Run:
         settings, step = self.settings, self.progress.step
         if not settings.minutes:
             return step
-        self.read_at_s = self.world.from_main(self.elapsed_s())  # the same in all processes
-        training_s = 60 * settings.minutes - self.ending_s()
-        if self.read_at_s < training_s:
-            return max(step, settings.max_iters * self.read_at_s / training_s)
-        if not step:
+        budget_s = 60 * settings.minutes
+        ending_s = self.step_s * self.evaluation_steps()
+        if self.needs_final_losses:
+            ending_s += self.step_s * self.evaluation_steps(step)
+        part = self.elapsed_s() / (budget_s - min(ending_s, MAX_ENDING_SHARE * budget_s))
+        part = self.world.from_main(part)  # the same in all processes
+        if part >= 1 and not step:
             minutes = f"--minutes={settings.minutes:g}"
             raise UserError(f"{minutes} is over before the first step: increase it")
-        return settings.max_iters
+        return max(step, settings.max_iters * min(part, 1))
 
-    def ending_s(self):
-        """Returns how many seconds the last evaluation and the final one will take."""
-        if not self.needs_final_losses:
-            return self.progress.evaluation_s
-        last = evaluation_windows(self.dataset, self.settings)
-        final = evaluation_windows(self.dataset, self.settings, self.progress.step)
-        return self.progress.evaluation_s * (last + final) / last
+    def evaluation_steps(self, final_step=None):
+        """Returns how many steps take as long as an evaluation; see evaluation_iters."""
+        windows = evaluation_windows(self.dataset, self.settings, final_step)
+        tokens = windows * self.settings.block_size
+        return FORWARD_SHARE * tokens / self.settings.tokens_per_step
 
     def is_evaluation_due(self, clock):
         """Whether the clock has ended, or has passed a multiple of eval_interval.
 
         With --minutes, evaluations are left out so that they take at most a tenth of the time.
         """
-        settings, evaluated_at = self.settings, self.progress.evaluated_at
+        settings, progress = self.settings, self.progress
         if clock >= settings.max_iters:
-            return evaluated_at < clock
-        if settings.minutes:
-            seconds = 60 * settings.minutes * (clock - evaluated_at) / settings.max_iters
-            if self.progress.evaluation_s > MAX_EVALUATION_FRACTION * seconds:
-                return False
-        return clock // settings.eval_interval > evaluated_at // settings.eval_interval
-
-    def record(self, val_loss, clock):
-        """Adds the evaluation that began at `clock`. Returns whether it is the best."""
-        if self.settings.minutes:
-            seconds = self.world.from_main(self.elapsed_s()) - self.read_at_s
-            previous_s = self.progress.evaluation_s or seconds
-            self.progress.evaluation_s = min(seconds, 2 * previous_s)  # single times are noisy
-        return self.progress.record(val_loss, clock)
+            return progress.evaluated_at < clock
+        interval = settings.eval_interval
+        is_due = clock // interval > progress.evaluated_at // interval
+        if settings.minutes and progress.evaluated_at >= 0:
+            steps = progress.step - progress.evaluated_step
+            is_due = is_due and steps >= 10 * self.evaluation_steps()
+        return is_due
 
     @property
     def needs_final_losses(self):
@@ -116,7 +112,11 @@ class Run:
         return round(self.progress.elapsed_s + time.monotonic() - process.STARTED, 3)
 
     def is_stopped(self):
-        """Whether any process of the run has received a stop signal. Collective."""
+        """Whether any process of the run has received a stop signal. Collective.
+
+        It is called before each batch, so the use of the cores is checked here, too.
+        """
+        self.cores.check()
         is_stopped = self.stop_flag.any(bool(self.stop_signal))
         if is_stopped:
             self.stop_signal.request(signal.SIGTERM)  # if it was another process

@@ -15,15 +15,12 @@ from folio.checkpoint.format import empty_model
 from folio.cli.files import lock_folder
 from folio.cli.process import SIGPIPE, print_error
 from folio.cli.settings import changed_settings, names_with_scope
-from folio.hardware.device import device_type
 from folio.hardware.memory import memory_bytes, peak_memory_gib
 from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
 MAX_LOSS_RISE_NATS = 0.02  # rise of the validation loss from its lowest value
 MAX_GAP_GROWTH_NATS = 0.1  # growth of the gap between validation and training loss
-MIN_CPU_SHARE = 0.8  # alone on a machine, threads use all cores: waiting ones do not sleep
-CPU_CHECK_INTERVAL_S = 10
 SLOW_STEP_S = 60
 
 
@@ -32,8 +29,8 @@ class RunLog:
 
     Lines of log.jsonl have `step`, `event` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
     event is "start" (settings and model size), "train" (a step), "val" (an evaluation), "final"
-    (the evaluation of the best model at the end) or "resume" (changed settings). Speeds are means
-    since the previous report.
+    (the evaluation of the best model at the end), "resume" (changed settings) or "threads" (fewer
+    threads). Speeds are means since the previous report.
     """
 
     def __init__(self, run):
@@ -52,8 +49,7 @@ class RunLog:
             disable=not self.on_terminal,
         )
         self.started_at = self.counted_at = time.perf_counter()
-        self.has_warned = device_type(self.machine.device) != "cpu" or torch.get_num_threads() == 1
-        self.checked_at, self.checked_cpu_s = self.started_at, time.process_time()
+        self.threads = torch.get_num_threads()
 
     def __enter__(self):
         with ExitStack() as stack:  # closes what has been opened if a process fails
@@ -115,13 +111,18 @@ class RunLog:
 
         Raises UserError if the loss or the norm is not finite.
         """
-        step = self.run.progress.step
+        step, threads = self.run.progress.step, torch.get_num_threads()
+        if threads < self.threads:
+            self.warn(
+                f"other programs use the cores: continuing with {threads} of {self.threads} threads"
+            )
+            self._log("threads", threads=threads)
+            self.threads = threads
         self._print(self.bar.update)
         if step == self.first_step:
             self.started_at = self.counted_at  # excludes the time before the first step
         if step % self.settings.log_interval:
             return
-        self._check_cores()
         train_s = self.train_seconds()
         seconds = (train_s - self.reported_s) / (step + 1 - self.reported_step)  # per step
         self.reported_step, self.reported_s = step + 1, train_s
@@ -138,6 +139,7 @@ class RunLog:
         speeds = {"tokens_per_s": tokens / seconds, "mfu": mfu}
         tokens += self.run.progress.tokens
         self._log("train", tokens=tokens, loss=loss, lr=lr, grad_norm=grad_norm, **speeds)
+        self.run.step_s = train_s / (step + 1 - self.first_step)
         per_step = (self.counted_at - self.started_at) / (step + 1 - self.first_step)
         left_s = per_step * (self.settings.max_iters - step - 1)
         if self.settings.minutes:
@@ -166,21 +168,6 @@ class RunLog:
 
     # Time
 
-    def _check_cores(self):
-        """Warns once if the threads of this process do not get the time of all cores."""
-        now, cpu_s = time.perf_counter(), time.process_time()
-        if self.has_warned or now - self.checked_at < CPU_CHECK_INTERVAL_S:
-            return
-        threads = torch.get_num_threads()
-        share = (cpu_s - self.checked_cpu_s) / (now - self.checked_at) / threads
-        self.checked_at, self.checked_cpu_s = now, cpu_s
-        if share < MIN_CPU_SHARE:
-            self.has_warned = True
-            self.warn(
-                f"the {threads} threads get {share:.0%} of the time of {threads} cores and wait "
-                "for each other; beside other programs, OMP_NUM_THREADS=1 is faster"
-            )
-
     def train_seconds(self):
         """Waits for the device. Returns the time of the steps of this process."""
         self.machine.synchronize()
@@ -194,6 +181,7 @@ class RunLog:
         """A context whose time does not count as training time."""
         self.train_seconds()
         yield
+        self.run.cores.restart()
         self.counted_at = time.perf_counter()
 
     # Console

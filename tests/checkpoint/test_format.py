@@ -123,7 +123,7 @@ def test_nanogpts_checkpoint_loads(prefix):
     loaded = load_checkpoint("ckpt.pt")
     assert have_same_logits(build_model(loaded), model)
     assert loaded.config == GPTConfig(**SHAPE, bias=False, dropout=0.0)
-    assert loaded.progress == Progress(3, 0, 3, 3, 2.5)
+    assert loaded.progress == Progress(3, 0, 3, 3, 3, 2.5)
     assert type(loaded.progress.best_val_loss) is float
 
 

@@ -1,11 +1,19 @@
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from folio.cli.errors import UserError
 from folio.hardware import device
-from folio.hardware.device import DTYPES, Machine, choose_machine, resolve_device, resolve_dtype
+from folio.hardware.device import (
+    DTYPES,
+    Machine,
+    SharedCores,
+    choose_machine,
+    resolve_device,
+    resolve_dtype,
+)
 
 SIMILAR_CARDS = ("NVIDIA A10G", "NVIDIA L40", "RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
 
@@ -110,3 +118,18 @@ def test_matrix_products_run_in_the_machines_dtype(dtype):
 )
 def test_the_summary_says_why_a_model_is_compiled_or_not(compile, words):
     assert choose_machine("cpu", "float32", compile).summary.endswith(words)
+
+
+@pytest.mark.parametrize(("share", "threads"), [(0.95, 4), (0.77, 3), (0.1, 1)])
+def test_threads_without_cores_are_given_up(monkeypatch, share, threads):
+    clock, current = SimpleNamespace(now=0.0), SimpleNamespace(threads=4)
+    monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(device.time, "process_time", lambda: 4 * share * clock.now)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: current.threads)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(current, "threads", n))
+    monkeypatch.setattr(device.sys, "platform", "linux")
+    cores = SharedCores(Machine("cpu", "float32", False, ""))
+    for _ in range(5):
+        clock.now += 1
+        cores.check()
+    assert current.threads == threads

@@ -10,7 +10,6 @@ import torch
 import train
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.data.batches import evaluation_starts
 from folio.distributed.sharding import gather_on_cpu
 from folio.training.run import Run
 from train import learning_rate_at
@@ -27,63 +26,59 @@ def seconds(monkeypatch):
     return seconds
 
 
-def simulate(run, seconds, step_s, evaluation_s):
-    """Acts like train.train, if steps and evaluations take so many seconds.
+def simulate(run, seconds, step_s):
+    """Acts like train.train, if a step takes so many seconds, and evaluations what Run expects.
 
     Returns the clock of each step and of each evaluation.
     """
-    steps, evaluations = [], []
+    steps, evaluations, run.step_s = [], [], step_s
     while True:
         clock = run.clock()
         if run.is_evaluation_due(clock):
-            seconds.now += evaluation_s
+            seconds.now += step_s * run.evaluation_steps()
             evaluations.append(clock)
-            run.record(1.0, clock)
+            run.progress.record(1.0, clock)
         if run.progress.is_finished(run.settings):
             return steps, evaluations
         steps.append(clock)
         seconds.now += step_s
-        run.progress.step += 1
+        run.progress.add_step(1)
 
 
 @pytest.mark.parametrize("step_s", [0.02, 0.3, 2.0])
-def test_a_run_ends_with_its_minutes_and_evaluates_on_the_way(verse, seconds, step_s):
-    run = tiny.new_run(**BUDGET | {"eval_iters": 4})
+@pytest.mark.parametrize("eval_iters", [None, 4])
+def test_a_run_ends_with_its_minutes_and_evaluates_on_the_way(verse, seconds, step_s, eval_iters):
+    run = tiny.new_run(**BUDGET | {"eval_iters": eval_iters})
     seconds.now = 3.0  # the start of the process
-    steps, evaluations = simulate(run, seconds, step_s, evaluation_s=step_s)
-    assert seconds.now == pytest.approx(60, abs=step_s) or len(steps) == 1000
+    steps, evaluations = simulate(run, seconds, step_s)
+    if eval_iters is None:
+        seconds.now += step_s * run.evaluation_steps(len(steps))
+    assert seconds.now == pytest.approx(60, abs=2 * step_s) or len(steps) == 1000
     assert steps == sorted(steps)
     assert evaluations[-1] == 1000
-    assert 4 <= len(evaluations) <= 11
+    assert 2 <= len(evaluations) <= 11
     assert learning_rate_at(steps[-1], run.settings) < 0.11 * run.settings.learning_rate
 
 
-def test_the_evaluations_at_the_end_are_within_the_minutes(verse, seconds):
-    run = tiny.new_run(**BUDGET | {"eval_interval": 5})
-    steps, _ = simulate(run, seconds, step_s=0.5, evaluation_s=2.0)
-    starts = [evaluation_starts(verse.val, run.settings, iters) for iters in (1, len(steps) // 5)]
-    regular, final = (4 + len(windows) for windows in starts)  # with those of the training split
-    assert (regular, final) == (8, 24)
-    assert seconds.now + 2.0 * final / regular == pytest.approx(60, abs=0.5)
-
-
-def test_slow_evaluations_take_about_a_tenth_of_the_minutes(verse, seconds):
-    run = tiny.new_run(**BUDGET | {"eval_iters": 4})
-    _, evaluations = simulate(run, seconds, step_s=0.1, evaluation_s=1.5)
-    assert evaluations == pytest.approx([0, 250, 500, 750, 1000], abs=10)
+def test_evaluations_take_about_a_tenth_of_the_minutes(verse, seconds):
+    run = tiny.new_run(**BUDGET | {"eval_iters": 10})
+    assert run.evaluation_steps() == pytest.approx((40 + 20) / 4 / 3)  # of 4 windows each
+    _, evaluations = simulate(run, seconds, step_s=0.2)
+    assert evaluations == pytest.approx([0, 180, 360, 540, 720, 900, 1000], abs=40)
 
 
 def test_without_minutes_the_clock_is_the_step(verse, seconds):
     run = tiny.new_run(max_iters=7, eval_interval=3)
-    steps, evaluations = simulate(run, seconds, step_s=1000, evaluation_s=1000)
+    steps, evaluations = simulate(run, seconds, step_s=1000)
     assert steps == list(range(7))
     assert evaluations == [0, 3, 6, 7]
 
 
 @pytest.fixture
 def steady_time(monkeypatch):
-    """Makes each step of a run take 0.1 s, and nothing else."""
+    """Makes each step of a run take 0.1 s, and evaluations no time."""
     monkeypatch.setattr(Run, "elapsed_s", lambda run: 0.1 * run.progress.step)
+    monkeypatch.setattr(Run, "evaluation_steps", lambda run, steps=None: 0)
 
 
 def test_a_resumed_run_continues_with_the_minutes_that_are_left(verse, steady_time, capsys):

@@ -89,20 +89,16 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
 
 
-@pytest.mark.parametrize(("cpu_share", "warnings"), [(0.5, 1), (0.95, 0)])
-def test_threads_that_do_not_get_their_cores_are_reported_once(
-    run, monkeypatch, capsys, cpu_share, warnings
-):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(run_log.torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(run_log.time, "process_time", lambda: 2 * cpu_share * clock.now)
+def test_fewer_threads_are_reported_once(run, monkeypatch, capsys):
+    threads = iter([4, 4, 2, 2])
+    monkeypatch.setattr(run_log.torch, "get_num_threads", lambda: next(threads))
     with run_log.RunLog(run) as log:
-        for _ in range(8):
-            clock.now += 4
+        for _ in range(3):
             log.step(2.5, 1.0, lr=0.1)
             run.progress.add_step(32)
-    assert capsys.readouterr().err.count("the 2 threads get 50% of the time") == warnings
+    line = "other programs use the cores: continuing with 2 of 4 threads\n"
+    assert capsys.readouterr().err.count(line) == 1
+    assert [e["threads"] for e in tiny.log_events() if e["event"] == "threads"] == [2]
 
 
 def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
