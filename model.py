@@ -189,12 +189,12 @@ class GPT(nn.Module):
         idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored. Logits are
         divided by the temperature (Agarwala et al. 2020, "Temperature check").
         """
-        logits = self.lm_head(self.trunk(idx) / temperature)  # (B, T, V); lm_head is linear
+        logits = self.logits(idx, temperature)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def logits(self, idx):
+    def logits(self, idx, temperature=1.0):
         """Returns the logits of the token after each position: (B, T) -> (B, T, V)."""
-        return self.lm_head(self.trunk(idx))
+        return self.lm_head(self.trunk(idx) / temperature)  # lm_head is linear
 
     def trunk(self, idx, positions=None, attend=None):
         """Returns the hidden states after the final norm: all of GPT-2 but the output head.
@@ -344,6 +344,31 @@ def normalize_and_rotate(q, k, norm, rotation):
     return qk.unbind()
 
 
+# Mask and weights of attention, which F.scaled_dot_product_attention usually computes itself
+
+
+def attention_weights(q, k, mask):
+    """Returns the weight of each value: (B, H, T, D) and (B, H, S, D) -> (B, H, T, S).
+
+    mask: (T, S) or (B * H, T, S), of q's dtype; see causal_mask.
+    """
+    scale = q.shape[-1] ** -0.5  # Vaswani et al. 2017, 3.2.1
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
+    return scores.softmax(dim=-1).unflatten(0, q.shape[:2])
+
+
+def causal_mask(queries, keys, window, dtype=torch.float32):
+    """Returns what is added to the scores: 0 where a query attends to a key, else -inf.
+
+    queries, keys: their positions, (…, T) and (S,) int64 -> (…, T, S).
+    """
+    queries = queries.unsqueeze(-1)
+    masked = keys > queries
+    if window:
+        masked |= keys <= queries - window
+    return torch.zeros_like(masked, dtype=dtype).masked_fill_(masked, -math.inf)
+
+
 # window (Child et al. 2019, "Generating Long Sequences with Sparse Transformers")
 
 
@@ -360,11 +385,9 @@ def windowed_attention(q, k, v, window, kernel, dropout):
     # Keys and values of the previous chunk, zeros before the first, and of this one.
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, -1)), x), dim=2) for x in (k, v))
     columns = torch.arange(2 * window, device=q.device)
-    distance = columns[window:, None] - columns  # of each key from its query
-    masked = ((distance < 0) | (distance >= window)).repeat(chunks, 1, 1)
-    masked[0, :, :window] = True  # the first chunk has no predecessor
-    mask = torch.zeros(masked.shape, dtype=q.dtype, device=q.device)
-    y = kernel(q, k, v, mask.masked_fill(masked, -math.inf), dropout)
+    mask = causal_mask(columns[window:], columns, window, q.dtype).repeat(chunks, 1, 1)
+    mask[0, :, :window] = -math.inf  # the first chunk has no predecessor
+    y = kernel(q, k, v, mask, dropout)
     return y.reshape(B, H, chunks * window, D)[:, :, :T]
 
 

@@ -165,8 +165,8 @@ class DecodeStep(nn.Module):
 def elementwise_attention(q, k, v, attn_mask):
     """Attention of one query as elementwise operations, which the compiler fuses.
 
-    q: (B, H, 1, D); k, v: (B, H, length, D); attn_mask: (B, 1, 1, length).
+    q: (B, H, 1, D); k, v: (B, H, length, D); attn_mask: (B, 1, 1, length), added to the scores.
     """
     scores = (q * k).sum(dim=-1) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~attn_mask[:, :, 0], -torch.inf).softmax(dim=-1)
+    weights = (scores + attn_mask[:, :, 0]).softmax(dim=-1)
     return (weights.unsqueeze(-1) * v).sum(dim=2, keepdim=True)

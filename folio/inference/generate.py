@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from folio.inference.sampling import sample_next, uniforms
+from model import causal_mask
 
 TOKENS_PER_PASS = 2**14  # limits the activations of a forward pass
 
@@ -75,17 +76,15 @@ def decode_one(model, cache, tail, position, length=None, kernel=F.scaled_dot_pr
         kernel: computes attention, as the default does. Its mask is None if the position is an int.
     """
     device, mask = tail.device, None
-    window = cache.window or cache.length
     if isinstance(position, int):
         rows, positions = slice(None), torch.tensor([position], device=device)
-        start = max(0, position + 1 - window)
+        start = max(0, position + 1 - (cache.window or cache.length))
         count = position + 1 - start
     else:
         rows, positions = torch.arange(len(tail), device=device), position[:, None]
         start, count = 0, length or cache.length
-        distance = positions - torch.arange(count, device=device)
-        mask = (distance >= 0) & (distance < window)
-        mask = mask[:, None, None]  # (B, 1, 1, length)
+        mask = causal_mask(positions, torch.arange(count, device=device), cache.window, cache.dtype)
+        mask = mask[:, None]  # (B, 1, 1, length)
 
     def attend(layer, q, k, v):
         cache.write(layer, rows, position, k, v)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import GPT, GPTConfig
+from .model import GPT, GPTConfig, attention_weights, causal_mask
 
 
 class FolioConfig(PretrainedConfig):
@@ -59,13 +59,11 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("folio models do not support padding on the left")
         T, past = input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0
         positions = torch.arange(T, device=input_ids.device)
-        distance = positions[past:, None] - positions
-        hidden = (distance < 0) | (distance >= (self.config.window or T))
+        mask = causal_mask(positions[past:], positions, self.config.window)
 
         def attend(layer, q, k, v):
             k, v = past_key_values.update(k, v, layer)
-            scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-            return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ v
+            return attention_weights(q, k, mask.to(q.dtype)) @ v
 
         attend = attend if past_key_values is not None else None
         logits = self.gpt.lm_head(self.gpt.trunk(input_ids, positions[past:], attend))

@@ -19,19 +19,11 @@ def causal_attention(q, k, v, window, kernel=kernels.fast_attention):
     return module.causal_attention(q, k, v)
 
 
-def explicit(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-    """Arguments as for kernels.fast_attention, which calls explicit_attention for bfloat16 only."""
-    T = q.shape[2]
-    causal = torch.full((1, T, T), -math.inf).triu(1)
-    mask = causal if is_causal else attn_mask.repeat(len(q), 1, 1)
-    return explicit_attention(q, k, v, mask, dropout_p)
-
-
 # Attention
 
 
 @pytest.mark.parametrize(
-    "kernel", [F.scaled_dot_product_attention, kernels.fast_attention, explicit]
+    "kernel", [F.scaled_dot_product_attention, kernels.fast_attention, explicit_attention]
 )
 @pytest.mark.parametrize("window", [0, 1, 4, 5, 40])
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 1, 1, 4)], ids=str)

@@ -6,6 +6,7 @@ import torch
 
 from folio.cli.errors import UserError
 from folio.inference.scoring import likely_next
+from model import attention_weights, causal_mask
 
 TOKEN_STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l look different
 NEXT_TOKENS = 12
@@ -21,15 +22,12 @@ def compute_attention(model, idx, layers):
     idx: (T,) int64 -> weights: (n_head, T, T) float32 on the CPU. Element [h, t, s] is the weight
     of position s in the output for position t.
     """
-    T = len(idx)
-    positions = torch.arange(T, device=idx.device)
-    distance = positions[:, None] - positions
-    hidden = (distance < 0) | (distance >= (model.config.window or T))
+    positions = torch.arange(len(idx), device=idx.device)
+    mask = causal_mask(positions, positions, model.config.window)
     weights_of_layer = {}
 
     def attend(layer, q, k, v):
-        scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])  # Vaswani et al. 2017, 3.2.1
-        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        weights = attention_weights(q.float(), k.float(), mask)
         if layer in layers:
             weights_of_layer[layer] = weights[0].cpu()
         return (weights @ v.float()).to(v.dtype)
