@@ -18,7 +18,7 @@ from pathlib import Path
 
 from folio.cli import process
 from folio.cli.errors import UserError, suggest
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 PROVIDED_DATASETS = {  # name: default tokenizer
     "shakespeare_char": "char",
@@ -87,9 +87,8 @@ class PrepareConfig:
         return self.tokenizer or default
 
 
-if __name__ == "__main__":
-    # Answers --help and reports wrong flags before the slow imports. main() parses again.
-    process.start(parse_arguments, PrepareConfig)
+# Answers --help and reports wrong flags before the slow imports. main() parses again.
+process.start(__name__, PrepareConfig)
 
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder, load_dataset

@@ -12,7 +12,6 @@ calls complete (folio/inference/completion.py), which calls generate (folio/infe
 """
 
 import json
-import os
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
@@ -78,12 +77,10 @@ class SampleConfig:
                 raise ValueError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
 
 
-if __name__ == "__main__":
-    # Waiting threads spin this many times, then sleep. The default is 30 times as many and makes
-    # sampling several times slower if another process uses the cores.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # Answers --help and reports wrong flags before the slow imports. main() parses again.
-    process.start(parse_arguments, SampleConfig)
+# Answers --help and reports wrong flags before the slow imports. main() parses again.
+# GOMP_SPINCOUNT: waiting threads spin so many times, then sleep. The default is 30 times as many
+# and makes sampling several times slower if another process uses the cores.
+process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import read_text

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from folio.cli import process
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 
 # setting(default, explanation, bounds); `scope` says what a setting is for (folio/cli/settings.py).
@@ -114,9 +114,8 @@ class TrainConfig:
         return self.gradient_accumulation_steps * self.batch_size * self.block_size
 
 
-if __name__ == "__main__":
-    # Answers --help and reports wrong flags before the slow imports. main() parses again.
-    process.start(parse_arguments, TrainConfig)
+# Answers --help and reports wrong flags before the slow imports. main() parses again.
+process.start(__name__, TrainConfig)
 
 import numpy as np
 import torch

@@ -8,7 +8,7 @@ folio/pretrained/huggingface.py describes the format.
 from dataclasses import dataclass
 
 from folio.cli import process
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,7 @@ class ExportConfig:
             raise ValueError("specify the folder to write: --to=FOLDER")
 
 
-if __name__ == "__main__":
-    process.start(parse_arguments, ExportConfig)  # --help must not wait for torch
+process.start(__name__, ExportConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.pretrained.huggingface import write_pretrained

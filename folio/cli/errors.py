@@ -1,7 +1,9 @@
 """The error type for mistakes that a user can correct, and helpers that format such errors."""
 
 import difflib
+import sys
 from importlib import import_module
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -32,6 +34,12 @@ def import_optional(package, user, others=""):
         return import_module(package)
     except ImportError as error:
         raise UserError(f"{user} needs: pip install {package} {others}".rstrip()) from error
+
+
+def script_name():
+    """Returns the name of the running script, such as train.py or tools.plot."""
+    path = Path(sys.argv[0])
+    return f"tools.{path.parent.name}" if path.name == "__main__.py" else path.name
 
 
 def os_error(verb, path, error):

@@ -13,9 +13,9 @@ import sys
 import time
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 
-from folio.cli.errors import UserError, cause_of
+from folio.cli.errors import UserError, cause_of, script_name
+from folio.cli.settings import parse_arguments
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
@@ -32,9 +32,23 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def start(function, *args):
-    """Calls a function that handles `--help` or invalid flags before a script imports torch."""
-    if (status := _run(function, *args)) is not None:
+def start(module_name, settings_class, only_help=False, **environment):
+    """Answers `--help` and reports wrong flags before a script imports torch.
+
+    A script passes its `__name__`. If it is imported by another module, nothing happens.
+
+    Args:
+        only_help: flags are not checked, because `settings_class` lacks some settings.
+        environment: variables that torch reads when it is imported, and their defaults.
+    """
+    if module_name != "__main__":
+        return
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    argv = sys.argv[1:]
+    if only_help:
+        argv = [argument for argument in argv if argument in ("-h", "--help")]
+    if (status := _run(parse_arguments, settings_class, argv)) is not None:
         sys.exit(status)
     if missing := [name for name in REQUIRED_PACKAGES if not find_spec(name)]:
         names = ", ".join(missing)
@@ -97,12 +111,6 @@ def _run(function, *args):
     elif error:
         print_error(str(error) or "out of memory: use less data, or a machine with more memory")
     return status
-
-
-def script_name():
-    """Returns the name of the running script, such as train.py or tools.plot."""
-    path = Path(sys.argv[0])
-    return f"tools.{path.parent.name}" if path.name == "__main__.py" else path.name
 
 
 def print_error(message):

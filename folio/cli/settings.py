@@ -21,8 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from folio.cli.errors import UserError, suggest
-from folio.cli.process import script_name
+from folio.cli.errors import UserError, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 

@@ -15,6 +15,7 @@ from folio.cli.settings import ROOT
 
 pytest.importorskip("fcntl")  # POSIX
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+START = "import dataclasses as d\nprocess.start('__main__', d.make_dataclass('Settings', []))"
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 
 
@@ -92,7 +93,7 @@ def test_closed_streams_and_missing_packages_cause_no_traceback():
     lines = ["def main():", " print('x')", " print('y', file=sys.stderr)", "process.run(main)"]
     assert shell("$PYTHON >&-", *lines) == (0, "y\n")
     assert shell("$PYTHON 2>&- <&-", *lines) == (0, "")
-    lines = ["process.REQUIRED_PACKAGES = ('sys', 'no_such_package')", "process.start(print)"]
+    lines = ["process.REQUIRED_PACKAGES = ('sys', 'no_such_package')", START]
     status, err = shell("$PYTHON", *lines)
     assert (status, err.partition(" not")[0]) == (2, "-c: no_such_package")
 
@@ -119,7 +120,7 @@ def test_a_signal_ends_a_script_with_status_128_plus_its_number(number, capsys):
 
 @posix
 def test_a_signal_during_imports_prints_no_traceback():
-    lines = ["process.start(print)", "os.kill(os.getpid(), signal.SIGTERM)"]
+    lines = [START, "os.kill(os.getpid(), signal.SIGTERM)"]
     assert shell("$PYTHON", *lines) == (128 + signal.SIGTERM, "")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from folio.cli import process
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class BenchConfig:
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model")
 
 
-if __name__ == "__main__":
-    process.start(parse_arguments, BenchConfig)  # --help must not wait for torch
+process.start(__name__, BenchConfig)  # --help must not wait for torch
 
 from tools.bench.count import print_counts
 from tools.bench.measure import compare_commands, describe_machine

@@ -14,7 +14,7 @@ from typing import Literal
 
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 USER_NAME = "folio"
 LOCAL_HOSTS = ("127.0.0.1", "localhost")  # only this machine can reach them
@@ -38,9 +38,7 @@ class PlaygroundConfig:
             raise ValueError(f"--host={self.host} needs a password: set FOLIO_PASSWORD")
 
 
-if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # see sample.py
-    process.start(parse_arguments, PlaygroundConfig)  # --help must not wait for torch
+process.start(__name__, PlaygroundConfig, GOMP_SPINCOUNT="10000")  # see sample.py
 
 from folio.checkpoint.run_dir import RunDir
 from folio.hardware.device import resolve_device

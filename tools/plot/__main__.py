@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from folio.cli import process
 from folio.cli.errors import import_optional
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class PlotConfig:
             raise ValueError(f"--out={self.out} must be a PNG file in an existing folder")
 
 
-if __name__ == "__main__":
-    process.start(parse_arguments, PlotConfig)  # --help must not wait for torch
+process.start(__name__, PlotConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.inference.trained_model import load_trained

@@ -17,7 +17,7 @@ from typing import ClassVar
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
-from folio.cli.settings import changed_settings, names_with_scope, parse_arguments, setting
+from folio.cli.settings import changed_settings, names_with_scope, setting
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class SweepSettings:
     )
 
 
-if __name__ == "__main__":
-    help_flags = [argument for argument in sys.argv if argument in ("-h", "--help")]
-    process.start(parse_arguments, SweepSettings, help_flags)  # --help must not wait for torch
+process.start(__name__, SweepSettings, only_help=True)  # which must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
