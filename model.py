@@ -173,6 +173,8 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 values = torch.zeros(parameter.shape)
+            elif not name.endswith("weight"):  # such as a new kind of norm
+                raise ValueError(f"init_weights has no rule for {name}")
             elif parameter.dim() == 1:
                 values = torch.ones(parameter.shape)
             else:

@@ -264,6 +264,13 @@ def test_weights_are_initialized_as_in_gpt2():
             assert parameter.mean().item() == pytest.approx(0, abs=0.1 * std), name
 
 
+def test_a_new_kind_of_parameter_needs_a_rule_for_its_initial_value():
+    model = random_model()
+    model.transformer.ln_f.alpha = torch.nn.Parameter(torch.full((1,), 0.5))
+    with pytest.raises(ValueError, match="no rule for transformer.ln_f.alpha"):
+        model.init_weights()
+
+
 def test_gpt2_has_124_million_parameters():
     assert empty_model(GPTConfig(vocab_size=50257), "meta").num_params() == 124_439_808
 

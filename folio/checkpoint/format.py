@@ -99,7 +99,9 @@ def save_checkpoint(path, checkpoint):
     content = {
         "format": FORMAT_VERSION,
         "model": checkpoint.weights,
-        **{key: checkpoint.optimizers.get(name) for name, key in OPTIMIZER_KEYS.items()},
+        **dict.fromkeys(OPTIMIZER_KEYS.values()),
+        # A KeyError means that a new optimizer needs a key in OPTIMIZER_KEYS.
+        **{OPTIMIZER_KEYS[name]: state for name, state in checkpoint.optimizers.items()},
         "model_args": model_args,
         "config": checkpoint.settings,
         **{name: getattr(checkpoint, name) for name in OPTIONAL_KEYS},

@@ -46,7 +46,8 @@ def fast_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
     """
     # In bfloat16 on two AMD cores, matrix products took 1/4 of the time of torch's fused kernel for
     # 128 keys and 1/2 for 512, forward and backward.
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= 512:
+    has_mask = is_causal or attn_mask is not None
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= 512 and has_mask:
         return explicit_attention(q, k, v, attn_mask, dropout_p, is_causal)
     with nullcontext() if is_causal else disable_cudnn_attention(q.device):
         return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)

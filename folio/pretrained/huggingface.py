@@ -40,6 +40,7 @@ GPT2_REQUIRED = {  # values that a GPT2Config must have, which are its defaults
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
+GPT2_ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu2")  # with which an MLP is the same there
 GPT2_TANH_NAMES = ("gelu_new", "gelu_pytorch_tanh")  # here gelu_tanh; other names are the same
 TRANSPOSED_SUFFIXES = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
 MASK_SUFFIXES = (".attn.bias", ".attn.masked_bias")  # constant tensors in older files
@@ -168,7 +169,7 @@ def write_pretrained(folder, checkpoint, tokenizer):
 def _fits_gpt2(config):
     """Whether GPT2LMHeadModel computes the same function as a GPT."""
     shared = {name: getattr(config, name) for name in (*GPT2_FIELDS, "dropout")}
-    return config == GPTConfig(**shared) and config.activation != "swiglu"
+    return config == GPTConfig(**shared) and config.activation in GPT2_ACTIVATIONS
 
 
 def _gpt2_fields(config):

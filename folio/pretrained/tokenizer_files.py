@@ -40,7 +40,7 @@ def make_tokenizer_files(tokenizer):
         "clean_up_tokenization_spaces": False,  # would remove spaces before punctuation
     }
     if tokenizer.end is not None:
-        config["bos_token"] = config["eos_token"] = END_OF_TEXT
+        config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)  # as GPT-2's
     return {
         TOKENIZER_FILE: make_definition(tokenizer),
         "tokenizer_config.json": json.dumps(config, indent=1),

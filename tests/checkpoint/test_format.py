@@ -158,6 +158,12 @@ def test_weights_of_another_model_are_refused(value):
         build_model(load_checkpoint(path))
 
 
+def test_the_state_of_a_new_optimizer_is_not_left_out_silently():
+    model, optimizers = train_one_step()
+    with pytest.raises(KeyError, match="lion"):
+        save_checkpoint("ckpt.pt", checkpoint_of(model, {"lion": optimizers["adamw"]}))
+
+
 def test_state_of_other_optimizers_is_refused():
     checkpoint = checkpoint_of(*train_one_step("muon"), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* adamw and muon"):

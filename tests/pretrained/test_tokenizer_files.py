@@ -63,7 +63,7 @@ def auto_tokenizer(tmp_path):
 def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path):
     theirs = auto_tokenizer(tokenizer)
     assert len(theirs) == tokenizer.vocab_size
-    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end
+    assert theirs.eos_token_id == theirs.bos_token_id == theirs.unk_token_id == tokenizer.end
     for text in (DIFFICULT, "", " ", "\n", "a"):
         ids = tokenizer.encode(text).tolist()
         assert theirs(text)["input_ids"] == ids
