@@ -20,6 +20,7 @@ from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
 MAX_LOSS_RISE_NATS = 0.02  # rise of the validation loss from its lowest value
+MIN_LOSS_FALL_NATS = 0.01  # of the validation loss in the last third of the evaluations
 MAX_GAP_GROWTH_NATS = 0.1  # growth of the gap between validation and training loss
 SLOW_STEP_S = 60
 
@@ -267,34 +268,47 @@ def print_end(run, loss):
     print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
     if (peak := peak_memory_gib(run.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
-    epochs = progress.tokens / len(run.dataset.train)
     evaluations = [event for event in run.run_dir.read_events() if event["event"] == "val"]
-    if advice := advice_on(evaluations, epochs):
-        print(advice)
+    epochs = progress.tokens / len(run.dataset.train)
+    if advice := advice_on(evaluations, settings, epochs):
+        text, flag = advice
+        print(f"{text}: python {shlex.join(sys.argv)} {flag}")
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
 
-def advice_on(evaluations, epochs):
-    """Returns a line on what would improve the model, or None with fewer than three evaluations.
+def advice_on(evaluations, settings, epochs):
+    """Returns what would improve a model, and the flag for it; None with fewer than 3 evaluations.
 
     A validation text of another kind makes a gap between the losses from the first evaluations on;
-    memorization makes it grow. `evaluations`: their events in the log; the first is before any
-    training. `epochs`: how often the run has read the training text; only what was read before can
-    be memorized.
+    memorization makes it grow, and the validation loss stops falling.
+
+    Args:
+        evaluations: their events in the log; the first is before any training.
+        epochs: how often the run has read the training text.
     """
     if len(evaluations) < 3:
         return None
-    gaps = [event["loss"] - event["train_loss"] for event in evaluations]
     best, last = min(evaluations, key=lambda event: event["loss"]), evaluations[-1]
-    if last["loss"] - best["loss"] > MAX_LOSS_RISE_NATS:
-        rise = f"loss has risen by {last['loss'] - best['loss']:.2f} since step {best['step']:,}"
-        if last["train_loss"] > best["train_loss"]:
-            return f"the validation {rise}, and so has the training loss: lower --learning_rate"
-        remedy = "use more text, a higher --dropout or fewer steps"
-        return f"the validation {rise} (overfitting): {remedy}"
-    gap = "the gap between validation and training loss "
-    gap += f"went from {gaps[1]:z.2f} to {gaps[-1]:z.2f}"
-    if epochs >= 1 and gaps[-1] > gaps[1] + MAX_GAP_GROWTH_NATS:
-        return f"{gap} (memorization): more text would help most"
-    remedy = "longer training" if epochs < 1 else "a larger model or longer training"
-    return f"{gap} in {epochs:.2g} passes over the text: {remedy} would help most"
+    rise = last["loss"] - best["loss"]
+    first_gap, gap = (event["loss"] - event["train_loss"] for event in (evaluations[1], last))
+    more_dropout = f"--dropout={min(settings.dropout + 0.1, 0.5):.2g}"
+    if rise > MAX_LOSS_RISE_NATS and last["train_loss"] > best["train_loss"]:
+        losses = f"both losses have risen since step {best['step']:,}"
+        return (
+            f"{losses}; use a lower learning rate",
+            f"--learning_rate={settings.learning_rate / 2:g}",
+        )
+    if rise > MAX_LOSS_RISE_NATS:
+        text = (
+            f"the validation loss has risen by {rise:.2f} since step {best['step']:,} (overfitting)"
+        )
+        return f"{text}; use more text or more dropout", more_dropout
+    if last["step"] < settings.max_iters and settings.minutes:
+        return "more time would help most", f"--minutes={2 * settings.minutes:g}"
+    fall = evaluations[-1 - len(evaluations) // 3]["loss"] - last["loss"]
+    if fall < MIN_LOSS_FALL_NATS and epochs >= 1 and gap > first_gap + MAX_GAP_GROWTH_NATS:
+        text = f"the gap between the losses has grown from {first_gap:z.2f} to {gap:z.2f}"
+        return f"{text} (memorization); use more text or more dropout", more_dropout
+    remedy = "longer training" if epochs < 1 else "longer training or a larger model"
+    text = f"{epochs:.2g} passes over the text; {remedy} would help most"
+    return text, f"--max_iters={2 * settings.max_iters}"
