@@ -6,6 +6,7 @@ one event of the run per line, a JSON object.
 """
 
 import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,14 @@ from folio.cli.errors import UserError, os_error, suggest
 from folio.cli.files import LOCK_FILE, move_aside, replace_by_link
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
+LOSS_NUMBERS = ("step", "tokens", "loss", "elapsed_s")
+EVENT_NUMBERS = {  # {event in log.jsonl: its numbers}
+    "start": ("parameters",),
+    "resume": ("step",),
+    "threads": ("step",),
+    "train": (*LOSS_NUMBERS, "tokens_per_s"),
+    **dict.fromkeys(("val", "final"), LOSS_NUMBERS),
+}
 
 
 class RunDir:
@@ -107,13 +116,14 @@ class RunDir:
         return None
 
     def read_events(self):
-        """Returns the events of log.jsonl, without incomplete lines; [] if there is no log."""
+        """Returns the events of log.jsonl, [] without a log.
+
+        Lines that are incomplete, because a process is still writing them, or damaged are left out.
+        """
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
-            with suppress(ValueError, AttributeError):  # a process is still writing the line
-                event = json.loads(line)
-                event.setdefault("event", event.get("split"))  # the name until November 2026
-                events.append(event)
+            with suppress(AttributeError, KeyError, TypeError, ValueError):
+                events.append(_parse_event(line))
         return events
 
     def last_event(self):
@@ -132,3 +142,17 @@ class RunDir:
         if best:
             with suppress(UserError):
                 replace_by_link(self.best, self.last)
+
+
+def _parse_event(line):
+    """Returns the event in a line of log.jsonl. Raises one of several errors if it is damaged."""
+    event = json.loads(line)
+    event.setdefault("event", event.get("split"))  # the name until November 2026
+    for name in EVENT_NUMBERS[event["event"]]:
+        if not math.isfinite(event[name]):
+            raise ValueError(name)
+    if event["event"] == "start":
+        dict(event["settings"])
+    if event["event"] == "resume":
+        event["changed"] = {name: (old, new) for name, (old, new) in event["changed"].items()}
+    return event

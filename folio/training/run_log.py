@@ -268,7 +268,8 @@ def print_end(run, loss):
     print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
     if (peak := peak_memory_gib(run.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
-    evaluations = [event for event in run.run_dir.read_events() if event["event"] == "val"]
+    events = run.run_dir.read_events()
+    evaluations = [e for e in events if e["event"] == "val" and "train_loss" in e]
     epochs = progress.tokens / len(run.dataset.train)
     if advice := advice_on(evaluations, settings, epochs):
         text, flag = advice

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from tools.plot.attention import MAX_DRAWN_TOKENS, NEXT_TOKENS, compute_attentio
 from tools.plot.embeddings import draw_embeddings
 from tools.plot.losses import MAX_TRAINING_POINTS, draw_losses
 from tools.plot.runs import group_runs, read_runs
-from tools.plot.table import compare_groups, format_table
+from tools.plot.table import compare_groups, format_table, select_columns
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("folder")
@@ -52,6 +53,15 @@ def test_table_has_best_run_first_and_only_settings_that_differ():
     write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
     write_run("out-c", [])
     assert make_table("out-a", "out-b", "out-c") == TABLE.splitlines()
+
+
+def test_only_columns_that_differ_and_fit_are_shown():
+    rows = [["run", "loss", "same", "x", "long"], ["a", "1.0", "5", "1", "y" * 30]]
+    rows.append(["b\x1b", "2.0", "5", "2", "z"])
+    assert select_columns(rows[:2], math.inf) == [tuple(row) for row in rows[:2]]
+    assert [len(row) for row in select_columns(rows, math.inf)] == [4, 4, 4]
+    assert select_columns(rows, 40)[0] == ("run", "loss", "x")
+    assert "b\\x1b" in format_table(rows)[-1]
 
 
 def test_the_final_evaluation_counts_until_the_run_continues():
@@ -162,7 +172,7 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds():
     training, validation, best = read_curves(figure)["n=2,seed=*"]
     assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
     assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
-    assert best == [validation[1]]
+    assert best == [[10, 2.0]]  # the mean of the best losses, as in the table
     [band] = figure.axes[0].collections  # the other group has a single run
     corners = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
     assert corners == {(0, 3.5858), (0, 6.4142), (10, 1.5858), (10, 4.4142), (20, 3.0)}

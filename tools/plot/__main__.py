@@ -9,12 +9,16 @@ Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are one ro
 Plots are PNG files and need matplotlib.
 """
 
+import math
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from folio.cli import process
 from folio.cli.errors import import_optional
+from folio.cli.files import write_atomically
 from folio.cli.settings import load_settings, setting
 
 
@@ -30,6 +34,7 @@ class PlotConfig:
     y: Literal["loss", "bits_per_byte"] = setting(
         "loss", "y axis and table; bits per byte compare runs with different tokenizers"
     )
+    all: bool = setting(False, "table with all columns; False: those that differ and fit")
     out: str | None = setting(None, "PNG file; None: runs.png, attention.png or embeddings.png")
 
     attention: bool = setting(
@@ -63,7 +68,7 @@ from tools.plot.attention import draw_attention
 from tools.plot.embeddings import draw_embeddings
 from tools.plot.losses import draw_losses
 from tools.plot.runs import group_runs, read_runs
-from tools.plot.table import compare_groups, format_table
+from tools.plot.table import compare_groups, format_table, select_columns
 
 
 def main(argv=None):
@@ -71,7 +76,11 @@ def main(argv=None):
     of_model = settings.attention or settings.embeddings
     if not of_model:
         groups = group_runs(read_runs(settings.runs), settings.y)
-        print("\n".join(format_table(compare_groups(groups))), flush=True)
+        rows = compare_groups(groups)
+        if not settings.all:
+            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+            rows = select_columns(rows, width)
+        print("\n".join(format_table(rows)), flush=True)
     import_optional("matplotlib", "a plot")
     if of_model:
         default_path = "attention.png" if settings.attention else "embeddings.png"
@@ -79,7 +88,8 @@ def main(argv=None):
     else:
         default_path, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or default_path
-    figure.savefig(path, dpi=150)
+    with write_atomically(path) as [file]:
+        figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
 
 

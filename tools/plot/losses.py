@@ -33,10 +33,10 @@ def draw_losses(groups, axis):
             x, loss, _ = group.curve("train", AXES[axis])
             axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
         x, loss, deviation = group.curve("val", AXES[axis])
-        label = group.name if number < MAX_LABELED_GROUPS else None
+        name = group.name.replace("$", r"\$")  # a mathematical formula otherwise
+        label = name if number < MAX_LABELED_GROUPS else None
         axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
-        best = loss.argmin()
-        axes.plot(x[best], loss[best], "o", color=color)
+        axes.plot(x[loss.argmin()], group.mean_loss, "o", color=color)  # the table's
         if deviation.any():
             low, high = loss - deviation, loss + deviation
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
@@ -44,7 +44,7 @@ def draw_losses(groups, axis):
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
     training = "faint: training; " if measure == "loss" else ""
-    title = f"line: validation; {training}dot: best"
+    title = f"line: validation; {training}dot: best model"
     if any(len(group.runs) > 1 for group in groups):
         title += "\nmeans over seeds; band: ± standard deviation"
     if len(groups) > MAX_LABELED_GROUPS:

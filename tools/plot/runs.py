@@ -4,7 +4,6 @@ import math
 import os
 import re
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -46,8 +45,7 @@ def read_run(folder):
         raise UserError(f"there is no log {run_dir.log}; available runs: {available}")
     run = Run(str(Path(folder)))  # without a slash at the end
     for event in run_dir.read_events():
-        with suppress(KeyError, TypeError):  # the file was changed
-            add_event(run, event)
+        add_event(run, event)
     return run
 
 

@@ -1,6 +1,9 @@
 """Tables in Markdown, and the table that compares groups of runs."""
 
+from itertools import accumulate
 from statistics import median, stdev
+
+from folio.cli.process import printable
 
 
 def compare_groups(groups):
@@ -49,8 +52,22 @@ def compute_figures(group):
     return {name: f"{median(values):,.0f}" if values else "" for name, values in figures.items()}
 
 
+def select_columns(rows, width):
+    """Returns rows without columns that are equal in all, and as many columns as `width` allows.
+
+    The first two columns stay, and all of a single row.
+    """
+    columns = list(zip(*rows, strict=True))
+    if len(rows) > 2:
+        columns = columns[:2] + [column for column in columns[2:] if len(set(column[1:])) > 1]
+    widths = [3 + max(2, *map(len, column)) for column in columns]
+    count = max(2, sum(end < width for end in accumulate(widths)))
+    return list(zip(*columns[:count], strict=True))
+
+
 def format_table(rows):
     """Returns the lines of a Markdown table. The first row is the header, the first column text."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(2, *map(len, column)) for column in zip(*rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     lines = []
