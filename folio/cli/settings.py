@@ -26,7 +26,7 @@ from folio.cli.errors import UserError, script_name, suggest
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 
 
-def setting(default, explanation, bounds=None, *, group=None, scope="run"):
+def setting(default, explanation, bounds=None, *, group=None, scope="run", is_text=False):
     """Declares a dataclass field, with the line that `--help` prints for it.
 
     Args:
@@ -35,9 +35,10 @@ def setting(default, explanation, bounds=None, *, group=None, scope="run"):
         scope: what the setting is for. "run": the results depend on it. "files": which files are
             read and written, and when a process stops. "machine": where and how to compute.
             "display": what is reported and saved, and how often.
+        is_text: ~/ at the start of its value is kept, because it is no path.
     """
     metadata = {"explanation": explanation, "bounds": bounds, "group": group, "scope": scope}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata | {"is_text": is_text})
 
 
 def names_with_scope(settings_class, *scopes):
@@ -148,7 +149,9 @@ def _parse_flag(settings_class, argument, remaining, choose):
             text = remaining.pop(0)
         else:
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
-    if text.startswith("~/"):  # most shells do not expand it after "="
+    if text == "=":
+        raise UserError(f"write --{name}=VALUE without spaces")
+    if text.startswith("~/") and not field.metadata["is_text"]:  # most shells keep it after "="
         text = os.path.expanduser(text)
     if choose:
         text = choose(name, text.split(","))
@@ -161,14 +164,15 @@ def _find_config_file(argument, settings_class):
             return path
     if "=" in argument or argument.startswith("-"):
         raise UserError(f"write settings as --name=value, not {argument}")
-    for name, exists in (("out_dir", os.path.isdir), ("input", os.path.exists)):
-        if hasattr(settings_class, name) and exists(argument):
-            raise UserError(f"{argument} is not a config file; did you mean --{name}={argument}?")
+    name = "input" if hasattr(settings_class, "input") else "out_dir"
+    if name == "input" or os.path.isdir(argument):
+        raise UserError(f"{argument} is not a config file; did you mean --{name}={argument}?")
+    if os.path.exists(argument):
+        raise UserError(f"{argument} is not a config file, whose name ends with .py")
     paths = sorted((ROOT / "config").rglob("[!_]*.py"))
     presets = [path.relative_to(ROOT).as_posix() for path in paths]
-    hint = suggest(argument, presets, f"; available: {', '.join(presets)}")
-    quotes = "values with spaces need quotes"
-    raise UserError(f"there is no config file {argument}; {quotes}{hint}")
+    hint = suggest(argument, presets, "; values with spaces need quotes; ls config lists presets")
+    raise UserError(f"there is no config file {argument}{hint}")
 
 
 # Values
@@ -254,6 +258,9 @@ def _run_config_file(path, fields, readable, choose):
     stores = [step for step in dis.get_instructions(code) if step.opname == "STORE_NAME"]
     lines = {step.argval: step.positions.lineno for step in stores}  # at module level
     values = {}
+    for name in names.get("__annotations__", {}):
+        if name not in names:
+            raise UserError(f"{path}: '{name}: VALUE' assigns nothing; write {name} = VALUE")
     for name, value in names.items():
         place = f"{path} line {lines.get(name, '?')}: {name}"
         if isinstance(value, types.ModuleType):

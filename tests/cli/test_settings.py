@@ -28,6 +28,7 @@ class Settings:
     bias: bool = setting(False, "whether layers have one")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of norm")
     name: str | None = setting(None, "of the run", scope="display")
+    prompt: str | None = setting(None, "of a sample", is_text=True)
 
     def __post_init__(self):
         if self.warmup and self.warmup > self.steps:
@@ -117,6 +118,7 @@ def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, rea
         (["--bias", "true"], {"bias": True}),
         (["--name=--a=b"], {"name": "--a=b"}),
         (["--name=~/a"], {"name": os.path.expanduser("~/a")}),
+        (["--prompt=~/a"], {"prompt": "~/a"}),
         (["--steps=100"], {"steps": 100}),  # the default, but given
     ],
 )
@@ -207,7 +209,7 @@ def test_settings_that_contradict_each_other_are_an_error():
         ("notes.txt", ["notes.txt", ".py"]),
         ("steps=5", ["steps=5", "--name=value"]),
         ("config/shakespear_char.py", ["config/shakespear_char.py", "config/shakespeare_char.py?"]),
-        ("x" * 300, ["x" * 300, "config/eval_gpt2.py"]),
+        ("x" * 300, ["x" * 300, "ls config"]),
         ("config/shakespeare_char.py", ["out_dir"]),  # a file that exists, for train.py
     ],
 )
@@ -215,6 +217,12 @@ def test_an_unknown_argument_is_an_error_with_a_hint(argument, names):
     Path("notes.txt").touch()
     message = error_of(argument)
     assert all(name in message for name in names)
+
+
+def test_other_spellings_of_an_assignment_are_errors():
+    assert error_of("--steps", "=", "5") == "write --steps=VALUE without spaces"
+    Path("a.py").write_text("steps: 5\nbias: bool = True\n")
+    assert error_of("a.py") == "a.py: 'steps: VALUE' assigns nothing; write steps = VALUE"
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()

@@ -42,7 +42,7 @@ class PlotConfig:
     )
     embeddings: bool = setting(False, "plot the cosine similarities of token embeddings")
     start: str | None = setting(
-        None, "prompt, or tokens of --embeddings: text, FILE:path, or - for standard input"
+        None, "prompt, or tokens of --embeddings: text, FILE:path, or -", is_text=True
     )
     layer: int | None = setting(
         None, "layer to plot with --attention, from 0; None: all", "[0, inf)"
