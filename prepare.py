@@ -11,8 +11,10 @@ folio/data/corpus.py defines the validation split, folio/data/dataset.py the for
 """
 
 import itertools
+import json
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +119,8 @@ def main(argv=None):
             f"name ends with one of {', '.join(TABLE_SUFFIXES)}"
         )
     corpus = Corpus(sources, settings.input or name, settings.allow_special)
+    if settings.input is not None:
+        check_other_text(folder, corpus)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
     alphabet = corpus.scan()  # finds the boundary of the splits, too
@@ -153,6 +157,17 @@ def select_sources(name, settings):
     known = ", ".join(PROVIDED_DATASETS)
     hint = suggest(name, PROVIDED_DATASETS, f"; datasets that do not need it: {known}")
     raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
+
+
+def check_other_text(folder, corpus):
+    """Raises UserError if a folder has the tokens of a text with another name and content."""
+    with suppress(OSError, KeyError, ValueError):  # there is no dataset, or a damaged one
+        meta = json.loads((folder / "meta.json").read_bytes())
+        if meta["source"] != corpus.description and meta["source_sha256"] != corpus.sha256():
+            raise UserError(
+                f"{folder} has another text, {meta['source']}: choose another --dataset, or delete "
+                "the folder"
+            )
 
 
 def training_arguments(name, kind):

@@ -67,6 +67,19 @@ def test_a_file_without_text_leaves_the_old_dataset(content):
     assert contents("own") == expected
 
 
+def test_a_dataset_of_another_text_is_not_replaced():
+    write("own.txt", "rose " * 20)
+    main(["--input=own.txt", "--dataset=own"])
+    write("own.txt", "rose " * 30)  # an edited text
+    main(["--input=own.txt", "--dataset=own"])
+    expected = contents("own")
+    write("other.txt", "lily " * 20)
+    assert "has another text, own.txt" in error_of("--input=other.txt", "--dataset=own")
+    assert contents("own") == expected
+    write("copy.txt", "rose " * 30)
+    main(["--input=copy.txt", "--dataset=own", "--tokenizer=byte"])
+
+
 # Tokenizers
 
 
