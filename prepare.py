@@ -58,7 +58,7 @@ class PrepareConfig:
     tokenizer: str | None = setting(
         None,
         "char (default), byte, bpe (trained on the text), gpt2 (default for shakespeare, "
-        "openwebtext and fineweb_edu), or that of a checkpoint file or Hugging Face folder",
+        "openwebtext and fineweb_edu), or that of a checkpoint file, tokenizer.json or its folder",
     )
     vocab_size: int | None = setting(
         None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
@@ -186,7 +186,11 @@ def load_existing_tokenizer(kind):
     if kind in TOKENIZER_KINDS:
         return TOKENIZERS[kind]()
     from folio.pretrained.load import checkpoint_tokenizer, load_initial  # slow: imports torch
+    from folio.pretrained.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 
+    path = Path(kind, TOKENIZER_FILE) if os.path.isdir(kind) else Path(kind)
+    if path.suffix == ".json":
+        return read_tokenizer(path)
     return checkpoint_tokenizer(load_initial(kind))
 
 

@@ -94,6 +94,17 @@ def test_bpe_is_trained_on_the_training_split_only():
     assert text_of("own") == "low lower lowest " * 100 + "zyx" * 50
 
 
+def test_text_is_prepared_with_the_tokenizer_of_a_tokenizer_json_or_its_folder():
+    pytest.importorskip("tokenizers")
+    write("own.txt", "rose " * 200)
+    main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe", "--vocab_size=270"])
+    tokenizer = load_dataset("own").tokenizer
+    write("made/tokenizer.json", tokenizer.definition)
+    for path in ("made", "made/tokenizer.json"):
+        main(["--input=own.txt", "--dataset=own", f"--tokenizer={path}"])
+        assert text_of("own") == "rose " * 200
+
+
 @pytest.mark.slow
 def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint():
     """Otherwise, a model with its own vocabulary could not be trained further on another text."""

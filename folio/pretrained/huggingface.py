@@ -16,7 +16,11 @@ import model
 from folio.checkpoint.format import Checkpoint, Progress, build_model, match_head
 from folio.cli.errors import UserError, cause_of, import_optional
 from folio.cli.files import read_text, write_atomically
-from folio.pretrained.tokenizer_files import make_tokenizer_files, read_tokenizer
+from folio.pretrained.tokenizer_files import (
+    TOKENIZER_FILE,
+    make_tokenizer_files,
+    read_tokenizer,
+)
 from model import GPTConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -62,7 +66,7 @@ def read_pretrained(folder):
         weights = _from_gpt2(tensors, config)
     else:
         weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
-    tokenizer = read_tokenizer(folder).to_dict()
+    tokenizer = read_tokenizer(folder / TOKENIZER_FILE).to_dict()
     for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
     config = match_head(config, weights)

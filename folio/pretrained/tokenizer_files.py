@@ -10,7 +10,6 @@ A character that is not in the vocabulary of `char` is an error in folio. transf
 
 import hashlib
 import json
-from pathlib import Path
 
 from folio.cli.errors import UserError, import_optional
 from folio.cli.files import read_text
@@ -94,15 +93,14 @@ def _byte_level(library, model, split_words=True):
 # Reading
 
 
-def read_tokenizer(folder):
-    """Returns the tokenizer of a Hugging Face folder.
+def read_tokenizer(path):
+    """Returns the tokenizer in a tokenizer.json.
 
-    Raises UserError if it has no tokenizer.json, or one that is damaged or not supported.
+    Raises UserError if it is missing, damaged or not supported.
     """
-    path = Path(folder, TOKENIZER_FILE)
     if not path.is_file():
         raise UserError(
-            f"{folder} has no {TOKENIZER_FILE}; write it in Python with transformers: "
+            f"{path.parent} has no {path.name}; write it in Python with transformers: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
     try:

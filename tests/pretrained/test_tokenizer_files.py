@@ -7,7 +7,12 @@ import pytest
 
 from folio.cli.errors import UserError
 from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
-from folio.pretrained.tokenizer_files import make_definition, make_tokenizer_files, read_tokenizer
+from folio.pretrained.tokenizer_files import (
+    TOKENIZER_FILE,
+    make_definition,
+    make_tokenizer_files,
+    read_tokenizer,
+)
 
 DIFFICULT = (
     " \n\n\t leading and trailing  \r\n"
@@ -70,7 +75,7 @@ def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path)
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
     theirs.save_pretrained(tmp_path / "saved")
     for folder in (tmp_path, tmp_path / "saved"):  # both are read again
-        assert read_tokenizer(folder).to_dict() == tokenizer.to_dict()
+        assert read_tokenizer(Path(folder, TOKENIZER_FILE)).to_dict() == tokenizer.to_dict()
 
 
 @pytest.mark.parametrize("kind", ["bpe", GPT2])
@@ -95,7 +100,8 @@ def test_texts_are_not_truncated(tmp_path):
     limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     tokenizer = bpe()
     write_changed(tmp_path, tokenizer, truncation=limit)
-    assert read_tokenizer(tmp_path).encode(BOOK).tolist() == tokenizer.encode(BOOK).tolist()
+    read = read_tokenizer(tmp_path / TOKENIZER_FILE)
+    assert read.encode(BOOK).tolist() == tokenizer.encode(BOOK).tolist()
 
 
 @pytest.mark.slow
@@ -104,7 +110,7 @@ def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
     write_changed(
         tmp_path, gpt2, added_tokens=[*added, added[0] | {"id": 50257, "content": "[PAD]"}]
     )
-    tokenizer = read_tokenizer(tmp_path)
+    tokenizer = read_tokenizer(tmp_path / TOKENIZER_FILE)
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end) == ("bpe", 50258, 50256)
     assert tokenizer.encode(DIFFICULT).tolist() == gpt2.encode(DIFFICULT).tolist()
 
@@ -125,10 +131,10 @@ def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
 def test_damaged_and_other_tokenizers_are_refused(changes, tmp_path):
     write_changed(tmp_path, bpe(), **changes)
     with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json: [^\n]*$"):
-        read_tokenizer(tmp_path)
+        read_tokenizer(tmp_path / TOKENIZER_FILE)
 
 
 def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UserError, match="^[^\n]*tokenizer.json[^\n]*$"):
-        read_tokenizer(tmp_path)
+        read_tokenizer(tmp_path / TOKENIZER_FILE)
