@@ -2,8 +2,7 @@
 
     python -m tools.sweep config/shakespeare_char.py --learning_rate=1e-3,3e-4 --n_layer=4,6
     python -m tools.sweep config/shakespeare_char.py my_config.py --seed=1,2,3 --jobs=2
-    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24 \\
-        --eval_interval=200 --halving=3
+    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24
 
 The same command continues a sweep that was stopped: finished runs are kept, stopped and failed runs
 are resumed. `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
@@ -38,9 +37,6 @@ class SweepSettings:
         1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
     )
     trials: int | None = setting(None, "random combinations to try; None: all", "[1, inf)")
-    halving: int | None = setting(
-        None, "compare runs after 1/5 and 1/3 of the steps; the best 1/N continue", "[2, inf)"
-    )
 
 
 process.start(__name__, SweepSettings, only_help=True)  # which must not wait for torch
@@ -51,7 +47,7 @@ from folio.training.setup import MODEL_SETTINGS
 from tools.plot.runs import group_runs, read_run
 from tools.plot.table import compare_groups, format_table
 from tools.sweep.grid import Grid
-from tools.sweep.workers import rung_steps, train_combinations
+from tools.sweep.workers import train_runs
 from train import TrainConfig
 
 
@@ -61,8 +57,6 @@ class SweepConfig(TrainConfig, SweepSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.halving and self.minutes:
-            raise ValueError("--halving compares runs at the same step: add --minutes=None")
         forbidden = names_with_scope(TrainConfig, "files") - {"out_dir", "init_from"}  # in presets
         if names := sorted(forbidden & changed_settings(self).keys()):
             raise ValueError(f"a sweep starts and resumes runs automatically: remove {names[0]}")
@@ -73,31 +67,32 @@ def main(argv=None):
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
     grid = Grid(SweepConfig, argv)
-    sweep, combinations = grid.first, grid.combinations()
-    planned = [run for combination in combinations for run in combination]
-    datasets = dict.fromkeys(settings.dataset for _, settings in planned)
-    if sweep.halving and len(datasets) > 1:
-        raise UserError("--halving compares losses, but those of different datasets differ")
+    sweep, runs = grid.first, grid.runs()
+    datasets = {settings.dataset for settings in runs.values()}
     fingerprints = {name: load_dataset(name).fingerprint for name in datasets}
-    for folder, settings in planned:
-        rung_steps(settings, settings.halving)  # raises UserError if there are too few steps
-        check_earlier_run(folder, settings, fingerprints[settings.dataset])
+    unfinished = {}
+    for folder, settings in runs.items():
+        if not has_finished(folder, settings, fingerprints[settings.dataset]):
+            unfinished[folder] = settings
     with lock_folder(sweep.sweep_dir):
-        print(f"{len(planned)} runs", flush=True)
-        failed = train_combinations(combinations, sweep.halving, sweep.jobs)
-        runs = [read_run(folder) for folder, _ in planned if RunDir(folder).log.is_file()]
-        if runs:
-            print("", *format_table(compare_groups(group_runs(runs))), sep="\n")
+        print(f"{len(runs)} runs", flush=True)
+        failed = train_runs(unfinished, sweep.jobs)
+        logged = [read_run(folder) for folder in runs if RunDir(folder).log.is_file()]
+        if logged:
+            print("", *format_table(compare_groups(group_runs(logged))), sep="\n")
     if failed:
         outputs = f"see output.txt in {failed[0]}; to try again, run the same command"
-        raise UserError(f"{len(failed)} of {len(planned)} runs failed: {outputs}")
+        raise UserError(f"{len(failed)} of {len(runs)} runs failed: {outputs}")
 
 
-def check_earlier_run(folder, settings, fingerprint):
-    """Raises UserError if a folder contains a run with other settings or another dataset."""
+def has_finished(folder, settings, fingerprint):
+    """Returns whether an earlier sweep has trained a run to its end.
+
+    Raises UserError if the folder contains a run with other settings or another dataset.
+    """
     earlier = RunDir(folder).load_newest(required=False, optimizers=False)
     if not earlier:
-        return
+        return False
     names = names_with_scope(TrainConfig, "run")
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
@@ -112,6 +107,7 @@ def check_earlier_run(folder, settings, fingerprint):
         raise UserError(
             f"{folder} contains another run: {'; '.join(differences)}; choose another --sweep_dir"
         )
+    return earlier.progress.is_finished(settings)
 
 
 if __name__ == "__main__":

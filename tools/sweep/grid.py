@@ -42,26 +42,24 @@ class Grid:
                 "--learning_rate=1e-3,3e-4 or in a config file as learning_rate = [1e-3, 3e-4]"
             )
 
-    def combinations(self):
-        """Returns a list of combinations, tuples of (folder, settings): one run for each seed.
+    def runs(self):
+        """Returns {folder: settings} of all combinations, or of --trials of them at random.
 
-        They are all, or --trials of them at random. The last setting varies fastest. Equal
-        combinations count once. Raises UserError if there are too many.
+        The seed varies fastest, then the last setting. Equal combinations count once. Raises
+        UserError if there are too many.
         """
         names = [name for name in self.names if name != "seed"]
         sizes = [self.sizes[name] for name in names]
         total = math.prod(sizes)
         if not self.first.trials and total >= LIMIT:
             raise UserError(f"there are {total:,} combinations: use --trials=N to train N of them")
-        combinations = {}
+        runs = {}
         for row in draw_indices(sizes, self.first.trials):
-            runs = {}
+            indices = dict(zip(names, row, strict=True))
             for seed_index in range(self.sizes.get("seed", 1)):
-                indices = dict(zip(names, row, strict=True))
                 settings = self._load(indices | {"seed": seed_index})
                 runs[Path(settings.sweep_dir, run_name(settings, self.names))] = settings
-            combinations[tuple(runs)] = tuple(runs.items())
-        return list(combinations.values())
+        return runs
 
     def _load(self, indices):
         """Returns the settings with the values at `indices`, and the first of every other list."""
