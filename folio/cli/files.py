@@ -81,17 +81,17 @@ def temporary_path(path):
 
 
 @contextmanager
-def lock_folder(folder):
+def lock_folder(folder, timeout_s=0):
     """Creates a folder if it does not exist, and holds its lock. Yields the lock file's os.stat.
 
-    Raises UserError if another process holds the lock, or if the folder cannot be written.
+    Raises UserError if another process holds the lock longer, or if the folder cannot be written.
     """
     from filelock import FileLock, Timeout  # here, because importing it would slow down --help
 
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK_FILE).acquire(timeout=0)
+        lock = FileLock(folder / LOCK_FILE).acquire(timeout=timeout_s)
     except Timeout:
         raise UserError(
             f"another process is writing to {folder}: wait for it, or choose another folder"

@@ -206,6 +206,22 @@ def test_runs_are_compared_and_only_failed_ones_repeated(verse, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(2)")
+def test_the_runs_of_a_killed_sweep_end_and_are_continued(verse):
+    argv = [*flags(max_iters=3000, eval_interval=1000, dropout="0,0.1"), "--jobs=2"]
+    process = start(*argv)
+    while not Path("out-sweep/dropout=0.1/last.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    sweep.main(argv)
+    outputs = [path.read_text() for path in Path("out-sweep").glob("*/output.txt")]
+    assert all("stopped at step" in output for output in outputs)
+    assert [run.val[-1]["step"] for run in read_runs(["out-sweep"])] == [3000, 3000]
+
+
+@pytest.mark.slow
 def test_interrupted_sweep_continues_to_the_same_results(verse):
     settings = {"max_iters": 500, "eval_interval": 100}
     argv = [*flags(**settings, dropout="0,0.1"), "--jobs=2"]

@@ -77,9 +77,9 @@ def main(argv=None):
     with lock_folder(sweep.sweep_dir):
         print(f"{len(runs)} runs", flush=True)
         failed = train_runs(unfinished, sweep.jobs)
-        logged = [read_run(folder) for folder in runs if RunDir(folder).log.is_file()]
-        if logged:
-            print("", *format_table(compare_groups(group_runs(logged))), sep="\n")
+        ended = [read_run(folder) for folder in runs if folder not in failed]
+        if ended:
+            print("", *format_table(compare_groups(group_runs(ended))), sep="\n")
     if failed:
         outputs = f"see output.txt in {failed[0]}; to try again, run the same command"
         raise UserError(f"{len(failed)} of {len(runs)} runs failed: {outputs}")

@@ -1,6 +1,8 @@
 """Workers, which are processes of train.py that train the runs of a sweep, several at a time."""
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -9,6 +11,7 @@ from subprocess import DEVNULL, STDOUT, Popen
 import torch
 
 from folio.checkpoint.run_dir import RunDir
+from folio.cli.files import lock_folder
 from folio.cli.process import Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import Group, read_run
@@ -16,6 +19,8 @@ from train import TrainConfig
 
 OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
 POLL_INTERVAL_S = 0.1
+SAVING_TIMEOUT_S = 60
+PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 # Settings that a sweep passes on to train.py
 RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
 
@@ -34,6 +39,7 @@ def train_runs(runs, jobs):
                 for number in range(jobs):
                     if waiting and number not in workers:
                         folder, settings = waiting.popleft()
+                        print(f"{folder.name}: training, see {folder / OUTPUT_FILE}", flush=True)
                         workers[number] = folder, start_worker(folder, settings, number, jobs)
                 time.sleep(POLL_INTERVAL_S)
                 for number, (folder, process) in list(workers.items()):
@@ -60,10 +66,16 @@ def start_worker(folder, settings, number, jobs):
     What it prints is appended to OUTPUT_FILE.
     """
     env = os.environ | worker_environment(settings.device, number, jobs)
-    command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
-    folder.mkdir(exist_ok=True)
+    with lock_folder(folder, SAVING_TIMEOUT_S):  # a worker of a killed sweep may still be saving
+        command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
+    end = end_with_parent if sys.platform == "linux" else None
     with open(folder / OUTPUT_FILE, "ab") as output:
-        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env)
+        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env, preexec_fn=end)
+
+
+def end_with_parent():
+    """Makes Linux send SIGTERM to this process when its parent ends, even if that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def train_flags(folder, settings):
