@@ -191,12 +191,19 @@ class GPT(nn.Module):
         idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored. Logits are
         divided by the temperature (Agarwala et al. 2020, "Temperature check").
         """
-        logits = self.logits(idx, temperature)
+        return self.loss(self.logits(idx, temperature), targets)
+
+    def loss(self, logits, targets):
+        """Returns the mean cross-entropy of logits, (B, T, V), a scalar. See forward."""
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def logits(self, idx, temperature=1.0):
         """Returns the logits of the token after each position: (B, T) -> (B, T, V)."""
-        return self.lm_head(self.trunk(idx) / temperature)  # lm_head is linear
+        return self.head(self.trunk(idx) / temperature)  # lm_head is linear
+
+    def head(self, x):
+        """Returns the logits of hidden states: (…, C) -> (…, V)."""
+        return self.lm_head(x)
 
     def trunk(self, idx, positions=None, attend=None):
         """Returns the hidden states after the final norm: all of GPT-2 but the output head.

@@ -123,6 +123,7 @@ def test_help_and_invalid_flags_are_answered_without_torch(script, argument, sta
     if argument == "--help":
         names = re.findall(r"^  --(\w+)=.+\n      .+ \(.+\)$", "\n".join(lines), re.M)
         assert names == [field.name for field in fields(SETTINGS[script])]
+        assert [line[:10] for line in lines[-3:-1]] == 2 * ["    python"]
 
 
 # Settings

@@ -304,4 +304,6 @@ def _help_text(settings_class):
         if group:
             lines += ["", group]
         lines += [f"  --{name}={default}", f"      {explanation} ({kind})"]
-    return "\n".join(lines)
+    description = sys.modules[settings_class.__module__].__doc__ or ""
+    commands = [line for line in description.splitlines() if line.startswith("    python")]
+    return "\n".join([*lines, "", "Examples", *commands[:2]])

@@ -92,7 +92,7 @@ def decode_one(model, cache, tail, position, length=None, kernel=F.scaled_dot_pr
         values = cache.values[layer].narrow(2, start, count)
         return kernel(q.to(cache.dtype), keys, values, attn_mask=mask).to(q.dtype)
 
-    return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
+    return model.head(model.trunk(tail, positions, attend)[:, 0])
 
 
 class Context:

@@ -66,7 +66,7 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
             return attention_weights(q, k, mask.to(q.dtype)) @ v
 
         attend = attend if past_key_values is not None else None
-        logits = self.gpt.lm_head(self.gpt.trunk(input_ids, positions[past:], attend))
+        logits = self.gpt.head(self.gpt.trunk(input_ids, positions[past:], attend))
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 

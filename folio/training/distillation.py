@@ -32,9 +32,9 @@ class Distillation(nn.Module):
         """Returns a loss; see GPT.forward. In training mode, no target may be -1."""
         if not self.model.training:
             return self.model(idx, targets, temperature)
-        logits = self.model.logits(idx, temperature).flatten(0, 1)
-        cross_entropy = F.cross_entropy(logits, targets.flatten())
-        softened = F.log_softmax(logits.float() / SOFT_TARGET_TEMPERATURE, dim=-1)
+        logits = self.model.logits(idx, temperature)
+        cross_entropy = self.model.loss(logits, targets)
+        softened = F.log_softmax(logits.flatten(0, 1).float() / SOFT_TARGET_TEMPERATURE, dim=-1)
         divergence = F.kl_div(softened, self.soft_targets(idx), reduction="batchmean")
         # The square compensates for the temperature's effect on the gradient (section 2).
         weight = SOFT_TARGET_WEIGHT
