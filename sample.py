@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Literal
 
 from folio.cli import process
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, foreign_errors
 from folio.cli.settings import load_settings, setting
 
 EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
@@ -157,10 +157,8 @@ def read_prompt(start):
         start = read_text(start.removeprefix("FILE:"))
     if not start:
         raise UserError("the prompt is empty; omit --start to use the default prompt")
-    try:
-        start.encode()
-    except UnicodeEncodeError as error:  # bytes of a command line in another encoding
-        raise UserError(f"the prompt is not UTF-8 text: {error}") from error
+    with foreign_errors("the prompt is not UTF-8 text", UnicodeEncodeError):
+        start.encode()  # fails for bytes of a command line in another encoding
     return start
 
 

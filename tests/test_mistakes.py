@@ -122,7 +122,7 @@ CHECKPOINTS = {
     "a later format": lambda path: alter(path, lambda c: c.update(format=99)),
 }
 MODEL_ARGS = [{"n_embd": 32}, {"n_layer": 2}, {"bias": True}]
-FIELDS = [{"iter_num": "x"}, {"best_val_loss": None}, {"model": {"a": 1}}, {"model": [1]}]
+FIELDS = [{"iter_num": "x"}, {"best_val_loss": "low"}, {"model": {"a": 1}}, {"model": [1]}]
 for value in MODEL_ARGS:
     CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c["model_args"].update(v))
 for value in FIELDS:

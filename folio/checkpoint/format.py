@@ -9,13 +9,14 @@ have their default values, so that nanoGPT can read folio's checkpoints of such 
 import dataclasses
 import math
 import pickle
+import re
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from folio.cli.errors import UserError, cause_of, os_error
+from folio.cli.errors import UserError, cause_of, check_types, foreign_errors, os_errors
 from folio.cli.files import write_atomically
 from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
@@ -27,6 +28,23 @@ PROGRESS_KEYS = {"step": "iter_num", "evaluated_at": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 TOKENS_PER_STEP = ("gradient_accumulation_steps", "batch_size", "block_size")
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
+CONTENT_TYPES = {  # NoneType: it may be missing, as in nanoGPT's files
+    **dict.fromkeys(("model", "model_args"), dict),
+    **dict.fromkeys(("config", "optimizer", "muon", "scaler", "tokenizer", "data"), dict | None),
+    **dict.fromkeys(("format", "iter_num", "best_step", "evaluated_step", "tokens"), int | None),
+    **dict.fromkeys(("evaluations_since_best", "log_bytes"), int | None),
+    "best_val_loss": int | float | torch.Tensor | None,
+    **dict.fromkeys(("evaluated", "elapsed_s"), int | float | None),
+}
+PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")  # of models that are compiled or distributed
+HARMLESS_MODULES = ("argparse.", "numpy.")  # of objects in checkpoints of nanoGPT's forks
+CONVERSION = (  # makes a file with plain data of one that is trusted
+    "import torch; c = torch.load('%s', weights_only=False); plain = lambda v: getattr(v, 'item', "
+    "lambda: v)(); torch.save({'model': c['model'], 'model_args': {k: plain(v) for k, v in "
+    "c['model_args'].items()}, 'config': dict(getattr(c['config'], '__dict__', c['config']))}, "
+    "'plain.pt')"
+)
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 
 
@@ -108,12 +126,11 @@ def save_checkpoint(path, checkpoint):
     }
     for name, value in dataclasses.asdict(checkpoint.progress).items():
         content[PROGRESS_KEYS.get(name, name)] = value
-    with write_atomically(path) as [file]:
-        try:
-            torch.save(content, file.name)  # an error of a file object would abort the process
-        except RuntimeError as error:  # torch does not say why
-            cause = cause_of(error)
-            raise UserError(f"cannot write {path}; is the disk full? ({cause})") from error
+    with (
+        write_atomically(path) as [file],
+        foreign_errors(f"cannot write {path}; is the disk full?", RuntimeError),
+    ):
+        torch.save(content, file.name)  # an error of a file object would abort the process
 
 
 # Reading
@@ -126,46 +143,73 @@ def load_checkpoint(path, optimizers=True):
     from the file, and the optimizer state is ignored. Raises UserError if the file cannot be read,
     is damaged, not a checkpoint, or from a later version.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch.load verifies no checksums
-            # torch would take compressed tensors, as other archivers write them, for their values.
-            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-                raise UserError(f"{path} is compressed: unzip it, and zip it again with zip -0")
-            damaged_name = archive.testzip()
-            if damaged_name is not None:
-                raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=not optimizers)
-        checkpoint = _parse(content, Path(path))
-    except UserError:
-        raise
-    except OSError as error:
-        raise os_error("read", path, error) from error
-    except Exception as error:  # the content may be anything
-        if is_out_of_memory(error):
-            raise
-        reason = cause_of(error)
-        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests executing it
-            reason = "it contains more than plain data and tensors; nothing was executed"
-        raise UserError(f"{path} is damaged or not a checkpoint of a GPT ({reason})") from error
+    content = _read(Path(path), mapped=not optimizers)
+    refusal = f"{path} is not a checkpoint of a GPT"
+    if not (isinstance(content, dict) and {"model", "model_args"} <= content.keys()):
+        raise UserError(
+            f"{refusal}, a dict with 'model' and 'model_args'; nanoGPT's model_args are "
+            f"{', '.join(NANOGPT_ARGS)}"
+        )
+    content = {key: value for key, value in content.items() if value is not None}
+    check_types(content, CONTENT_TYPES, refusal)
+    if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
+        raise UserError(f"{path} is from a later version of folio (format {content['format']})")
+    checkpoint = _parse(content, Path(path))
     if not optimizers:
         checkpoint.optimizers = {}
     return checkpoint
 
 
+def _read(path, mapped):
+    """Returns the content of a file of torch.save, also in its format before version 1.6."""
+    with os_errors("read", path), open(path, "rb") as file:
+        is_zip = file.read(2) == b"PK"
+    try:
+        if is_zip:
+            _check_archive(path)  # torch.load verifies no checksums
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zip)
+    except UserError:
+        raise
+    except Exception as error:  # the content may be anything
+        if is_out_of_memory(error):
+            raise
+        reason = cause_of(error)
+        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests executing it
+            name = re.search(r"GLOBAL (\S+)|$", str(error))[1] or "objects"
+            reason = f"it contains {name}, not only plain data and tensors; nothing was executed"
+            if name.startswith(HARMLESS_MODULES):
+                reason += f'; to convert it: python -c "{CONVERSION % path}"'
+        raise UserError(f"{path} is damaged or not a checkpoint of a GPT ({reason})") from error
+
+
+def _check_archive(path):
+    """Raises UserError or BadZipFile if torch would take other bytes for tensors."""
+    with zipfile.ZipFile(path) as archive:
+        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+            raise UserError(f"{path} is compressed: unzip it, and zip it again with zip -0")
+        damaged_name = archive.testzip()
+    if damaged_name is not None:
+        raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
+
+
 def _parse(content, path):
-    """Returns the Checkpoint that a file of folio or nanoGPT contains."""
-    if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
-        raise UserError(f"{path} is from a later version of folio (format {content['format']})")
-    step, settings = int(content["iter_num"]), content["config"]
-    tokens_per_step = math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)  # nanoGPT's
+    """Returns the Checkpoint that the content of folio's or nanoGPT's file describes.
+
+    Values that are missing, as in older files of nanoGPT, follow from the weights, or are those of
+    a model without a history.
+    """
+    step, settings = content.get("iter_num", 0), content.get("config", {})
+    sizes = [settings.get(name) for name in TOKENS_PER_STEP]  # of nanoGPT's
+    tokens_per_step = math.prod(size if isinstance(size, int) else 0 for size in sizes)
     evaluated = float(content.get("evaluated", step))  # nanoGPT saves after an evaluation
     weights = {}
     for name, tensor in content["model"].items():
+        name = PREFIXES.sub("", str(name))
         if not name.endswith(".attn.bias"):  # a mask, which nanoGPT stored before PyTorch 2
-            weights[name.removeprefix("_orig_mod.")] = tensor  # nanoGPT saves a compiled model
+            weights[name] = tensor
     optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
     return Checkpoint(
-        config=match_head(GPTConfig(**content["model_args"]), weights),
+        config=_parse_config(content["model_args"], weights, path),
         weights=weights,
         progress=Progress(
             step=step,
@@ -173,7 +217,7 @@ def _parse(content, path):
             evaluated_at=evaluated,
             evaluated_step=int(content.get("evaluated_step", evaluated)),
             best_step=int(content.get("best_step", evaluated)),
-            best_val_loss=float(content["best_val_loss"]),  # a tensor in nanoGPT's
+            best_val_loss=float(content.get("best_val_loss", math.inf)),  # nanoGPT's is a tensor
             evaluations_since_best=int(content.get("evaluations_since_best", 0)),
             elapsed_s=float(content.get("elapsed_s", 0.0)),
         ),
@@ -184,9 +228,27 @@ def _parse(content, path):
     )
 
 
+def _parse_config(args, weights, path):
+    """Returns the GPTConfig for the model_args of a file. Raises UserError if they do not fit."""
+    types = {field.name: field.type for field in dataclasses.fields(GPTConfig)}
+    args = {name: value for name, value in args.items() if value is not None}
+    for name, value in args.items():
+        is_unknown = name not in types and value
+        if is_unknown or (name in types and not isinstance(value, types[name] | int)):
+            raise UserError(
+                f"{path}: model_args has {name}={value!r}, which this GPT does not have"
+            )
+    args.setdefault("bias", any(name.endswith(".bias") for name in weights))
+    if EMBEDDING_WEIGHT in weights:
+        args.setdefault("vocab_size", len(weights[EMBEDDING_WEIGHT]))
+    with foreign_errors(f"{path}: model_args", ArithmeticError, TypeError, ValueError):
+        config = GPTConfig(**{name: value for name, value in args.items() if name in types})
+        return match_head(config, weights)
+
+
 def match_head(config, weights):
     """Returns the GPTConfig of weights: without tied weights if they have a head of their own."""
-    head, embedding = (weights.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    head, embedding = weights.get(HEAD_WEIGHT), weights.get(EMBEDDING_WEIGHT)
     if not config.tie_weights or head is None or embedding is None:
         return config
     return dataclasses.replace(config, tie_weights=torch.equal(head, embedding))
@@ -217,11 +279,15 @@ def load_weights(model, checkpoint):
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
     for name in parameters | weights:
-        parameter, weight = parameters.get(name), weights.get(name)
-        if getattr(parameter, "shape", None) != getattr(weight, "shape", None):
+        saved, own = (_shape(tensors.get(name)) for tensors in (weights, parameters))
+        if saved != own:
             raise UserError(
-                f"{checkpoint.path}: the weights do not fit the model: {name!r}. If an earlier "
-                "version of folio made this file, use that version or train again"
+                f"{checkpoint.path}: the weights do not fit the model: {name!r} is {saved} in the "
+                f"file, {own} in the model"
             )
     for name, parameter in parameters.items():
         assign(parameter, weights[name])
+
+
+def _shape(value):
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else "no tensor"

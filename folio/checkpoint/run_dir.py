@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint, save_checkpoint
-from folio.cli.errors import UserError, os_error, suggest
+from folio.cli.errors import UserError, os_errors, suggest
 from folio.cli.files import LOCK_FILE, move_aside, replace_by_link
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
@@ -47,7 +47,7 @@ class RunDir:
 
     def exists(self):
         """Whether there is a checkpoint."""
-        return self.last.is_file() or self.best.is_file()
+        return os.path.isfile(self.last) or os.path.isfile(self.best)
 
     # Reading
 
@@ -57,14 +57,14 @@ class RunDir:
 
     def load_newest(self, required=True, optimizers=True):
         """Returns the newest checkpoint, or None if there is none and it is not required."""
-        path = self.last if self.last.is_file() else self.best
-        if not (required or path.is_file()):
+        path = self.last if os.path.isfile(self.last) else self.best
+        if not (required or os.path.isfile(path)):
             return None
         return self._load(path, optimizers)
 
     def _load(self, path, optimizers=True):
-        if not path.is_file():
-            runs = {str(run) for run in self.find() if (run / path.name).is_file()}
+        if not os.path.isfile(path):
+            runs = {str(run) for run in self.find() if os.path.isfile(run / path.name)}
             known = ", ".join(sorted(runs)) or "none; first run python train.py CONFIG_FILE"
             hint = f"; available: {known}"
             raise UserError(f"there is no checkpoint {path}{suggest(str(self.folder), runs, hint)}")
@@ -77,9 +77,9 @@ class RunDir:
 
         Returns the folder to which an earlier run was moved, or None.
         """
-        try:
+        with os_errors("write to", self.folder):
             if resumed:
-                if self.log.is_file() and resumed.log_bytes is not None:
+                if os.path.isfile(self.log) and resumed.log_bytes is not None:
                     # removes the events of steps that the run repeats
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
                 return None
@@ -87,8 +87,6 @@ class RunDir:
                 for path in (self.best, self.last, self.log):
                     path.unlink(missing_ok=True)
             return move_aside(self.folder, (BEST, LAST, LOG))
-        except OSError as error:
-            raise os_error("write to", self.folder, error) from error
 
     def check_lock(self):
         """Raises UserError if the folder is no longer the locked one: another run may use it."""
@@ -102,12 +100,12 @@ class RunDir:
         self.check_lock()
         size = self.log_size() or 0
         try:
-            with open(self.log, "ab") as file:
+            with os_errors("write", self.log), open(self.log, "ab") as file:
                 file.write(json.dumps(event).encode() + b"\n")
-        except OSError as error:
+        except UserError:
             with suppress(OSError):
                 os.truncate(self.log, size)  # removes an incomplete line
-            raise os_error("write", self.log, error) from error
+            raise
 
     def log_size(self):
         """Returns the size of log.jsonl in bytes, or None if it is missing."""
@@ -137,7 +135,7 @@ class RunDir:
         resumed run repeats the steps since then.
         """
         self.check_lock()
-        best = best or not self.best.is_file()  # somebody has deleted it
+        best = best or not os.path.isfile(self.best)  # somebody has deleted it
         save_checkpoint(self.best if best else self.last, checkpoint)
         if best:
             with suppress(UserError):

@@ -2,6 +2,7 @@
 
 import difflib
 import sys
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -42,6 +43,29 @@ def script_name():
     return f"tools.{path.parent.name}" if path.name == "__main__.py" else path.name
 
 
-def os_error(verb, path, error):
-    """Returns the UserError for an OSError: 'cannot write out/last.pt: No space left on device'."""
-    return UserError(f"cannot {verb} {path}: {error.strerror or error}")
+@contextmanager
+def os_errors(verb, path):
+    """A context that turns an OSError into a UserError: 'cannot read out/last.pt: REASON'."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {verb} {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def foreign_errors(message, *types):
+    """A context for foreign code or content. Errors of these types become 'MESSAGE (CAUSE)'."""
+    try:
+        yield
+    except types as error:
+        raise UserError(f"{message} ({cause_of(error)})") from error
+
+
+def check_types(data, types, description):
+    """Raises UserError unless plain data is a dict with values of these types, {key: type}.
+
+    A missing value is None. Other keys are allowed. `description` begins the message.
+    """
+    for key, kind in types.items():
+        if not isinstance(data, dict) or not isinstance(data.get(key), kind):
+            raise UserError(f"{description}: {key} is missing or of another type")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from folio.cli.errors import UserError, os_error
+from folio.cli.errors import UserError, foreign_errors, os_errors
 
 LOCK_FILE = ".lock"
 
@@ -24,22 +24,19 @@ def write_atomically(*paths):
     Raises UserError if the files cannot be written.
     """
     paths = [Path(path) for path in paths]
-    try:
-        with ExitStack() as stack:
-            files = []
-            for path in map(temporary_path, paths):
-                path.unlink(missing_ok=True)  # left by a process that was killed
-                stack.callback(path.unlink, missing_ok=True)
-                files.append(stack.enter_context(open(path, "wb")))
-            yield files
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-            for file, path in zip(files, paths, strict=True):
-                os.replace(file.name, path)
-    except OSError as error:
-        raise os_error("write", " and ".join(map(str, paths)), error) from error
+    with os_errors("write", " and ".join(map(str, paths))), ExitStack() as stack:
+        files = []
+        for path in map(temporary_path, paths):
+            path.unlink(missing_ok=True)  # left by a process that was killed
+            stack.callback(path.unlink, missing_ok=True)
+            files.append(stack.enter_context(open(path, "wb")))
+        yield files
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        for file, path in zip(files, paths, strict=True):
+            os.replace(file.name, path)
 
 
 def replace_by_link(source, path):
@@ -89,15 +86,14 @@ def lock_folder(folder, timeout_s=0):
     from filelock import FileLock, Timeout  # here, because importing it would slow down --help
 
     folder = Path(folder)
-    try:
+    with os_errors("write to", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK_FILE).acquire(timeout=timeout_s)
-    except Timeout:
-        raise UserError(
-            f"another process is writing to {folder}: wait for it, or choose another folder"
-        ) from None
-    except OSError as error:
-        raise os_error("write to", folder, error) from error
+        try:
+            lock = FileLock(folder / LOCK_FILE).acquire(timeout=timeout_s)
+        except Timeout:
+            raise UserError(
+                f"another process is writing to {folder}: wait for it, or choose another folder"
+            ) from None
     with lock:
         yield os.stat(folder / LOCK_FILE)
 
@@ -108,13 +104,10 @@ def read_text(name):
     A byte order mark is dropped.
     """
     source = "standard input" if name == "-" else name
-    try:
+    with os_errors("read", source):
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    with foreign_errors(f"{source} is not UTF-8 text, convert it", UnicodeDecodeError):
         return unify_line_ends(raw.decode().removeprefix("\ufeff"))
-    except OSError as error:
-        raise os_error("read", source, error) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text, convert it: {error}") from error
 
 
 def unify_line_ends(text):

@@ -6,6 +6,7 @@ Exit status: 0 success, 2 an error of the user or the system, 128 + n after sign
 exception is a bug in folio and keeps its traceback.
 """
 
+import errno
 import gc
 import os
 import signal
@@ -19,6 +20,8 @@ from folio.cli.settings import parse_arguments
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
+# Of print(), whose file is not named by an error; folio.cli.errors.os_errors names all others.
+OUTPUT_ERRORS = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 OLD_GPU_ERROR = "no kernel image is available"  # in a RuntimeError of CUDA
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
@@ -100,7 +103,9 @@ def _run(function, *args):
         advice = "install a torch build that supports this GPU, as in docs/platforms.md"
         error, status = f"{cause_of(failure)}: {advice}, or use --device=cpu", 2
     except OSError as failure:
-        error, status = failure, 2
+        if failure.errno not in OUTPUT_ERRORS:
+            raise
+        error, status = f"cannot write standard output: {failure.strerror}", 2
         if isinstance(failure, BrokenPipeError):  # the reader of the output has exited
             error, status = None, 128 + SIGPIPE
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report the error again at exit

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from folio.cli.errors import UserError, script_name, suggest
+from folio.cli.errors import UserError, os_errors, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 
@@ -245,8 +245,10 @@ def _run_config_file(path, fields, readable, choose):
     """
     names = {"__name__": "config", "__file__": str(path)}
     names["__builtins__"] = vars(builtins) | readable
+    with os_errors("read", path):
+        source = path.read_bytes()
     try:
-        code = compile(path.read_bytes(), path, "exec")
+        code = compile(source, path, "exec")
         exec(code, names)
     except (KeyboardInterrupt, UserError):
         raise

@@ -8,7 +8,7 @@ import re
 import sys
 from functools import cache
 
-from folio.cli.errors import UserError, cause_of, import_optional
+from folio.cli.errors import UserError, check_types, foreign_errors, import_optional
 
 MIN_PIECE_CHARACTERS, MAX_PIECE_CHARACTERS = 2**16, 2**17
 # After a match, a text can be cut without a change of its tokens: a line end between two characters
@@ -63,16 +63,20 @@ def read_vocabulary(encoder):
 def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
     from_str = import_optional("tokenizers", "a BPE tokenizer").Tokenizer.from_str
-    try:
-        fields = json.loads(definition) | dict.fromkeys(("truncation", "padding", "post_processor"))
-        fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
-        for name in ("normalizer", "pre_tokenizer", "decoder"):
-            # Others can crash, and patterns can take exponential time.
-            if fields.get(name) and fields[name]["type"] not in ("ByteLevel", "Fuse"):
-                raise ValueError(f"{name} {fields[name]['type']} is not supported")
-        return from_str(json.dumps(fields))
-    except Exception as error:  # the library has no type for its errors
-        raise UserError(f"the BPE tokenizer cannot be used ({cause_of(error)})") from error
+    refusal = "the BPE tokenizer cannot be used"
+    with foreign_errors(refusal, TypeError, ValueError, RecursionError):
+        fields = json.loads(definition)
+    parts = ("normalizer", "pre_tokenizer", "decoder")
+    check_types(fields, {"model": dict, **dict.fromkeys(parts, dict | None)}, refusal)
+    for name in parts:
+        kind = (fields.get(name) or {}).get("type")
+        if kind not in (None, "ByteLevel", "Fuse"):  # can crash or take exponential time
+            raise UserError(f"{refusal}: {name} {kind} is not supported")
+    fields |= dict.fromkeys(("truncation", "padding", "post_processor"))
+    fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
+    definition = json.dumps(fields)
+    with foreign_errors(refusal, Exception):  # the library has no type for its errors
+        return from_str(definition)
 
 
 def encode_text(encoder, text, allow_special):

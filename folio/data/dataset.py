@@ -1,17 +1,17 @@
 """The format of a dataset folder: data/NAME/{train.bin, val.bin, meta.json}.
 
 The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
-ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids
-(default: uint16), token counts, byte counts and CRC-32 of each split, the source of the text, and a
-CRC-32 of itself. nanoGPT's folders have a meta.pkl with the character table, or neither file if
-they hold GPT-2 tokens.
+ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids,
+token counts, byte counts and CRC-32 of each split, the source of the text, and a CRC-32 of itself.
+nanoGPT's folders have a meta.pkl with the character table, or neither file if they hold GPT-2
+tokens.
 """
 
 import io
 import json
+import os
 import pickle
 import zlib
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from folio.cli.errors import UserError, cause_of, suggest
+from folio.cli.errors import UserError, check_types, foreign_errors, os_errors, suggest
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
 
 FORMAT = 1
@@ -95,22 +95,23 @@ def load_dataset(name, verify=False):
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
     for split in SPLITS:
-        with _explain_errors(folder / f"{split}.bin") as path:
-            # a plain view, because every slice of an np.memmap calls Python code
-            dtype = DTYPES[meta.get("dtype", tokenizer.dtype.name)]
-            ids = np.asarray(np.memmap(path, dtype, mode="r"))
-            num_checked = len(ids) if verify else min(len(ids), MAX_CHECKED_TOKENS)
-            if not meta:
-                _check_type(ids[:num_checked])
-            crc = _check_ids(ids[:num_checked], tokenizer.vocab_size)
-            if num_checked < len(ids):
-                crc = zlib.crc32(b"%d" % len(ids), crc)
-            if meta:
-                is_damaged = num_checked == len(ids) and crc != meta[split]["crc32"]
-                if is_damaged or len(ids) != meta[split]["tokens"]:
-                    raise ValueError("it does not match meta.json")
-                crc = meta[split]["crc32"]
-        splits[split], fingerprint[split] = ids, crc
+        path = folder / f"{split}.bin"
+        ids = splits[split] = _map_ids(path, DTYPES[meta.get("dtype", tokenizer.dtype.name)])
+        checked_ids = ids if verify else ids[:MAX_CHECKED_TOKENS]
+        if not meta:
+            _check_type(path, checked_ids)
+        is_whole = len(checked_ids) == len(ids)
+        largest, crc, size = checked_ids.max(), zlib.crc32(checked_ids), tokenizer.vocab_size
+        if largest >= size:
+            raise _unusable(path, f"it contains token {largest}, but the vocabulary has {size}")
+        if meta:
+            tokens, known_crc = meta[split]["tokens"], meta[split]["crc32"]
+            if len(ids) != tokens or (is_whole and crc != known_crc):
+                raise _unusable(path, "it does not match meta.json")
+            crc = known_crc
+        elif not is_whole:
+            crc = zlib.crc32(b"%d" % len(ids), crc)
+        fingerprint[split] = crc
     return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
 
 
@@ -128,28 +129,39 @@ def load_tokenizer(name):
 
 def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
-    if (folder / "meta.json").is_file():
-        with _explain_errors(folder / "meta.json") as path:
-            meta = {"dtype": "uint16"} | json.loads(path.read_bytes())
-            if meta["format"] > FORMAT:
-                raise ValueError(f"it is from a later version of folio (format {meta['format']})")
-            if meta["crc32"] != meta_checksum(meta):
-                raise ValueError("its checksum is wrong")
-            return meta, from_dict(meta["tokenizer"])
-    if (folder / "meta.pkl").is_file():
-        with _explain_errors(folder / "meta.pkl") as path:
-            table = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-            characters = [table["itos"][i] for i in range(table["vocab_size"])]
-            if any(len(character) != 1 for character in characters):
-                raise ValueError("it has tokens that are not single characters")
-            return {}, CharTokenizer("".join(characters))
-    return {}, GPT2Tokenizer()
+    path = folder / "meta.json"
+    if os.path.isfile(path):
+        meta = _parse(path, json.loads)
+        check_types(meta, {"format": int, "crc32": int}, path)
+        if meta["format"] > FORMAT:
+            raise UserError(f"{path} is from a later version of folio (format {meta['format']})")
+        if meta["crc32"] != meta_checksum(meta):
+            raise _unusable(path, "its checksum is wrong")
+        return meta, from_dict(meta["tokenizer"])
+    path = folder / "meta.pkl"
+    if not os.path.isfile(path):
+        return {}, GPT2Tokenizer()
+    table = _parse(path, lambda raw: _PlainUnpickler(io.BytesIO(raw)).load())
+    check_types(table, {"itos": dict, "vocab_size": int}, path)
+    ids = range(min(table["vocab_size"], len(table["itos"])))
+    characters = [table["itos"].get(i) for i in ids]
+    is_character = [isinstance(text, str) and len(text) == 1 for text in characters]
+    if len(ids) != table["vocab_size"] or not all(is_character):
+        raise _unusable(path, "it has tokens that are not single characters")
+    return {}, CharTokenizer("".join(characters))
 
 
-@contextmanager
-def _explain_errors(path):
-    """Yields `path`. Turns any error in a file, which may contain anything, into a UserError."""
-    if not path.is_file():
+def _parse(path, parse):
+    """Returns parse(content of a file). Raises UserError if that is not possible."""
+    with os_errors("read", path):
+        raw = path.read_bytes()
+    with foreign_errors(f"{path} cannot be used", Exception):  # the content may be anything
+        return parse(raw)
+
+
+def _map_ids(path, dtype):
+    """Returns the ids in a .bin file, memory-mapped. Raises UserError if that is not possible."""
+    if not os.path.isfile(path):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
@@ -158,26 +170,17 @@ def _explain_errors(path):
             f"&& python train.py config/shakespeare_char_fast.py; for {name}: python prepare.py "
             f"--dataset={name} (with --input=FILE_OR_FOLDER if it is your own text)"
         )
-    try:
-        yield path
-    except UserError as error:  # such as a missing package
-        raise UserError(f"{path}: {error}") from error
-    except Exception as error:
-        raise UserError(
-            f"{path} cannot be used ({cause_of(error)}); prepare the dataset again"
-        ) from error
+    with os_errors("read", path), foreign_errors(f"{path} is damaged", ValueError):
+        # a plain view, because every slice of an np.memmap calls Python code
+        return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
-def _check_ids(ids, vocab_size):
-    """Returns the CRC-32 of ids. Raises ValueError for ids that are not in the vocabulary."""
-    largest = ids.max()
-    if largest >= vocab_size:
-        raise ValueError(f"it contains token {largest}, but the vocabulary has {vocab_size}")
-    return zlib.crc32(ids)
+def _unusable(path, cause):
+    return UserError(f"{path} cannot be used ({cause}); prepare the dataset again")
 
 
-def _check_type(ids):
-    """Raises ValueError if the ids, which forks of nanoGPT write, look like those of another type.
+def _check_type(path, ids):
+    """Raises UserError if the ids, which forks of nanoGPT write, look like those of another type.
 
     Of small ids with 32 or 64 bits, every second or more of the 16-bit words are 0.
     """
@@ -186,8 +189,10 @@ def _check_type(ids):
             continue
         words = ids.reshape(-1, count)
         if words[:, 0].any() and not words[:, 1:].any():
-            change = f"np.fromfile(FILE, np.{name}).astype(np.uint16).tofile(FILE)"
-            raise ValueError(f"its type looks like {name}, not uint16; to convert it: {change}")
+            raise UserError(
+                f"{path}: its type looks like {name}, not uint16; to convert it: "
+                f"np.fromfile(FILE, np.{name}).astype(np.uint16).tofile(FILE)"
+            )
 
 
 class _PlainUnpickler(pickle._Unpickler):  # in C, a large memo index would exhaust the memory

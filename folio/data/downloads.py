@@ -5,6 +5,7 @@ The files of a dataset are kept in the cache of the hub's client; its variables 
 """
 
 import hashlib
+import os
 import platform
 import re
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 def load_shakespeare():
     """Returns the Source of tiny Shakespeare, which is downloaded if its file is missing."""
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
-    if not path.is_file():
+    if not os.path.isfile(path):
         _write(path, download_shakespeare(path))
     return Source(path)
 
@@ -122,8 +123,9 @@ def list_hub_sources(address, subset, split, text_key, max_tokens=None):
     with open_hub(address, "pyarrow") as library:
         hub = library.HfApi()
         commit = hub.dataset_info(repository, revision=revision or None).sha
-        tree = hub.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
-        files = {PurePosixPath(entry.path): entry for entry in tree if hasattr(entry, "size")}
+        options = {"recursive": True, "revision": commit, "repo_type": "dataset"}
+        entries = list(hub.list_repo_tree(repository, **options))
+    files = {PurePosixPath(entry.path): entry for entry in entries if hasattr(entry, "size")}
     sources, num_bytes = [], 0
     for path in select_tables(files, address, subset, split):
         if max_tokens and num_bytes >= MAX_FILE_BYTES_PER_TOKEN * max_tokens:

@@ -8,11 +8,12 @@ import gzip
 import hashlib
 import os
 import shlex
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from folio.cli.errors import UserError, cause_of, import_optional, os_error
+from folio.cli.errors import UserError, cause_of, import_optional, os_errors
 from folio.cli.files import unify_line_ends
 from folio.data.bpe import find_last_cut
 
@@ -74,11 +75,10 @@ class Source:
     def read(self):
         """Yields the Chunks of the file. Raises UserError for content that is not text."""
         try:
-            yield from _read_table(self) if self.suffix else _read_text(self)
-        except (UserError, MemoryError):
-            raise
-        except OSError as error:
-            raise os_error("read", self.name, error) from error
+            with os_errors("read", self.name):
+                yield from _read_table(self) if self.suffix else _read_text(self)
+        except (EOFError, zlib.error) as error:
+            raise _unreadable(self, cause_of(error)) from error
         except UnicodeDecodeError as error:
             byte, path = error.object[error.start], shlex.quote(str(self.path))
             raise UserError(
@@ -86,12 +86,14 @@ class Source:
                 "files, such as --input='FOLDER/*.txt', or replace it with the output of: "
                 f"iconv -f ENCODING -t UTF-8 {path}"
             ) from error
-        except Exception as error:  # pyarrow has many types of errors
-            raise UserError(
-                f"{self.name} cannot be read ({cause_of(error)}); in a table, --text_key names the "
-                "column with the text, and a row of JSON lines or CSV has at most "
-                f"{TABLE_BLOCK_BYTES / 1e6:.0f} MB"
-            ) from error
+
+
+def _unreadable(source, cause):
+    """Returns the UserError for a damaged file."""
+    return UserError(
+        f"{source.name} cannot be read ({cause}); in a table, --text_key names the column with the "
+        f"text, and a row of JSON lines or CSV has at most {TABLE_BLOCK_BYTES / 1e6:.0f} MB"
+    )
 
 
 # Text
@@ -131,6 +133,8 @@ def _read_table(source):
     if not source.size:  # an error in pyarrow
         return
     for batch in _read_row_batches(source):
+        if batch.schema.names.count(source.text_key) != 1:
+            raise _unreadable(source, f"it has not one column {source.text_key!r}")
         for text in batch.column(source.text_key).to_pylist():
             row += 1
             if not isinstance(text, str):
@@ -148,25 +152,28 @@ def _read_row_batches(source):
     from pyarrow import csv, json, parquet
 
     path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
-    if source.suffix == ".parquet":
-        with parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=schema.names)
-        return
-    with pyarrow.input_stream(path) as stream:  # decompresses it
-        if source.suffix.startswith((".csv", ".tsv")):
-            delimiter = "," if source.suffix.startswith(".csv") else "\t"
-            yield from csv.open_csv(
-                stream,
-                csv.ReadOptions(block_size=TABLE_BLOCK_BYTES),
-                csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                csv.ConvertOptions(include_columns=schema.names, column_types=schema),
-            )
-        else:
-            yield from json.open_json(
-                stream,
-                json.ReadOptions(block_size=TABLE_BLOCK_BYTES),
-                json.ParseOptions(schema, unexpected_field_behavior="ignore"),
-            )
+    try:
+        if source.suffix == ".parquet":
+            with parquet.ParquetFile(path) as file:
+                yield from file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=schema.names)
+            return
+        with pyarrow.input_stream(path) as stream:  # decompresses it
+            if source.suffix.startswith((".csv", ".tsv")):
+                delimiter = "," if source.suffix.startswith(".csv") else "\t"
+                yield from csv.open_csv(
+                    stream,
+                    csv.ReadOptions(block_size=TABLE_BLOCK_BYTES),
+                    csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                    csv.ConvertOptions(include_columns=schema.names, column_types=schema),
+                )
+            else:
+                yield from json.open_json(
+                    stream,
+                    json.ReadOptions(block_size=TABLE_BLOCK_BYTES),
+                    json.ParseOptions(schema, unexpected_field_behavior="ignore"),
+                )
+    except pyarrow.ArrowException as error:
+        raise _unreadable(source, cause_of(error)) from error
 
 
 # Finding files
@@ -209,7 +216,8 @@ def _list_files(folder):
     """Yields the paths of all files in a folder and its subfolders that are not hidden."""
 
     def fail(error):
-        raise os_error("read", error.filename, error) from error
+        with os_errors("read", error.filename):
+            raise error
 
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from folio.cli.errors import UserError, cause_of
+from folio.cli.errors import UserError, foreign_errors
 from folio.data.bpe import cut_text, encode_text, load_encoder, read_vocabulary, train_bpe
 
 UNICODE_CODE_POINTS = 0x110000
@@ -188,10 +188,8 @@ class BPETokenizer(Tokenizer):
         """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
         self.definition = definition
         self._encoder = load_encoder(definition)
-        try:
+        with foreign_errors("the BPE tokenizer is damaged", KeyError, ValueError):
             self._token_bytes, added_ids = read_vocabulary(self._encoder)
-        except (KeyError, ValueError) as error:
-            raise UserError(f"the BPE tokenizer is damaged ({cause_of(error)})") from error
         self.vocab_size, self.end = len(self._token_bytes), added_ids.get(END_OF_TEXT)
 
     @classmethod

@@ -38,8 +38,9 @@ def compile_model(model, machine, batch):
             with machine.autocast(), torch.set_grad_enabled(training):
                 loss = compiled(*batch) if training else compiled(*batch[:2])
         loss.backward()
-        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
         forward = compiled
+    if forward is not model:
+        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     model.train()
     for parameter in model.parameters():
         has_gradient = mode and parameter.requires_grad  # a teacher's parameters do not

@@ -61,7 +61,7 @@ def explain_out_of_memory(device, advice):
     """Turns an out-of-memory error into a UserError with advice."""
     try:
         yield
-    except Exception as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise RankError(f"{device} is out of memory: {advice}") from error

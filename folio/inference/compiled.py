@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from folio.checkpoint.format import build_model
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, os_errors
 from folio.cli.settings import ROOT
 from folio.hardware.compile import continue_on_failure
 from folio.hardware.device import DTYPES, device_type, limit_threads
@@ -51,11 +51,11 @@ def use_compiled_step(trained, enabled, batch_size):
     if path.exists():
         with continue_on_failure("loading the compiled step"):
             trained.decode = CompiledStep(path, trained.model.config, batch_size)
-            print("using the step that an earlier run compiled", file=sys.stderr)
+    if trained.decode is not decode_one:
+        print("using the step that an earlier run compiled", file=sys.stderr)
     yield
     if trained.decode is decode_one:
-        with continue_on_failure("compilation"):
-            compile_for_later(trained, path, batch_size)
+        compile_for_later(trained, path, batch_size)
 
 
 def compiled_path(trained, batch_size):
@@ -83,7 +83,8 @@ def cache_folder():
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = (folder if folder.is_absolute() else Path.home() / ".cache") / "folio"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os_errors("write to", folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stat = folder.stat()
     if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
         raise UserError(f"other users own or can write to {folder}: change its owner and mode")
@@ -92,12 +93,15 @@ def cache_folder():
 
 @torch.no_grad()
 def compile_for_later(trained, path, batch_size):
-    """Compiles the step of a TrainedModel to a file."""
+    """Compiles the step of a TrainedModel to a file, if possible."""
     print(COMPILING_HINT, file=sys.stderr, flush=True)
     start = time.monotonic()
     checkpoint = load_initial(trained.checkpoint.path)  # the loaded model has packed layers
     model = build_model(checkpoint).to(DTYPES[trained.machine.dtype]).eval()
-    with TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
+    with (
+        continue_on_failure("compilation"),
+        TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder,
+    ):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
         with limit_threads(batch_size * model.num_params()), redirect_stderr(io.StringIO()):
@@ -106,10 +110,10 @@ def compile_for_later(trained, path, batch_size):
                 program, package_path=str(output), inductor_configs=INDUCTOR_OPTIONS
             )
         output.replace(path)
+        print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
     newest_last = sorted(path.parent.glob("*.pt2"), key=os.path.getmtime)
     for old_path in newest_last[:-MAX_CACHED_FILES]:
         old_path.unlink(missing_ok=True)
-    print(f"compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
 class CompiledStep:

@@ -7,14 +7,22 @@ There are two kinds, by the model_type in config.json:
 """
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 import model
-from folio.checkpoint.format import Checkpoint, Progress, build_model, match_head
-from folio.cli.errors import UserError, cause_of, import_optional
+from folio.checkpoint.format import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    Checkpoint,
+    Progress,
+    build_model,
+    match_head,
+)
+from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
 from folio.cli.files import read_text, write_atomically
 from folio.pretrained.tokenizer_files import (
     TOKENIZER_FILE,
@@ -24,7 +32,6 @@ from folio.pretrained.tokenizer_files import (
 from model import GPTConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
 NAME_PREFIX = "gpt."
 CODE_FILES = Path(model.__file__), Path(__file__).with_name("modeling_folio.py")
 
@@ -77,7 +84,8 @@ def read_pretrained(folder):
 
 def _read_config(path):
     """Returns the GPTConfig in a config.json, and whether the model is of type gpt2."""
-    try:
+    content_errors = ArithmeticError, AttributeError, KeyError, TypeError, ValueError
+    with foreign_errors(f"{path} describes no supported model", *content_errors):
         values = json.loads(read_text(path))
         kind = values.get("model_type")
         if kind == "gpt2":
@@ -85,8 +93,6 @@ def _read_config(path):
         if kind == "folio":
             names = asdict(GPTConfig()).keys() & values.keys()
             return GPTConfig(**{name: values[name] for name in names}), False
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} describes no supported model ({cause_of(error)})") from error
     raise UserError(f"{path}: model_type is {kind!r}; folio reads gpt2 and folio")
 
 
@@ -117,7 +123,7 @@ def _from_gpt2(tensors, config):
 
 def _read_tensors(path):
     """Returns {name: tensor} of a safetensors file, memory-mapped."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"there is no {path}; if the folder has other weights that you trust (pickled ones "
             "could execute code), convert them in Python with transformers: "
@@ -127,10 +133,8 @@ def _read_tensors(path):
     library = import_optional("safetensors", path)
     from safetensors.torch import load_file
 
-    try:
+    with foreign_errors(f"cannot read {path}", OSError, library.SafetensorError):
         return load_file(path)
-    except (OSError, library.SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {cause_of(error)}") from error
 
 
 # Writing
@@ -140,8 +144,7 @@ def write_pretrained(folder, checkpoint, tokenizer):
     """Writes a checkpoint and its tokenizer to a new or empty folder.
 
     Returns the name of the class that transformers loads. Raises UserError if the folder is not
-    empty or the weights do not fit the model, UserError or OSError if writing fails; no file is
-    written then.
+    empty, the weights do not fit the model, or writing fails; no file is written then.
     """
     config, weights = checkpoint.config, build_model(checkpoint).state_dict()
     if config.tie_weights:
@@ -161,9 +164,10 @@ def write_pretrained(folder, checkpoint, tokenizer):
 
     contents[WEIGHTS_FILE] = save(tensors, metadata={"format": "pt"})
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty: choose a new folder")
+    with os_errors("write to", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty: choose a new folder")
     with write_atomically(*(folder / name for name in contents)) as files:
         for file, content in zip(files, contents.values(), strict=True):
             file.write(content)

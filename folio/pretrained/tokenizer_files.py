@@ -10,6 +10,7 @@ A character that is not in the vocabulary of `char` is an error in folio. transf
 
 import hashlib
 import json
+import os
 
 from folio.cli.errors import UserError, import_optional
 from folio.cli.files import read_text
@@ -98,7 +99,7 @@ def read_tokenizer(path):
 
     Raises UserError if it is missing, damaged or not supported.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(
             f"{path.parent} has no {path.name}; write it in Python with transformers: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"

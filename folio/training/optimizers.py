@@ -3,12 +3,13 @@
 import torch
 from torch import nn
 
-from folio.cli.errors import UserError, cause_of
+from folio.cli.errors import UserError, check_types
 from folio.distributed.sharding import shard_like
 from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware.device import DTYPES
 from folio.training.muon import Muon
 
+STATE_NAMES = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 EMBEDDING_LR_SCALE = 10.0  # chosen empirically
 
 
@@ -54,28 +55,30 @@ def restore_optimizers(optimizers, checkpoint):
     saved = checkpoint.optimizers
     if not saved:
         raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
-    try:
-        if saved.keys() != optimizers.keys():
-            raise ValueError(f"it belongs to {' and '.join(saved)}")
-        for name, optimizer in optimizers.items():
-            _restore(optimizer, saved[name])
-    except Exception as error:  # the content may be anything
-        raise UserError(
-            f"{checkpoint.path}: the optimizer state does not fit: {cause_of(error)}"
-        ) from error
+    refusal = f"{checkpoint.path}: the optimizer state does not fit"
+    if saved.keys() != optimizers.keys():
+        raise UserError(f"{refusal}: it belongs to {' and '.join(saved)}")
+    for name, optimizer in optimizers.items():
+        check_types(saved[name], {"state": dict, "param_groups": list}, refusal)
+        _restore(optimizer, saved[name], STATE_NAMES[name], refusal)
 
 
-def _restore(optimizer, saved):
-    """Loads a state_dict of full tensors."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = saved["state"].keys()
-    if indices and indices != set(range(len(parameters))):  # empty before the first step
-        raise ValueError("it belongs to other parameters")
+def _restore(optimizer, saved, names, refusal):
+    """Loads a state_dict of full tensors, which has `names` for each parameter."""
+    groups = saved["param_groups"]
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    indices = set(), parameters.keys()  # before and after the first step
+    if saved["state"].keys() not in indices or len(groups) != len(optimizer.param_groups):
+        raise UserError(f"{refusal}: it belongs to other parameters")
     state = {}
     for index, tensors in saved["state"].items():
-        moments = {key: value for key, value in tensors.items() if key != "step"}
-        shards = {key: shard_like(parameters[index], value) for key, value in moments.items()}
-        state[index] = tensors | shards
+        check_types(tensors, dict.fromkeys(names, torch.Tensor), refusal)
+        state[index], parameter = dict(tensors), parameters[index]
+        for name in set(names) - {"step"}:
+            if tensors[name].shape != parameter.shape:
+                raise UserError(f"{refusal}: it belongs to parameters of other shapes")
+            state[index][name] = shard_like(parameter, tensors[name])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+        check_types(saved_group, {"lr": int | float}, refusal)
         group["lr"] = saved_group["lr"]  # in case the state is saved before the next step

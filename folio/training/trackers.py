@@ -21,16 +21,17 @@ class Trackers:
         self.warn, self.running = warn, []
         requested = [name for name in TRACKERS if getattr(settings, name) and is_main()]
         for name in requested:
-            was_tracked = resumed and resumed.settings.get(name)
+            tracker, earlier, purge_step = TRACKERS[name], None, None
+            if resumed and resumed.settings.get(name):
+                earlier, purge_step = tracker.find(settings.out_dir), resumed.progress.step + 1
             try:
-                tracker = TRACKERS[name](settings, run_settings, resumed if was_tracked else None)
-            except Exception as error:
+                self.running.append(tracker(settings, run_settings, earlier, purge_step))
+            except Exception as error:  # the package and the network can raise anything
                 self.close()
                 package = name.removesuffix("_log")
                 advice = f"; run pip install {package}, or set {name}=False"
                 advice = advice if isinstance(error, ImportError) else ""
                 raise UserError(f"{name} cannot start: {cause_of(error)}{advice}") from error
-            self.running.append(tracker)
 
     def log(self, event):
         """Sends the numbers of an event."""
@@ -48,7 +49,7 @@ class Trackers:
         for tracker in list(self.running):
             try:
                 getattr(tracker, method)(*args)
-            except Exception as error:
+            except Exception as error:  # as above
                 self.running.remove(tracker)
                 name, cause = type(tracker).__name__, cause_of(error)
                 self.warn(f"{name} failed and was disabled ({cause}); log.jsonl is not affected")
@@ -57,20 +58,22 @@ class Trackers:
 class Wandb:
     """A run of Weights & Biases. A resumed training run continues the same W&B run."""
 
-    def __init__(self, settings, run_settings, resumed):
+    @staticmethod
+    def find(out_dir):
+        """Returns the ID of the newest run, which is in the names of folders, or None."""
+        paths = Path(out_dir, "wandb").glob("*run-*")  # [offline-]run-DATE-ID
+        newest = max((path.name.partition("run-")[2] for path in paths), default="")
+        return newest.partition("-")[2] or None
+
+    def __init__(self, settings, run_settings, earlier, purge_step):
         import wandb
 
-        run_id = None
-        if resumed:  # the ID is in the names of the folders: [offline-]run-DATE-ID
-            paths = Path(settings.out_dir, "wandb").glob("*run-*")
-            newest = max((path.name.partition("run-")[2] for path in paths), default="")
-            run_id = newest.partition("-")[2] or None
         self.run = wandb.init(
             project=settings.wandb_project,
             name=settings.wandb_run_name,
             config=run_settings,
             dir=settings.out_dir,
-            id=run_id,
+            id=earlier,
             resume="allow",
         )
         # wandb's own step counter would drop the steps that a killed run repeats.
@@ -86,18 +89,18 @@ class Wandb:
 class TensorBoard:
     """Event files in out_dir/tensorboard, in a new folder for each start from scratch."""
 
-    def __init__(self, settings, run_settings, resumed):
+    @staticmethod
+    def find(out_dir):
+        """Returns the newest folder, or None."""
+        return max(Path(out_dir, "tensorboard").glob("*-*"), default=None)
+
+    def __init__(self, settings, run_settings, earlier, purge_step):
         from torch.utils.tensorboard import SummaryWriter
 
-        root = Path(settings.out_dir, "tensorboard")
-        folder = root / time.strftime("%Y%m%d-%H%M%S")
-        purge_step = None
-        if resumed:
-            folder = max(root.glob("*-*"), default=folder)
-            # Hides what an earlier process logged after the checkpoint, except at its step: an
-            # evaluation there is not repeated.
-            purge_step = resumed.progress.step + 1
-        self.writer = SummaryWriter(folder, purge_step=purge_step)
+        new = Path(settings.out_dir, "tensorboard", time.strftime("%Y%m%d-%H%M%S"))
+        # Hides what an earlier process logged after the checkpoint, except at its step: an
+        # evaluation there is not repeated.
+        self.writer = SummaryWriter(earlier or new, purge_step=purge_step)
 
     def log(self, event, numbers):
         for name, value in numbers.items():

@@ -1,9 +1,11 @@
 """Checkpoint files: saving, loading, nanoGPT's format, refusals, optimizer state."""
 
 import zipfile
+from argparse import Namespace
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -112,7 +114,7 @@ def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
     assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "module._orig_mod."])
 def test_nanogpts_checkpoint_loads(prefix):
     model = tiny.write_nanogpt_checkpoint(11, prefix=prefix)
     content = tiny.load()
@@ -125,6 +127,35 @@ def test_nanogpts_checkpoint_loads(prefix):
     assert loaded.config == GPTConfig(**SHAPE, bias=False, dropout=0.0)
     assert loaded.progress == Progress(3, 0, 3, 3, 3, 2.5)
     assert type(loaded.progress.best_val_loss) is float
+
+
+@pytest.mark.parametrize("old_format", [False, True])
+def test_what_older_files_of_nanogpt_lack_follows_from_the_weights(old_format):
+    model = tiny.write_nanogpt_checkpoint(11)
+    content = tiny.load()
+    args = {name: content["model_args"][name] for name in ("n_layer", "n_head", "n_embd")}
+    old = {"model": content["model"], "model_args": args | {"block_size": 8, "use_rope": False}}
+    torch.save(old, "old.pt", _use_new_zipfile_serialization=not old_format)
+    loaded = load_checkpoint("old.pt", optimizers=False)
+    assert have_same_logits(build_model(loaded), model)
+    assert loaded.progress.step == 0
+    torch.save(old | {"model_args": args | {"use_rope": True}}, "old.pt")
+    with pytest.raises(UserError, match="model_args has use_rope=True, which this GPT"):
+        load_checkpoint("old.pt")
+
+
+def test_the_line_that_converts_a_file_with_objects_of_numpy_works():
+    model = tiny.write_nanogpt_checkpoint(11)
+    content = tiny.load()
+    content["model_args"]["n_layer"] = np.int64(1)
+    torch.save(content | {"config": Namespace(dataset="verse")}, "objects.pt")
+    with pytest.raises(UserError, match=r"contains (numpy|argparse)\.") as caught:
+        load_checkpoint("objects.pt")
+    code = str(caught.value).partition('python -c "')[2].removesuffix('")')
+    exec(code, {})
+    loaded = load_checkpoint("plain.pt")
+    assert have_same_logits(build_model(loaded), model)
+    assert loaded.settings == {"dataset": "verse"}
 
 
 def test_a_model_with_an_own_head_is_not_tied_whatever_its_arguments_say():

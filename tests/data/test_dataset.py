@@ -125,7 +125,7 @@ def test_nanogpts_datasets_are_loaded():
     assert texts_of("nano") == ("b\na" * 9, "b\na")
     assert dataset_size("nano") == DatasetSize(27, 3, vocab_size, 27)
     Path("data/nano/meta.pkl").write_bytes(b"\x80\x04K\0r\xff\xff\xff\x7f.")  # memo index 2^31 - 1
-    assert "not subscriptable" in error_of(load_dataset, "nano")
+    assert "itos is missing" in error_of(load_dataset, "nano")
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
     data = load_dataset("nano")
     assert data.tokenizer.kind == "gpt2"

@@ -89,9 +89,8 @@ def measure_command(command, folder=".", target=None, log=None):
         for line in child.stdout:
             lines.append((time.perf_counter() - start, line.strip()))
         _, status, usage = os.wait4(child.pid, 0)
-    except BaseException:  # such as Interrupted
-        child.terminate()
-        raise
+    finally:
+        child.terminate()  # has no effect if it has ended
     seconds = time.perf_counter() - start
     if code := os.waitstatus_to_exitcode(status):
         tail = " / ".join(line for _, line in lines[-5:])

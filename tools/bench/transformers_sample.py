@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from folio.cli import process
-from folio.cli.errors import UserError
+from folio.cli.errors import foreign_errors
 from folio.cli.settings import load_settings
 from folio.hardware.device import DTYPES, resolve_device, resolve_dtype
 from sample import SampleConfig
@@ -23,10 +23,8 @@ from sample import SampleConfig
 def main(argv=None):
     settings = load_settings(SampleConfig, argv, {"device": resolve_device})
     dtype = DTYPES[resolve_dtype(settings.dtype, settings.device)]
-    try:
+    with foreign_errors(f"--init_from={settings.init_from} has no model", OSError, ValueError):
         model = AutoModelForCausalLM.from_pretrained(settings.init_from, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--init_from={settings.init_from}: no exported model: {error}") from error
     model = model.to(settings.device)
     controls = {"temperature": settings.temperature, "top_k": settings.top_k}
     model.generation_config.update(do_sample=True, eos_token_id=None, **controls)
