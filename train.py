@@ -113,6 +113,11 @@ class TrainConfig:
     def tokens_per_step(self):
         return self.gradient_accumulation_steps * self.batch_size * self.block_size
 
+    @property
+    def has_final_evaluation(self):
+        """Whether the best model is evaluated at the end over more text. It may not be kept."""
+        return not (self.eval_iters or self.always_save_checkpoint)
+
 
 # Answers --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, TrainConfig)
@@ -142,7 +147,7 @@ def main(argv=None):
         run = Run(plan)
         if settings.eval_only:
             print(format_losses(run.progress.step, evaluate(run, settings.max_iters)))
-        elif run.is_complete():
+        elif run.world.from_main(run.run_dir.is_complete(run.progress, settings)):
             print_finished(run)
         else:
             train(run)
@@ -154,7 +159,10 @@ def train(run):
     batches = Batches(run.dataset.train, settings, run.world)  # a function of the seed and the step
     with run.stop_signal, RunLog(run) as log:
         while True:
-            step, clock = progress.step, run.clock()  # equal, unless --minutes are fewer steps
+            step, clock = (
+                progress.step,
+                run.clock(),
+            )  # the same number, unless --minutes end earlier
             lr = learning_rate_at(clock, settings)
 
             # Between two steps: evaluate, save, stop, sample, end. pause() is not training time.
@@ -184,7 +192,7 @@ def train(run):
                 progress.add_step(settings.tokens_per_step)
 
         loss = progress.best_val_loss
-        if run.needs_final_losses:
+        if settings.has_final_evaluation:
             run.load_best_weights()
             losses = evaluate(run, step)  # over more text
             if not losses:  # resuming makes up for it

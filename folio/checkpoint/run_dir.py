@@ -124,9 +124,12 @@ class RunDir:
                 events.append(_parse_event(line))
         return events
 
-    def last_event(self):
-        """Returns the kind of the last event in log.jsonl, or None."""
-        return next((event["event"] for event in reversed(self.read_events())), None)
+    def is_complete(self, progress, settings):
+        """Whether a run has finished, and its log ends with its final evaluation."""
+        if not settings.has_final_evaluation:
+            return progress.is_finished(settings)
+        kinds = [event["event"] for event in self.read_events()]
+        return progress.is_finished(settings) and kinds[-1:] == ["final"]
 
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.

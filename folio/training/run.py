@@ -66,7 +66,7 @@ class Run:
             return step
         budget_s = 60 * settings.minutes
         ending_s = self.step_s * self.evaluation_steps()
-        if self.needs_final_losses:
+        if settings.has_final_evaluation:
             ending_s += self.step_s * self.evaluation_steps(step)
         part = self.elapsed_s() / (budget_s - min(ending_s, MAX_ENDING_SHARE * budget_s))
         part = self.world.from_main(part)  # the same in all processes
@@ -95,17 +95,6 @@ class Run:
             steps = progress.step - progress.evaluated_step
             is_due = is_due and steps >= 10 * self.evaluation_steps()
         return is_due
-
-    @property
-    def needs_final_losses(self):
-        """Whether the best model is evaluated at the end over more text. It may not be kept."""
-        return not (self.settings.eval_iters or self.settings.always_save_checkpoint)
-
-    def is_complete(self):
-        """Whether the run is finished, and its log ends with the final losses if it needs them."""
-        kind = self.world.from_main(self.run_dir.last_event())
-        has_losses = kind == "final" or not self.needs_final_losses
-        return has_losses and self.progress.is_finished(self.settings)
 
     def elapsed_s(self):
         """Returns the seconds that the run has taken, including earlier processes."""

@@ -107,7 +107,7 @@ def has_finished(folder, settings, fingerprint):
         raise UserError(
             f"{folder} contains another run: {'; '.join(differences)}; choose another --sweep_dir"
         )
-    return earlier.progress.is_finished(settings)
+    return RunDir(folder).is_complete(earlier.progress, settings)
 
 
 if __name__ == "__main__":
