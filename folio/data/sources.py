@@ -21,6 +21,16 @@ TABLE_SUFFIXES = (
     ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst",
     ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
 )  # fmt: skip
+UTF_16 = "it is UTF-16; to convert it: iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE"
+FOREIGN_FORMATS = {  # {first bytes: what a file is}
+    b"\xff\xfe": UTF_16,
+    b"\xfe\xff": UTF_16,
+    b"PK\3\4": "it is a ZIP archive or a document such as .docx; extract or save its text",
+    b"\x1f\x8b": "it is a compressed archive; extract its files",
+    b"BZh": "it is compressed; to decompress it: bunzip2 {path}",
+    b"\xfd7zXZ": "it is compressed; to decompress it: unxz {path}",
+    b"%PDF": "it is a PDF; to extract its text: pdftotext {path}",
+}
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 TABLE_BLOCK_BYTES = 2**25  # a longer row of JSON lines or CSV is an error
@@ -80,12 +90,24 @@ class Source:
         except (EOFError, zlib.error) as error:
             raise _unreadable(self, cause_of(error)) from error
         except UnicodeDecodeError as error:
-            byte, path = error.object[error.start], shlex.quote(str(self.path))
-            raise UserError(
-                f"{self.name} is not UTF-8 text: it contains byte 0x{byte:02x}; select only text "
-                "files, such as --input='FOLDER/*.txt', or replace it with the output of: "
-                f"iconv -f ENCODING -t UTF-8 {path}"
-            ) from error
+            raise UserError(f"{self.name} is not UTF-8 text: {_explain(self, error)}") from error
+
+
+def _explain(source, error):
+    """Returns what a file is that is not UTF-8 text, and what helps."""
+    path = shlex.quote(str(source.path))
+    with open(source.local_path(), "rb") as file:
+        start = file.read(8)
+    for signature, explanation in FOREIGN_FORMATS.items():
+        if start.startswith(signature):
+            return explanation.format(path=path)
+    byte = error.object[error.start]
+    if not byte:
+        return f"it contains a NUL byte; to remove it: tr -d '\\0' < {path} > NEW_FILE"
+    return (
+        f"it contains byte 0x{byte:02x}; its encoding can be WINDOWS-1252: "
+        f"iconv -f WINDOWS-1252 -t UTF-8 {path} > NEW_FILE"
+    )
 
 
 def _unreadable(source, cause):
@@ -182,12 +204,13 @@ def _read_row_batches(source):
 def find_sources(name, text_key):
     """Returns the Sources of a file, of a folder or of a glob pattern, sorted by path.
 
-    Hidden files and links to folders in a folder are skipped. Any other file that is not UTF-8 text
-    or a table is an error when it is read. Raises UserError if there are no files.
+    In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
+    of several links to a file all but one. Any other file that is not UTF-8 text or a table is an
+    error when it is read. Raises UserError if there are no files.
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-        paths = _list_files(name)
+        paths = _skip_binary(_list_files(name))
     elif glob.has_magic(name) and not os.path.exists(name):
         paths = [Path(path) for path in glob.glob(name, recursive=True)]
     files = sorted(path for path in paths if not os.path.isdir(path))
@@ -198,12 +221,15 @@ def find_sources(name, text_key):
     for file in files:
         if not os.path.isfile(file):
             raise UserError(f"{file} is missing or no regular file")
-    return [Source(file, text_key) for file in files]
+    unique = {}
+    for file in files:
+        unique.setdefault(os.path.realpath(file), file)
+    return [Source(file, text_key) for file in unique.values()]
 
 
 def _check_json(name):
     """Raises UserError if a file is a JSON array. Its punctuation would be part of the text."""
-    with open(name, "rb") as file:
+    with os_errors("read", name), open(name, "rb") as file:
         if file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             code = f"import json; [print(json.dumps(row)) for row in json.load(open({name!r}))]"
             raise UserError(
@@ -220,5 +246,22 @@ def _list_files(folder):
             raise error
 
     for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
         yield from (Path(parent, name) for name in names if not name.startswith("."))
+
+
+def _skip_binary(paths):
+    """Returns the paths of files that are not binary, and prints the number of the others."""
+    texts, count = [], 0
+    for path in paths:
+        start = b""
+        if os.path.isfile(path) and not Source(path).suffix:
+            with os_errors("read", path), open(path, "rb") as file:
+                start = file.read(2**13)
+        if b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16
+            count += 1
+        else:
+            texts.append(path)
+    if count:
+        print(f"skipped {count:,} binary files")
+    return texts

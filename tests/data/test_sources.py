@@ -107,10 +107,12 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
     [
         (b"a" * 20_000 + b"\x80b", "byte 0x80"),
         (b"abcd\xe2\x82", "byte 0xe2"),
-        (b"ab\0", "byte 0x00"),
-        ("é".encode("latin-1"), "iconv -f ENCODING -t UTF-8 'my text'"),
-        ("é".encode("utf-16"), "iconv"),
-        (b"PK\3\4\x14\0", "/*.txt"),
+        (b"ab\0", "a NUL byte; to remove it: tr -d '\\0' < 'my text'"),
+        ("é".encode("latin-1"), "iconv -f WINDOWS-1252 -t UTF-8 'my text'"),
+        ("é".encode("utf-16"), "it is UTF-16; to convert it: iconv -f UTF-16"),
+        (b"PK\3\4\x14\0", "a ZIP archive"),
+        (gzip.compress(b"tar"), "a compressed archive"),
+        (b"%PDF-1.7\n\xff", "pdftotext 'my text'"),
     ],
 )
 def test_a_file_that_is_not_utf8_is_refused(raw, part):
@@ -134,13 +136,18 @@ def names_of(pattern):
     return [source.name for source in find_sources(pattern, "text")]
 
 
-def test_files_of_a_folder_or_a_pattern_are_sorted():
+def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
     for name in ("in/b.txt", "in/a.jsonl", "in/.hidden.txt", "in/.git/a.txt", "in/c/a.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("{}")
     Path("in/loop").symlink_to("../in")
+    Path("in/z.txt").symlink_to("b.txt")
+    Path("in/__pycache__").mkdir()
+    Path("in/__pycache__/a.txt").touch()
+    Path("in/picture").write_bytes(b"\x89PNG\0")
     assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt"]
-    assert names_of("in/*") == ["in/a.jsonl", "in/b.txt"]
+    assert capsys.readouterr().out == "skipped 1 binary files\n"
+    assert names_of("in/*.*") == ["in/a.jsonl", "in/b.txt"]
     assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
     Path("in/[b].txt").write_text("")
     assert names_of("in/[b].txt") == ["in/[b].txt"]
