@@ -51,14 +51,18 @@ class Machine:
     summary: str
 
     @property
-    def peak(self):
-        """The peak of matrix products in `dtype`, measured for unknown cards: (FLOP/s, source)."""
+    def data_sheet_flops(self):
+        """The FLOP/s of matrix products in `dtype` from the card's data sheet; None if unknown."""
         name = torch.cuda.get_device_name(self.device) if device_type(self.device) == "cuda" else ""
         for pattern, half, single in GPU_PEAKS_TFLOPS:
             if re.search(pattern, name) and "MIG" not in name:  # MIG: a partition of the card
-                tflops = single if self.dtype == "float32" else half
-                return tflops * 1e12, f"data sheet, {name}"
-        return _measure_peak(self.device, DTYPES[self.dtype]), "measured with a matrix product"
+                return 1e12 * (single if self.dtype == "float32" else half)
+        return None
+
+    @property
+    def peak_flops(self):
+        """The FLOP/s of matrix products in `dtype`, which are measured for unknown cards."""
+        return self.data_sheet_flops or _measure_peak(self.device, DTYPES[self.dtype])
 
     def autocast(self):
         """Returns a context in which matrix products run in `dtype`."""

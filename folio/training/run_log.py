@@ -129,7 +129,7 @@ class RunLog:
         self.reported_step, self.reported_s = step + 1, train_s
         tokens = self.settings.tokens_per_step
         flops = self.run.model.flops_per_token() * tokens
-        mfu = flops / seconds / self.machine.peak[0] / self.run.world.size
+        mfu = flops / seconds / self.machine.peak_flops / self.run.world.size
         loss, grad_norm = float(loss), float(grad_norm)
         # While the loss scale can be reduced, an overflow only skips the step.
         can_skip = self.run.scaler.get_scale() > 1
@@ -220,7 +220,8 @@ def print_start(plan):
     settings, dataset, machine, world = plan.settings, plan.dataset, plan.machine, plan.world
     resolved, changed = ("device", "dtype", "compile"), changed_settings(settings)
     pairs = [f"{name}={value}" for name, value in changed.items() if name not in resolved]
-    peak, source = machine.peak
+    peak, known = machine.peak_flops, machine.data_sheet_flops
+    source = "data sheet" if known else "measured with a matrix product"
     model = empty_model(plan.config, "meta")
     size = state_bytes(plan.config, settings, world.size) / 2**20
     values = "weights, gradients and moments"
