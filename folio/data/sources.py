@@ -56,7 +56,7 @@ class Source:
     path: Path
     text_key: str = "text"
     label: str | None = None
-    line_ends: set = field(default_factory=set, compare=False)
+    line_ends: set = field(default_factory=set, compare=False, kw_only=True)
 
     @property
     def name(self):
