@@ -163,7 +163,8 @@ def check_other_text(folder, corpus):
     """Raises UserError if a folder has the tokens of a text with another name and content."""
     with suppress(OSError, KeyError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads((folder / "meta.json").read_bytes())
-        if meta["source"] != corpus.description and meta["source_sha256"] != corpus.sha256():
+        names = [text.partition(" (")[0] for text in (meta["source"], corpus.description)]
+        if names[0] != names[1] and meta["source_sha256"] != corpus.sha256():
             raise UserError(
                 f"{folder} has another text, {meta['source']}: choose another --dataset, or delete "
                 "the folder"
