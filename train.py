@@ -25,9 +25,7 @@ class TrainConfig:
     out_dir: str = setting("out", "folder for checkpoints and log", group="Output", scope="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
-    eval_iters: int | None = setting(
-        None, "batches per evaluation; None: 5% of the time, more at the end", "[1, inf)"
-    )
+    eval_iters: int | None = setting(None, "batches per evaluation; None: 5% of time", "[1, inf)")
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
     checkpoint_interval: int | None = setting(
@@ -99,9 +97,7 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", scope="machine"
     )
-    activation_checkpointing: bool = setting(
-        False, "recompute activations: less memory, a third slower or more", scope="machine"
-    )
+    activation_checkpointing: bool = setting(False, "less memory, but slower", scope="machine")
     backend: str = setting("nccl", "ignored: nccl on GPUs, gloo on CPUs", scope="machine")
 
     def __post_init__(self):
@@ -115,7 +111,7 @@ class TrainConfig:
 
     @property
     def has_final_evaluation(self):
-        """Whether the best model is evaluated at the end over more text. It may not be kept."""
+        """Whether the best model, if it is kept, is evaluated at the end over more text."""
         return not (self.eval_iters or self.always_save_checkpoint)
 
 
@@ -126,7 +122,7 @@ import numpy as np
 import torch
 
 from folio.data.batches import Batches, dropout_seed, evaluation_iters, evaluation_starts, val_bytes
-from folio.distributed.sharding import average_gradients, clip_gradients
+from folio.distributed.sharding import clip_gradients, set_gradient_sync
 from folio.distributed.world import process_group
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
@@ -146,6 +142,7 @@ def main(argv=None):
         print_start(plan)
         run = Run(plan)
         if settings.eval_only:
+            # over as much text as a final evaluation
             print(format_losses(run.progress.step, evaluate(run, settings.max_iters)))
         elif run.world.from_main(run.run_dir.is_complete(run.progress, settings)):
             print_finished(run)
@@ -154,15 +151,12 @@ def main(argv=None):
 
 
 def train(run):
-    """Trains until max_iters, until patience is exhausted, or until a stop is requested."""
+    """Trains until the clock reaches max_iters, patience is exhausted, stop_at or a stop signal."""
     settings, progress = run.settings, run.progress
     batches = Batches(run.dataset.train, settings, run.world)  # a function of the seed and the step
-    with run.stop_signal, RunLog(run) as log:
+    with run.stop_signal, RunLog(run) as log:  # in it, Ctrl-C only sets run.is_stopped()
         while True:
-            step, clock = (
-                progress.step,
-                run.clock(),
-            )  # the same number, unless --minutes end earlier
+            step, clock = progress.step, run.clock()  # equal, unless --minutes end the run early
             lr = learning_rate_at(clock, settings)
 
             # Between two steps: evaluate, save, stop, sample, end. pause() is not training time.
@@ -188,15 +182,16 @@ def train(run):
 
             loss, grad_norm = train_step(run, batches.at(step), step, lr)
             if loss is not None:  # no stop signal between two micro-batches
-                log.step(loss, grad_norm, lr)  # raises UserError if they are not finite
+                log.step(loss, grad_norm, lr)  # at log lines, refuses values that are not finite
                 progress.add_step(settings.tokens_per_step)
 
         loss = progress.best_val_loss
         if settings.has_final_evaluation:
             run.load_best_weights()
             losses = evaluate(run, step)  # over more text
-            if not losses:  # resuming makes up for it
+            if not losses:  # a stop signal; a resumed run evaluates again
                 run.save_and_stop()
+                return
             log.final_evaluation(losses)
             loss = losses["loss"]
     print_end(run, loss)
@@ -218,7 +213,7 @@ def train_step(run, micro_batches, step, lr):
     for number, (x, y) in enumerate(micro_batches, start=1):
         if run.is_stopped():
             return None, None
-        average_gradients(run.forward, number == count)  # over the processes, at the end
+        set_gradient_sync(run.forward, number == count)  # averages them in the last backward pass
         with run.machine.autocast():
             micro_loss = run.forward(x, y, settings.train_temperature) / count
         scaler.scale(micro_loss).backward()  # the scale is 1, except in float16
@@ -234,7 +229,7 @@ def train_step(run, micro_batches, step, lr):
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         scaler.step(optimizer)  # does nothing if a gradient has overflowed in float16
-        optimizer.zero_grad(set_to_none=run.can_free_gradients)
+        optimizer.zero_grad(set_to_none=run.can_free_gradients)  # not DDP's or CUDA graphs'
     scaler.update()
     return run.world.mean(loss), grad_norm
 
@@ -259,8 +254,9 @@ def learning_rate_at(clock, settings):
 def evaluate(run, steps=None):
     """Returns the losses of both splits, or None after a stop signal.
 
-    `steps`: of the run, if this is its final evaluation; see evaluation_iters. Keys: "train_loss",
-    in nats per token, and of the validation split "loss", "perplexity" and "bits_per_byte".
+    `steps`: number of steps of the run, in its final evaluation, which covers more text. Keys:
+    "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
+    "bits_per_byte".
     """
     train_iters, val_iters = evaluation_iters(run.settings, steps)
     train_loss = split_loss(run, run.dataset.train, train_iters)

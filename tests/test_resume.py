@@ -129,6 +129,19 @@ def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
     )
 
 
+def test_a_run_that_has_kept_the_newest_model_can_keep_the_best_from_now_on(verse, monkeypatch):
+    losses = iter([2.0, 1.0, 3.0, 2.5, 2.7, 2.6])  # at steps 0, 3, 6; 6, 9 and at the end
+
+    def evaluate(run, steps=None):
+        return {"train_loss": 1.0, "perplexity": 1.0, "loss": next(losses)}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    train.main(tiny.flags(eval_iters=None, always_save_checkpoint=True))
+    train.main(tiny.flags(eval_iters=None, max_iters=9, init_from="resume"))
+    assert tiny.load("ckpt.pt")["iter_num"] == 6
+    assert tiny.log_events()[-1]["loss"] == 2.6
+
+
 @pytest.mark.parametrize("change", ["replaced", "deleted"])
 def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change):
     train.main(tiny.flags(out_dir="out-other", max_iters=1))
@@ -210,9 +223,9 @@ def test_a_signal_during_a_step_discards_it(verse):
     settings = {"gradient_accumulation_steps": 4, "dropout": 0.3}
     train.main(tiny.flags(out_dir="out-whole", **settings))
     with pytest.MonkeyPatch.context() as patch:  # once per micro-batch
-        after_calls(patch, "average_gradients", 2 * 4 + 3, lambda: pytest.fail("too late"))
+        after_calls(patch, "set_gradient_sync", 2 * 4 + 3, lambda: pytest.fail("too late"))
         flags = tiny.flags(**settings)
-        interrupted(*flags, number=signal.SIGINT, name="average_gradients", calls=2 * 4 + 2)
+        interrupted(*flags, number=signal.SIGINT, name="set_gradient_sync", calls=2 * 4 + 2)
     assert tiny.load("last.pt")["iter_num"] == 2
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []

@@ -126,10 +126,9 @@ class RunDir:
 
     def is_complete(self, progress, settings):
         """Whether a run has finished, and its log ends with its final evaluation."""
-        if not settings.has_final_evaluation:
+        if not settings.has_final_evaluation or not progress.is_finished(settings):
             return progress.is_finished(settings)
-        kinds = [event["event"] for event in self.read_events()]
-        return progress.is_finished(settings) and kinds[-1:] == ["final"]
+        return [event["event"] for event in self.read_events()[-1:]] == ["final"]
 
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.

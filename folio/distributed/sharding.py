@@ -66,7 +66,7 @@ def unshard(model):
         model.reshard()
 
 
-def average_gradients(forward, enabled):
+def set_gradient_sync(forward, enabled):
     """Sets whether the next backward pass averages gradients. Only the last of a step should."""
     if isinstance(forward, DistributedDataParallel):
         forward.require_backward_grad_sync = enabled

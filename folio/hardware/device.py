@@ -150,7 +150,7 @@ class SharedCores:
             return
         share = (time.process_time() - self.cpu_since) / seconds / threads
         if share < MIN_CORES_SHARE:
-            torch.set_num_threads(max(1, int(share * threads)))
+            torch.set_num_threads(max(1, threads // 2, int(share * threads)))
         self.restart()
 
 

@@ -43,6 +43,7 @@ class Run:
         self.cores = SharedCores(self.machine)
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
         self.stop_flag = SharedFlag(self.world)
+        self.clock()  # raises UserError if --minutes is over, before a folder is changed
 
     def _restore(self, checkpoint):
         self.world.call_together(restore_optimizers, self.optimizers, checkpoint)
@@ -51,8 +52,12 @@ class Run:
             self.scaler.load_state_dict(checkpoint.scaler)
         self.progress = checkpoint.progress
         self.saved_step = self.progress.step
-        # More --minutes than before turn the clock back.
-        self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
+        saved = checkpoint.settings
+        if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
+            self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
+        if saved.get("always_save_checkpoint") and not self.settings.always_save_checkpoint:
+            # ckpt.pt may not have the best model: an evaluation at once begins the comparison.
+            self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
 
     # The clock, of which a run has one: it decides the learning rate, the evaluations and the end.
 

@@ -56,6 +56,7 @@ class RunLog:
         with ExitStack() as stack:  # closes what has been opened if a process fails
             self.run.world.call_together(self._open, stack)
             self.stack = stack.pop_all()
+        self.run.cores.restart()
         return self
 
     def _open(self, stack):
@@ -114,9 +115,8 @@ class RunLog:
         """
         step, threads = self.run.progress.step, torch.get_num_threads()
         if threads < self.threads:
-            self.warn(
-                f"other programs use the cores: continuing with {threads} of {self.threads} threads"
-            )
+            of_threads = f"{threads} of {self.threads} threads"
+            self.warn(f"the cores are busy or not used: continuing with {of_threads}")
             self._log("threads", threads=threads)
             self.threads = threads
         self._print(self.bar.update)
@@ -274,7 +274,8 @@ def print_end(run, loss):
     epochs = progress.tokens / len(run.dataset.train)
     if advice := advice_on(evaluations, settings, epochs):
         text, flag = advice
-        print(f"{text}: python {shlex.join(sys.argv)} {flag}")
+        arguments = [a for a in sys.argv if not a.startswith("--init_from")]  # for a new run
+        print(f"{text}: python {shlex.join(arguments)} {flag}")
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
 

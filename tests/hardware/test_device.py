@@ -120,7 +120,7 @@ def test_the_summary_says_why_a_model_is_compiled_or_not(compile, words):
     assert choose_machine("cpu", "float32", compile).summary.endswith(words)
 
 
-@pytest.mark.parametrize(("share", "threads"), [(0.95, 4), (0.77, 3), (0.1, 1)])
+@pytest.mark.parametrize(("share", "threads"), [(0.95, 4), (0.77, 3), (0.1, 2)])
 def test_threads_without_cores_are_given_up(monkeypatch, share, threads):
     clock, current = SimpleNamespace(now=0.0), SimpleNamespace(threads=4)
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)

@@ -98,7 +98,9 @@ def test_a_finished_run_continues_with_more_minutes_or_steps(verse, steady_time,
         return tiny.load("last.pt")["iter_num"], capsys.readouterr().out.splitlines()[-1]
 
     assert run()[0] == 30
-    assert run() == (30, "finished at step 30; to continue, increase --minutes")
+    with pytest.MonkeyPatch.context() as patch:  # a process that starts faster
+        patch.setattr(Run, "elapsed_s", lambda run: 0.05 * run.progress.step)
+        assert run() == (30, "finished at step 30; to continue, increase --minutes")
     assert run(minutes=0.1)[0] == 60
     evaluated = [event["step"] for event in tiny.log_events() if event["event"] == "val"]
     assert evaluated == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 36, 42, 48, 54, 60]

@@ -96,7 +96,7 @@ def test_fewer_threads_are_reported_once(run, monkeypatch, capsys):
         for _ in range(3):
             log.step(2.5, 1.0, lr=0.1)
             run.progress.add_step(32)
-    line = "other programs use the cores: continuing with 2 of 4 threads\n"
+    line = "the cores are busy or not used: continuing with 2 of 4 threads\n"
     assert capsys.readouterr().err.count(line) == 1
     assert [e["threads"] for e in tiny.log_events() if e["event"] == "threads"] == [2]
 
