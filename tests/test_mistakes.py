@@ -8,6 +8,7 @@ import pickle
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -206,3 +207,19 @@ def test_an_invalid_checkpoint_gives_one_error_line(copy, run, name, path, comma
 @pytest.mark.parametrize("command", [TRAIN, SAMPLE])
 def test_a_missing_gpu_gives_one_error_line(copy, run, command):
     assert_error(run, [*command, "--device=cuda"], "cuda")
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        (TEXT, "folio.data.corpus.Alphabet"),
+        (TRAIN, "folio.data.dataset.meta_checksum"),
+        (SAMPLE, "folio.checkpoint.format.Progress"),
+        (RESUME, "folio.training.optimizers.shard_like"),
+    ],
+)
+def test_a_bug_is_not_reported_as_a_mistake(copy, run, command, function, monkeypatch):
+    monkeypatch.setattr(function, Mock(side_effect=ValueError("a bug")))
+    put("text.txt", tiny.VERSE)
+    with pytest.raises(ValueError, match="a bug"):
+        run(command)

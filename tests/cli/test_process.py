@@ -1,5 +1,6 @@
 """How a script starts and ends: errors, exit status, signals."""
 
+import errno
 import gc
 import os
 import signal
@@ -58,6 +59,11 @@ def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"train.py: {line}")
+
+
+def test_an_error_of_a_file_that_no_user_has_named_keeps_its_traceback():
+    with pytest.raises(FileNotFoundError):
+        process.run(raising(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")))
 
 
 @posix
