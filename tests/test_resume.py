@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,18 @@ def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change
     monkeypatch.setattr(train, "evaluate", evaluate)
     with pytest.raises(UserError, match=r"out/ckpt\.pt"):
         train.main(tiny.flags(eval_iters=None))
+
+
+def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys):
+    train.main(tiny.flags(out_dir="out-other", max_iters=1))
+    train.main(tiny.flags(eval_iters=None, stop_at=4, eval_interval=2))
+    for remove in (os.unlink, partial(shutil.copy, "out-other/ckpt.pt")):
+        shutil.copytree("out", "out-copy")
+        remove("out-copy/ckpt.pt")
+        train.main(tiny.flags(eval_iters=None, out_dir="out-copy", init_from="resume"))
+        assert "out-copy/ckpt.pt is not the best model" in capsys.readouterr().out
+        assert tiny.log_events("out-copy")[-1]["event"] == "final"
+        shutil.rmtree("out-copy")
 
 
 # Changed settings

@@ -15,7 +15,7 @@ from folio.cli.settings import load_settings
 from folio.data.corpus import Corpus
 from folio.data.encoding import encode_corpus
 from folio.data.sources import Chunk, Source
-from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
 from folio.data.writer import open_writer
 from folio.hardware.device import choose_machine
 from folio.training.optimizers import make_optimizers
@@ -138,6 +138,8 @@ def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer for a text like prepare.py."""
     if kind == "char":
         return CharTokenizer("".join(sorted(set(text))))
+    if kind == "list":
+        return ListTokenizer(sorted({*text, text[:2]}))
     if kind == "bpe":
         return BPETokenizer.train([text[: int(0.9 * len(text))]], vocab_size)
     return TOKENIZERS[kind]()

@@ -3,8 +3,8 @@
 The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
 ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids,
 token counts, byte counts and CRC-32 of each split, the source of the text, and a CRC-32 of itself.
-nanoGPT's folders have a meta.pkl with the character table, or neither file if they hold GPT-2
-tokens.
+nanoGPT's folders have a meta.pkl with the vocabulary size and usually the text of each token, or
+neither file if they hold GPT-2 tokens.
 """
 
 import io
@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from folio.cli.errors import UserError, check_types, foreign_errors, os_errors, suggest
-from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, from_dict
+from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, from_dict
 
 FORMAT = 1
 SPLITS = ("train", "val")
 DATA_FOLDER = Path("data")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+MAX_VOCAB_SIZE = 2**24
 MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on loading
 
 
@@ -33,7 +34,8 @@ MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on 
 class Dataset:
     """A prepared dataset.
 
-    train, val: (N,) uint16 or uint32 ids, memory-mapped; after batches.to_device, a Split each.
+    train, val: (N,) uint16 or uint32 ids, memory-mapped if they are many; after
+        batches.to_device, a Split each.
     fingerprint: {split: CRC-32 of its bytes}. For nanoGPT's splits of more than MAX_CHECKED_TOKENS,
         the CRC-32 of the first MAX_CHECKED_TOKENS and of the number of tokens as decimal digits.
     """
@@ -96,7 +98,7 @@ def load_dataset(name, verify=False):
     splits, fingerprint = {}, {}
     for split in SPLITS:
         path = folder / f"{split}.bin"
-        ids = splits[split] = _map_ids(path, DTYPES[meta.get("dtype", tokenizer.dtype.name)])
+        ids = splits[split] = _read_ids(path, DTYPES[meta.get("dtype", tokenizer.dtype.name)])
         checked_ids = ids if verify else ids[:MAX_CHECKED_TOKENS]
         if not meta:
             _check_type(path, checked_ids)
@@ -142,13 +144,16 @@ def _read_meta(folder):
     if not os.path.isfile(path):
         return {}, GPT2Tokenizer()
     table = _parse(path, lambda raw: _PlainUnpickler(io.BytesIO(raw)).load())
-    check_types(table, {"itos": dict, "vocab_size": int}, path)
-    ids = range(min(table["vocab_size"], len(table["itos"])))
-    characters = [table["itos"].get(i) for i in ids]
-    is_character = [isinstance(text, str) and len(text) == 1 for text in characters]
-    if len(ids) != table["vocab_size"] or not all(is_character):
-        raise _unusable(path, "it has tokens that are not single characters")
-    return {}, CharTokenizer("".join(characters))
+    check_types(table, {"vocab_size": int}, path)
+    itos, size = table.get("itos"), table["vocab_size"]
+    if not 0 < size <= MAX_VOCAB_SIZE:
+        raise _unusable(path, f"its vocab_size is {size}")
+    with foreign_errors(f"{path} cannot be used: itos", LookupError, TypeError):
+        tokens = [itos[i] if itos else None for i in range(size)]
+    if not all(isinstance(token, str) for token in tokens) or not any(tokens):
+        tokens = [f"{i} " for i in range(size)]  # texts of this dataset are lists of ids
+    is_list = any(len(token) != 1 for token in tokens)
+    return {}, ListTokenizer(tokens) if is_list else CharTokenizer("".join(tokens))
 
 
 def _parse(path, parse):
@@ -159,8 +164,8 @@ def _parse(path, parse):
         return parse(raw)
 
 
-def _map_ids(path, dtype):
-    """Returns the ids in a .bin file, memory-mapped. Raises UserError if that is not possible."""
+def _read_ids(path, dtype):
+    """Returns the ids in a .bin file, a large one memory-mapped. Raises UserError if it cannot."""
     if not os.path.isfile(path):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
@@ -171,6 +176,8 @@ def _map_ids(path, dtype):
             f"--dataset={name} (with --input=FILE_OR_FOLDER if it is your own text)"
         )
     with os_errors("read", path), foreign_errors(f"{path} is damaged", ValueError):
+        if path.stat().st_size <= MAX_CHECKED_TOKENS * dtype.itemsize:
+            return np.fromfile(path, dtype)  # another program may write to the file
         # a plain view, because every slice of an np.memmap calls Python code
         return np.asarray(np.memmap(path, dtype, mode="r"))
 
@@ -180,18 +187,17 @@ def _unusable(path, cause):
 
 
 def _check_type(path, ids):
-    """Raises UserError if the ids, which forks of nanoGPT write, look like those of another type.
+    """Raises UserError if the ids, which forks of nanoGPT write, look like those of a wider type.
 
-    Of small ids with 32 or 64 bits, every second or more of the 16-bit words are 0.
+    Of small ids with 32 or 64 bits, every second or more of the words is 0.
     """
-    for count, name in ((4, "int64"), (2, "uint32")):
-        if ids.itemsize > 2 or len(ids) % count:
-            continue
-        words = ids.reshape(-1, count)
-        if words[:, 0].any() and not words[:, 1:].any():
+    for name in ("int64", "uint32"):
+        count = np.dtype(name).itemsize // ids.itemsize
+        words = ids[: len(ids) // count * count].reshape(-1, count)
+        if count > 1 and len(words) > 3 and words[:, 0].any() and not words[:, 1:].any():
             raise UserError(
-                f"{path}: its type looks like {name}, not uint16; to convert it: "
-                f"np.fromfile(FILE, np.{name}).astype(np.uint16).tofile(FILE)"
+                f"{path}: its type looks like {name}, not {ids.dtype}; to convert it: "
+                f"np.fromfile(FILE, np.{name}).astype(np.{ids.dtype}).tofile(FILE)"
             )
 
 

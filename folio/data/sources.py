@@ -3,13 +3,17 @@
 A file of text is one document. A table (JSON lines, CSV or Parquet) has one per row.
 """
 
+import csv
 import glob
 import gzip
 import hashlib
+import io
+import json
 import os
+import re
 import shlex
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +23,7 @@ from folio.data.bpe import find_last_cut
 
 TABLE_SUFFIXES = (
     ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst",
+    ".json", ".json.gz", ".json.zst",
     ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
 )  # fmt: skip
 UTF_16 = "it is UTF-16; to convert it: iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE"
@@ -33,8 +38,8 @@ FOREIGN_FORMATS = {  # {first bytes: what a file is}
 }
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
-TABLE_BLOCK_BYTES = 2**25  # a longer row of JSON lines or CSV is an error
 PARQUET_ROWS_PER_BATCH = 1000
+MAX_FIELD_CHARACTERS = 2**30  # of CSV; Python's default is 2^17
 
 
 class Chunk(NamedTuple):
@@ -50,12 +55,14 @@ class Source:
 
     text_key: the column of a table that contains the text.
     label: its name in messages; None: the path.
+    is_text: it is a text, whatever its name.
     line_ends: those in the part that has been read; each becomes a newline.
     """
 
     path: Path
     text_key: str = "text"
     label: str | None = None
+    is_text: bool = field(default=False, kw_only=True)
     line_ends: set = field(default_factory=set, compare=False, kw_only=True)
 
     @property
@@ -65,7 +72,7 @@ class Source:
     @property
     def suffix(self):
         """The one of TABLE_SUFFIXES, or "" for a text."""
-        name = str(self.path).lower()
+        name = "" if self.is_text else str(self.path).lower()
         return next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), "")
 
     @property
@@ -88,7 +95,7 @@ class Source:
             with os_errors("read", self.name):
                 yield from _read_table(self) if self.suffix else _read_text(self)
         except (EOFError, zlib.error) as error:
-            raise _unreadable(self, cause_of(error)) from error
+            raise UserError(f"{self.name} is damaged ({cause_of(error)})") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{self.name} is not UTF-8 text: {_explain(self, error)}") from error
 
@@ -110,15 +117,17 @@ def _explain(source, error):
     )
 
 
-def _unreadable(source, cause):
-    """Returns the UserError for a damaged file."""
-    return UserError(
-        f"{source.name} cannot be read ({cause}); in a table, --text_key names the column with the "
-        f"text, and a row of JSON lines or CSV has at most {TABLE_BLOCK_BYTES / 1e6:.0f} MB"
-    )
-
-
 # Text
+
+
+def _open_text(source, newline=None):
+    """Opens a UTF-8 file, which may be compressed. A byte order mark is dropped."""
+    path, name = source.local_path(), str(source.path).lower()
+    if name.endswith(".zst"):
+        file = import_optional("pyarrow", source.name).CompressedInputStream(str(path), "zstd")
+        return io.TextIOWrapper(file, "utf-8-sig", newline=newline)
+    open_file = gzip.open if name.endswith(".gz") else open
+    return open_file(path, "rt", encoding="utf-8-sig", newline=newline)
 
 
 def _read_text(source):
@@ -128,8 +137,7 @@ def _read_text(source):
     in more than MAX_UNCUT_CHARACTERS, they end anywhere.
     """
     text, is_end = "", False
-    open_file = gzip.open if source.path.suffix == ".gz" else open
-    with open_file(source.local_path(), "rt", encoding="utf-8-sig") as file:
+    with _open_text(source) as file:
         while not is_end:
             new_text = file.read(CHUNK_CHARACTERS)
             if "\0" in new_text:
@@ -151,51 +159,68 @@ def _read_text(source):
 
 def _read_table(source):
     """Yields a Chunk for each row of a table."""
-    row = 0
-    if not source.size:  # an error in pyarrow
-        return
-    for batch in _read_row_batches(source):
-        if batch.schema.names.count(source.text_key) != 1:
-            raise _unreadable(source, f"it has not one column {source.text_key!r}")
-        for text in batch.column(source.text_key).to_pylist():
-            row += 1
-            if not isinstance(text, str):
-                raise UserError(
-                    f"{source.name}, row {row:,} has {text!r:.20} in place of a text in column "
-                    f"{source.text_key!r}; choose another with --text_key, or leave the row out"
-                )
-            source.line_ends.update(end for end in ("\r\n", "\r") if end in text)
-            yield Chunk(unify_line_ends(text), True)
-
-
-def _read_row_batches(source):
-    """Yields pyarrow's record batches of a table. Columns other than the text may have any type."""
-    pyarrow = import_optional("pyarrow", source.name)
-    from pyarrow import csv, json, parquet
-
-    path, schema = str(source.local_path()), pyarrow.schema({source.text_key: pyarrow.string()})
+    number = 0
     try:
-        if source.suffix == ".parquet":
-            with parquet.ParquetFile(path) as file:
-                yield from file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=schema.names)
+        for number, row in enumerate(_read_rows(source), start=1):
+            if problem := _find_problem(row, source.text_key):
+                raise UserError(f"{source.name}, row {number:,} {problem}, or leave the row out")
+            text = row[source.text_key]
+            source.line_ends.update(re.findall("\r\n|\r", text))
+            yield Chunk(unify_line_ends(text), True)
+    except (csv.Error, json.JSONDecodeError, RecursionError) as error:
+        cause = cause_of(error)
+        if isinstance(error, json.JSONDecodeError):
+            cause = f"{error.msg}; each line must be a JSON object"  # its line number is always 1
+        raise UserError(f"{source.name}, row {number + 1:,} is damaged ({cause})") from error
+
+
+def _find_problem(row, text_key):
+    """Returns what is wrong with a row of a table and what helps, or None."""
+    if not isinstance(row, dict):
+        return f"is {row!r:.20}: write a JSON object per line"
+    if None in row:  # csv.DictReader's key
+        return "has more values than columns: put text with commas in double quotes"
+    text = row.get(text_key)
+    if not isinstance(text, str):
+        columns = f"{', '.join(row):.200}"
+        return f"has no text in column {text_key!r}: choose one with --text_key ({columns})"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "has half of a surrogate pair, which is no character: replace it"
+    return None
+
+
+def _read_rows(source):
+    """Yields the rows of a table as dicts, {column: value}; lines of JSON may have other types."""
+    if source.suffix == ".parquet":
+        yield from _read_parquet(source)
+        return
+    with _open_text(source, newline="") as file:  # a field of CSV can contain line ends
+        if not source.suffix.startswith((".csv", ".tsv")):
+            yield from (json.loads(line) for line in file if line.strip())
             return
-        with pyarrow.input_stream(path) as stream:  # decompresses it
-            if source.suffix.startswith((".csv", ".tsv")):
-                delimiter = "," if source.suffix.startswith(".csv") else "\t"
-                yield from csv.open_csv(
-                    stream,
-                    csv.ReadOptions(block_size=TABLE_BLOCK_BYTES),
-                    csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-                    csv.ConvertOptions(include_columns=schema.names, column_types=schema),
-                )
-            else:
-                yield from json.open_json(
-                    stream,
-                    json.ReadOptions(block_size=TABLE_BLOCK_BYTES),
-                    json.ParseOptions(schema, unexpected_field_behavior="ignore"),
-                )
+        csv.field_size_limit(MAX_FIELD_CHARACTERS)
+        delimiter = "," if source.suffix.startswith(".csv") else "\t"
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        if (reader.fieldnames or []).count(source.text_key) > 1:
+            raise csv.Error(f"there are several columns {source.text_key!r}")
+        yield from reader
+
+
+def _read_parquet(source):
+    pyarrow = import_optional("pyarrow", source.name)
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(source.local_path()) as file:
+            columns = file.schema_arrow.names
+            if source.text_key in columns:
+                columns = [source.text_key]
+            for batch in file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns):
+                yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
-        raise _unreadable(source, cause_of(error)) from error
+        raise UserError(f"{source.name} cannot be read ({cause_of(error)})") from error
 
 
 # Finding files
@@ -216,26 +241,18 @@ def find_sources(name, text_key):
     files = sorted(path for path in paths if not os.path.isdir(path))
     if not files:
         raise UserError(f"--input={name} finds no files; hidden files are skipped")
-    if name.endswith(".json") and os.path.isfile(name):
-        _check_json(name)
     for file in files:
         if not os.path.isfile(file):
             raise UserError(f"{file} is missing or no regular file")
     unique = {}
     for file in files:
         unique.setdefault(os.path.realpath(file), file)
-    return [Source(file, text_key) for file in unique.values()]
-
-
-def _check_json(name):
-    """Raises UserError if a file is a JSON array. Its punctuation would be part of the text."""
-    with os_errors("read", name), open(name, "rb") as file:
-        if file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            code = f"import json; [print(json.dumps(row)) for row in json.load(open({name!r}))]"
-            raise UserError(
-                f"{name} is a JSON array, but a table has one object per line; to convert it: "
-                f'python -c "{code}" > {Path(name).stem}.jsonl'
-            )
+    found = [Source(file, text_key) for file in unique.values()]
+    if all(source.suffix for source in found):
+        return found
+    # Among texts, such as source code, JSON is a text, too.
+    is_json = [".json" in source.suffix and ".jsonl" not in source.suffix for source in found]
+    return [replace(source, is_text=text) for source, text in zip(found, is_json, strict=True)]
 
 
 def _list_files(folder):

@@ -1,4 +1,4 @@
-"""Tokenizers: characters, UTF-8 bytes, GPT-2's byte-pair encoding, and one trained on a text.
+"""Tokenizers: characters, UTF-8 bytes, GPT-2's byte-pair encoding, one trained on a text, a list.
 
 Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json and in checkpoints.
 """
@@ -127,6 +127,41 @@ class CharTokenizer(Tokenizer):
         return self.characters[token].encode(errors="surrogatepass")  # nanoGPT's may have some
 
 
+class ListTokenizer(Tokenizer):
+    """Tokens of any length, from nanoGPT's meta.pkl: notes of music, k-mers of DNA."""
+
+    kind = "list"
+
+    def __init__(self, tokens):
+        """`tokens` is a list of strings, indexed by id. Raises ValueError if it has no token."""
+        self.tokens, self.vocab_size = tokens, len(tokens)
+        self.start = next(filter(None, tokens))
+        self._ids = {token: i for i, token in enumerate(tokens)}
+        self._lengths = sorted(set(map(len, tokens)) - {0}, reverse=True)
+
+    def to_dict(self):
+        return {"kind": self.kind, "tokens": self.tokens}
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (N,): at each position, of the longest token that fits.
+
+        Raises UserError if there is none.
+        """
+        ids, position = [], 0
+        while position < len(text):
+            pieces = (text[position : position + length] for length in self._lengths)
+            piece = next((piece for piece in pieces if piece in self._ids), None)
+            if piece is None:
+                rest, examples = text[position : position + 20], ", ".join(map(repr, self.tokens))
+                raise UserError(f"no token fits {rest!r}; the tokens are {examples:.100}")
+            ids.append(self._ids[piece])
+            position += len(piece)
+        return np.array(ids, self.dtype)
+
+    def token_bytes(self, token):
+        return self.tokens[token].encode(errors="surrogatepass")
+
+
 class ByteTokenizer(Tokenizer):
     """One token per byte of UTF-8."""
 
@@ -208,7 +243,7 @@ class BPETokenizer(Tokenizer):
         return self._token_bytes[token]
 
 
-_CLASSES = (CharTokenizer, ByteTokenizer, BPETokenizer, GPT2Tokenizer)
+_CLASSES = (CharTokenizer, ListTokenizer, ByteTokenizer, BPETokenizer, GPT2Tokenizer)
 TOKENIZERS = {tokenizer.kind: tokenizer for tokenizer in _CLASSES}
 
 

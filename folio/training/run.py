@@ -55,9 +55,27 @@ class Run:
         saved = checkpoint.settings
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
             self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
-        if saved.get("always_save_checkpoint") and not self.settings.always_save_checkpoint:
-            # ckpt.pt may not have the best model: an evaluation at once begins the comparison.
+        is_kept = saved.get("always_save_checkpoint") or self.settings.always_save_checkpoint
+        best = None if is_kept else self._load_best()
+        # A later one is written again when the run reaches its step.
+        is_later = best is not None and best.progress.step > self.progress.step
+        if not (self.settings.always_save_checkpoint or is_later or self._is_best(best)):
+            # ckpt.pt does not have the best model: an evaluation at once begins the comparison.
+            print(f"{self.run_dir.best} is not the best model of this run; evaluating again")
             self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
+
+    def _load_best(self):
+        """Returns the Checkpoint in ckpt.pt, or None if there is none. Collective."""
+        if not self.world.from_main(self.run_dir.best.is_file()):
+            return None
+        return self.world.call_together(self.run_dir.load_best)
+
+    def _is_best(self, checkpoint):
+        """Whether a Checkpoint is that of this run's best evaluation."""
+        if checkpoint is None:
+            return False
+        step, loss = checkpoint.progress.step, checkpoint.progress.best_val_loss
+        return (step, loss) == (self.progress.best_step, self.progress.best_val_loss)
 
     # The clock, of which a run has one: it decides the learning rate, the evaluations and the end.
 
@@ -173,12 +191,11 @@ class Run:
         """Raises UserError if ckpt.pt is no longer the file that this run has written."""
         if self.progress.best_step == self.progress.step:
             return
-        best = self.world.call_together(self.run_dir.load_best)
-        step, loss = best.progress.step, best.progress.best_val_loss
-        if (step, loss) != (self.progress.best_step, self.progress.best_val_loss):
+        best = self._load_best()
+        if not self._is_best(best):
             raise UserError(
-                f"{best.path} is not the best model of this run, that of step "
-                f"{self.progress.best_step}: the file was replaced or deleted during the run"
+                f"{self.run_dir.best} was replaced or deleted during the run: it is not the best "
+                f"model, that of step {self.progress.best_step}; continue with --init_from=resume"
             )
         self.world.call_together(load_weights, self.model, best)
 

@@ -1,6 +1,7 @@
 """The files of a dataset folder, folio's and nanoGPT's; see also test_damage.py."""
 
 import json
+import pickle
 import zlib
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.data import dataset
 from folio.data.dataset import DATA_FOLDER, DatasetSize, dataset_size, load_dataset
-from folio.data.tokenizer import ByteTokenizer, CharTokenizer
+from folio.data.tokenizer import ByteTokenizer, CharTokenizer, from_dict
 
 pytestmark = pytest.mark.usefixtures("folder")
 TEXT = "abcdefghij" * 2
@@ -125,11 +126,37 @@ def test_nanogpts_datasets_are_loaded():
     assert texts_of("nano") == ("b\na" * 9, "b\na")
     assert dataset_size("nano") == DatasetSize(27, 3, vocab_size, 27)
     Path("data/nano/meta.pkl").write_bytes(b"\x80\x04K\0r\xff\xff\xff\x7f.")  # memo index 2^31 - 1
-    assert "itos is missing" in error_of(load_dataset, "nano")
+    assert "vocab_size is missing" in error_of(load_dataset, "nano")
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
     data = load_dataset("nano")
     assert data.tokenizer.kind == "gpt2"
     assert (data.train.tolist(), data.val.tolist()) == ([2, 0, 1] * 9, [2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("itos", "text"),
+    [
+        ({0: "a", 1: "ab", 2: "c"}, "aba"),
+        (["a", "ab", "c"], "aba"),
+        ({0: 60, 1: 62, 2: 64}, "1 0 "),
+        (None, "1 0 "),
+    ],
+)
+def test_nanogpts_tokens_can_have_any_length(itos, text):
+    tiny.write_nanogpt_dataset("nano", "abc" * 10)
+    meta = {"vocab_size": 3, "itos": itos}
+    Path("data/nano/meta.pkl").write_bytes(pickle.dumps(meta))
+    tokenizer = load_dataset("nano").tokenizer
+    assert tokenizer.decode([1, 0]) == text
+    assert from_dict(tokenizer.to_dict()).encode(text).tolist() == [1, 0]
+    assert "no token fits 'x'" in error_of(tokenizer.encode, text + "x")
+
+
+@pytest.mark.parametrize("meta", [{"vocab_size": 0}, {"vocab_size": 9, "itos": ["a"]}])
+def test_nanogpts_tokens_must_be_complete(meta):
+    tiny.write_nanogpt_dataset("nano", "abc" * 10)
+    Path("data/nano/meta.pkl").write_bytes(pickle.dumps(meta))
+    assert "meta.pkl cannot be used" in error_of(load_dataset, "nano")
 
 
 # Large splits, of which the first part is checked, and verification
@@ -157,10 +184,31 @@ def test_the_rest_of_a_large_split_is_checked_by_verify_only(write, monkeypatch)
         assert load_dataset("verse").fingerprint != original.fingerprint
 
 
+@pytest.mark.parametrize("rest", [b"", b"\1\0"])
 @pytest.mark.parametrize("dtype", ["uint32", "int64"])
-def test_nanogpts_bins_of_another_type_are_refused(folder, dtype):
+def test_nanogpts_bins_of_another_type_are_refused(dtype, rest):
     tiny.write_nanogpt_dataset()
-    for name in ("data/verse/train.bin", "data/verse/val.bin"):
-        np.fromfile(name, np.uint16).astype(dtype).tofile(name)
+    for path in (Path("data/verse/train.bin"), Path("data/verse/val.bin")):
+        path.write_bytes(np.fromfile(path, np.uint16).astype(dtype).tobytes() + rest)
     with pytest.raises(UserError, match=rf"looks like {dtype}, not uint16; .*np\.{dtype}"):
         load_dataset("verse")
+
+
+def test_nanogpts_bins_with_many_ids_are_uint32():
+    tiny.write_nanogpt_dataset("nano")
+    Path("data/nano/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 70_000}))
+    ids = np.arange(69_000, 70_000)
+    for dtype in ("uint32", "int64"):
+        for split in ("train", "val"):
+            ids.astype(dtype).tofile(f"data/nano/{split}.bin")
+        if dtype == "uint32":
+            assert load_dataset("nano").train.tolist() == ids.tolist()
+    assert "looks like int64, not uint32" in error_of(load_dataset, "nano")
+
+
+def test_a_dataset_that_another_program_changes_keeps_its_ids():
+    tiny.write_nanogpt_dataset("nano", "abc" * 10)
+    data = load_dataset("nano")
+    ids = data.train.tolist()
+    Path("data/nano/train.bin").write_bytes(b"")
+    assert data.train.tolist() == ids

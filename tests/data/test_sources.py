@@ -56,7 +56,7 @@ def test_rows_of_a_table_are_documents(name):
     ]
     assert "--text_key" in error_of(Source(source.path))  # there is no such column
     if "sv" not in name:  # CSV and TSV, which has no missing values
-        assert "row 2 has None" in error_of(write(name, ["one", None]))
+        assert "row 2 has no text" in error_of(write(name, ["one", None]))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -69,24 +69,49 @@ def test_damaged_file_is_named(name):
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"text": "one"', b'{"text": "\xff"}', b"[]", b'{"text": 5}', b'{"text": "\\ud800"}'],
-    ids=repr,
-)  # fmt: skip
-def test_invalid_json_line_is_refused(line):
-    pytest.importorskip("pyarrow")
+    ("line", "part"),
+    [
+        (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each"),
+        (b"[" * 10**5, "row 2 is damaged"),
+        (b'{"text": "\xff"}', "byte 0xff"),
+        (b"null", "row 2 is None"),
+        (b"[", "row 2 is damaged (Expecting value; each line must be a JSON object)"),
+        (b'{"text": 5, "a": "b"}', "row 2 has no text in column 'text': choose one with"),
+        (b'{"text": "\\ud800"}', "row 2 has half of a surrogate pair"),
+    ],
+)
+def test_invalid_json_line_is_refused(line, part):
     Path("a.jsonl").write_bytes(b'{"text": "one"}\n\n' + line + b"\n")
-    error_of(Source(Path("a.jsonl")))
+    assert part in error_of(Source(Path("a.jsonl")))
 
 
-def test_a_row_longer_than_a_block_is_an_error(monkeypatch):
-    monkeypatch.setattr(sources, "TABLE_BLOCK_BYTES", 100)
-    assert "at most" in error_of(write("a.jsonl", ["short", "long " * 99, "short"]))
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        (b"id;text\n1;one\n", "(id;text)"),
+        (b"text,text\n1,one\n", "several columns 'text'"),
+        (b"id,text\n1,one, two\n", "more values than columns"),
+        (b"id,text\n1\n", "row 1 has no text"),
+        (b'text\n"one', "row 1 is damaged"),
+        (b'text\n"one" two\n', "row 1 is damaged"),
+        (b"text\n\xe9t\xe9\n", "iconv -f WINDOWS-1252"),
+    ],
+)
+def test_invalid_csv_is_refused(raw, part):
+    Path("a.csv").write_bytes(raw)
+    assert part in error_of(Source(Path("a.csv")))
+
+
+def test_csv_has_long_texts_with_line_ends():
+    text = "long " * 10**5
+    Path("a.csv").write_bytes(f'\ufefftext,n\r\n"{text}\r\n""end""",1\r\n'.encode())
+    assert [chunk.text for chunk in Source(Path("a.csv")).read()] == [text + '\n"end"']
 
 
 def test_missing_package_is_a_user_error(monkeypatch):
-    Path("a.jsonl").write_bytes(b"{}")
+    Path("a.parquet").write_bytes(b"{}")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in error_of(Source(Path("a.jsonl")))
+    assert "pip install pyarrow" in error_of(Source(Path("a.parquet")))
 
 
 @pytest.mark.parametrize("longest", [2, 100])
@@ -130,6 +155,17 @@ def test_compressed_text_is_read():
 
 
 # Finding files
+
+
+def test_json_is_a_table_unless_it_is_among_texts():
+    Path("in").mkdir()
+    for name in ("in/a.json", "in/b.jsonl"):
+        Path(name).write_text('{"text": "one"}\n')
+    for name in ("in/a.json", "in", "in/*.json"):
+        assert [next(source.read()).text for source in find_sources(name, "text")][0] == "one"
+    Path("in/c.py").write_text("")
+    texts = [next(source.read()).text for source in find_sources("in", "text")]
+    assert texts == ['{"text": "one"}\n', "one", ""]
 
 
 def names_of(pattern):

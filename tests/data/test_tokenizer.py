@@ -207,7 +207,7 @@ def test_gpt2_ids(gpt2):
     ids=repr,
 )  # fmt: skip
 def test_damaged_tokenizer_is_refused(data):
-    with pytest.raises(UserError, match="char, byte, bpe, gpt2"):
+    with pytest.raises(UserError, match="char, list, byte, bpe, gpt2"):
         from_dict(data)
 
 
