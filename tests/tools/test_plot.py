@@ -287,6 +287,25 @@ def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
         assert image.get_clim() == (0, drawn.max())
 
 
+@pytest.mark.parametrize(("n_layer", "n_head"), [(1, 1), (6, 8)])
+def test_the_label_of_the_color_bar_is_not_cut(trained, n_layer, n_head):
+    trained.model = tiny.random_model(n_layer=n_layer, n_head=n_head)
+    figure = draw_attention(trained, [1, 2], "a title")
+    figure.draw_without_rendering()
+    label = next(axes.xaxis.label for axes in figure.axes if "weight" in axes.get_xlabel())
+    corners = label.get_window_extent().corners()
+    assert all(figure.bbox.contains(*corner) for corner in corners)
+
+
+def test_the_legend_does_not_cover_curves():
+    write_run("out-" + 60 * "a", [4.0, 2.0])
+    figure = draw_losses(read_groups("out-" + 60 * "a"), "steps")
+    figure.draw_without_rendering()
+    legend = figure.axes[0].get_legend().get_window_extent()
+    assert not legend.overlaps(figure.axes[0].get_window_extent())
+    assert legend.x1 <= figure.bbox.x1
+
+
 def test_similar_embeddings_are_drawn_in_groups(trained):
     weight = trained.model.transformer.wte.weight.data
     weight += 3 * torch.eye(16)[torch.arange(37) % 4]

@@ -55,23 +55,27 @@ def draw_attention(trained, ids, title, layer=None):
     heads = [(layer, head) for layer in layers for head in range(config.n_head)]
     columns = config.n_head if len(layers) > 1 else min(config.n_head, HEADS_PER_ROW)
     rows = math.ceil(len(heads) / columns)
-    size = HEAT_MAP_INCHES * (columns + 1), HEAT_MAP_INCHES * rows + 1
+    size = HEAT_MAP_INCHES * (columns + 1), HEAT_MAP_INCHES * rows + 1.5
     figure = Figure(figsize=size, layout="constrained")
     drawn = ids[-MAX_DRAWN_TOKENS:]
     part = f"last {len(drawn)} of {len(ids)} tokens" if len(drawn) < len(ids) else "prompt"
     figure.suptitle(f"{title}\n{part} {tokenizer.decode(drawn)[:60]!r}", fontsize=10, **TOKEN_STYLE)
-    grid = figure.add_gridspec(rows, columns + 1)
+    heights = [1] * rows + [0.04]  # the last row is the color bar
+    grid = figure.add_gridspec(rows + 1, columns + 1, height_ratios=heights)
     labels = [format_token(tokenizer, token) for token in drawn]
     weights = {layer: weights[layer][:, -len(drawn) :, -len(drawn) :] for layer in layers}
     highest = max(float(values.max()) for values in weights.values())
+    colors = {"cmap": "Blues", "vmin": 0, "vmax": highest}  # one scale for all heads
     for number, (layer, head) in enumerate(heads):
         axes = figure.add_subplot(grid[number // columns, number % columns])
         axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-        image = draw_heat_map(
-            axes, weights[layer][head], labels, cmap="Blues", vmin=0, vmax=highest
-        )
-    bar = figure.colorbar(image, ax=figure.axes, shrink=0.6, aspect=40, location="bottom")
-    bar.set_label("attention weight of the column's\ntoken for the row's token", fontsize=8)
+        image = draw_heat_map(axes, weights[layer][head], labels, **colors)
+    bar = figure.add_subplot(grid[rows, : min(columns, HEADS_PER_ROW)])
+    figure.colorbar(image, cax=bar, orientation="horizontal")
+    bar.set_xlabel(
+        "attention weight of the column's token\nfor the row's token; same scale in all maps",
+        fontsize=8,
+    )
     draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
     return figure
 

@@ -6,7 +6,7 @@ from folio.cli.errors import UserError
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
-MAX_LABELED_GROUPS = 15  # a longer legend would cover the plot
+MAX_LABELED_GROUPS = 15  # a longer legend would be higher than the plot
 MAX_TRAINING_POINTS = 100  # more are averaged, because losses of batches are noisy
 SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
@@ -24,7 +24,7 @@ def draw_losses(groups, axis):
     if not groups:
         name = measure.replace("_", " ")
         raise UserError(f"there is nothing to draw: the runs have no {name} yet")
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
     highest = []
     for number, group in enumerate(groups):
@@ -43,13 +43,13 @@ def draw_losses(groups, axis):
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
-    training = "faint: training; " if measure == "loss" else ""
-    title = f"line: validation; {training}dot: best model"
+    training = "\nfaint: training" if measure == "loss" else ""
+    title = f"line: validation{training}\ndot: best model"
     if any(len(group.runs) > 1 for group in groups):
-        title += "\nmeans over seeds; band: ± standard deviation"
+        title += "\nmeans over seeds\nband: ± standard deviation"
     if len(groups) > MAX_LABELED_GROUPS:
         title += f"\nthe first {MAX_LABELED_GROUPS} of {len(groups)}"
-    axes.legend(title=title, frameon=False)
+    axes.legend(title=title, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
