@@ -57,6 +57,7 @@ def draw_attention(trained, ids, title, layer=None):
     rows = math.ceil(len(heads) / columns)
     size = HEAT_MAP_INCHES * (columns + 1), HEAT_MAP_INCHES * rows + 1.5
     figure = Figure(figsize=size, layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.08)  # inches between labels and titles
     drawn = ids[-MAX_DRAWN_TOKENS:]
     part = f"last {len(drawn)} of {len(ids)} tokens" if len(drawn) < len(ids) else "prompt"
     figure.suptitle(f"{title}\n{part} {tokenizer.decode(drawn)[:60]!r}", fontsize=10, **TOKEN_STYLE)
