@@ -1,9 +1,8 @@
 # A bigram model, the first model of most tutorials: without layers, each character is predicted
 # from the previous one alone. Prepare the data first: python prepare.py
 #
-# It ends at a validation loss of 2.4813; tutorials publish 2.45. With --position=learned, it adds
-# position embeddings and ends at 2.4819: contexts start anywhere, so a position says nothing about
-# the next character.
+# It ends at a validation loss of 2.4813. With --position=learned, it adds position embeddings and
+# ends at 2.4819: contexts start anywhere, so a position says nothing about the next character.
 
 out_dir = "out-bigram"
 dataset = "shakespeare_char"
