@@ -18,14 +18,13 @@ class Trackers:
 
         `resumed` is the Checkpoint that the run continues from, or None.
         """
-        self.warn, self.running = warn, []
-        requested = [name for name in TRACKERS if getattr(settings, name) and is_main()]
-        for name in requested:
-            tracker, earlier, purge_step = TRACKERS[name], None, None
-            if resumed and resumed.settings.get(name):
-                earlier, purge_step = tracker.find(settings.out_dir), resumed.progress.step + 1
+        self.warn, self.running = warn, {}  # {name: (log, close)}
+        for name, start in TRACKERS.items():
+            if not (getattr(settings, name) and is_main()):
+                continue
+            continues = resumed and resumed.settings.get(name)
             try:
-                self.running.append(tracker(settings, run_settings, earlier, purge_step))
+                self.running[name] = start(settings, run_settings, resumed if continues else None)
             except Exception as error:  # the package and the network can raise anything
                 self.close()
                 package = name.removesuffix("_log")
@@ -40,75 +39,64 @@ class Trackers:
             for name, value in event.items()
             if name not in ("step", "event") and isinstance(value, int | float)
         }
-        self._call("log", event, numbers)
+        for name, (log, _) in list(self.running.items()):
+            self._call(name, log, event["step"], numbers)
 
     def close(self):
-        self._call("close")
+        for name, (_, close) in list(self.running.items()):
+            self._call(name, close)
 
-    def _call(self, method, *args):
-        for tracker in list(self.running):
-            try:
-                getattr(tracker, method)(*args)
-            except Exception as error:  # as above
-                self.running.remove(tracker)
-                name, cause = type(tracker).__name__, cause_of(error)
-                self.warn(f"{name} failed and was disabled ({cause}); log.jsonl is not affected")
-
-
-class Wandb:
-    """A run of Weights & Biases. A resumed training run continues the same W&B run."""
-
-    @staticmethod
-    def find(out_dir):
-        """Returns the ID of the newest run, which is in the names of folders, or None."""
-        paths = Path(out_dir, "wandb").glob("*run-*")  # [offline-]run-DATE-ID
-        newest = max((path.name.partition("run-")[2] for path in paths), default="")
-        return newest.partition("-")[2] or None
-
-    def __init__(self, settings, run_settings, earlier, purge_step):
-        import wandb
-
-        self.run = wandb.init(
-            project=settings.wandb_project,
-            name=settings.wandb_run_name,
-            config=run_settings,
-            dir=settings.out_dir,
-            id=earlier,
-            resume="allow",
-        )
-        # wandb's own step counter would drop the steps that a killed run repeats.
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, event, numbers):
-        self.run.log({"step": event["step"], **numbers})
-
-    def close(self):
-        self.run.finish()
+    def _call(self, name, function, *args):
+        try:
+            function(*args)
+        except Exception as error:  # as above
+            del self.running[name]
+            cause = cause_of(error)
+            self.warn(f"{name} failed and was disabled ({cause}); log.jsonl is not affected")
 
 
-class TensorBoard:
-    """Event files in out_dir/tensorboard, in a new folder for each start from scratch."""
+# Each function starts a tracker and returns log(step, numbers) and close(). `resumed` is the
+# Checkpoint of a run that had the same tracker, or None.
 
-    @staticmethod
-    def find(out_dir):
-        """Returns the newest folder, or None."""
-        return max(Path(out_dir, "tensorboard").glob("*-*"), default=None)
 
-    def __init__(self, settings, run_settings, earlier, purge_step):
-        from torch.utils.tensorboard import SummaryWriter
+def start_wandb(settings, run_settings, resumed):
+    """Starts a run of Weights & Biases, or continues the newest one in out_dir."""
+    import wandb
 
-        new = Path(settings.out_dir, "tensorboard", time.strftime("%Y%m%d-%H%M%S"))
+    paths = Path(settings.out_dir, "wandb").glob("*run-*")  # [offline-]run-DATE-ID
+    newest = max((path.name.partition("run-")[2] for path in paths), default="")
+    run = wandb.init(
+        project=settings.wandb_project,
+        name=settings.wandb_run_name,
+        config=run_settings,
+        dir=settings.out_dir,
+        id=(newest.partition("-")[2] or None) if resumed else None,
+        resume="allow",
+    )
+    # wandb's own step counter would drop the steps that a killed run repeats.
+    run.define_metric("*", step_metric="step")
+    return lambda step, numbers: run.log({"step": step, **numbers}), run.finish
+
+
+def start_tensorboard(settings, run_settings, resumed):
+    """Writes event files to out_dir/tensorboard, in a new folder for each start from scratch."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    parent, purge_step = Path(settings.out_dir, "tensorboard"), None
+    folder = parent / time.strftime("%Y%m%d-%H%M%S")
+    if resumed:
+        folder = max(parent.glob("*-*"), default=folder)
         # Hides what an earlier process logged after the checkpoint, except at its step: an
         # evaluation there is not repeated.
-        self.writer = SummaryWriter(earlier or new, purge_step=purge_step)
+        purge_step = resumed.progress.step + 1
+    writer = SummaryWriter(folder, purge_step=purge_step)
 
-    def log(self, event, numbers):
+    def log(step, numbers):
         for name, value in numbers.items():
-            self.writer.add_scalar(name, value, event["step"])
-        self.writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self):
-        self.writer.close()
+    return log, writer.close
 
 
-TRACKERS = {"wandb_log": Wandb, "tensorboard": TensorBoard}
+TRACKERS = {"wandb_log": start_wandb, "tensorboard": start_tensorboard}
