@@ -51,25 +51,29 @@ def make_definition(tokenizer):
     """Returns a tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""
     if tokenizer.kind == "bpe":
         return tokenizer.definition
-    build = {"char": _char, "byte": _byte, "gpt2": _gpt2}[tokenizer.kind]
-    return build(import_optional("tokenizers", "a tokenizer.json"), tokenizer).to_str()
+    library = import_optional("tokenizers", "a tokenizer.json")
+    if tokenizer.kind == "char":
+        characters = tokenizer.characters
+        unknown = "?" if "?" in characters else characters[0]
+        vocabulary = {character: i for i, character in enumerate(characters)}
+        built = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
+        built.decoder = library.decoders.Fuse()
+        return built.to_str()
+    if tokenizer.kind == "byte":
+        vocabulary, merges = {c: byte for byte, c in enumerate(byte_characters())}, []
+    else:
+        vocabulary, merges = _gpt2_vocabulary(tokenizer)
+    built = library.Tokenizer(library.models.BPE(vocabulary, merges))
+    split_words = tokenizer.kind == "gpt2"
+    built.pre_tokenizer = library.pre_tokenizers.ByteLevel(False, True, split_words)
+    built.decoder = library.decoders.ByteLevel()
+    if tokenizer.end is not None:
+        built.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return built.to_str()
 
 
-def _char(library, tokenizer):
-    characters = tokenizer.characters
-    unknown = "?" if "?" in characters else characters[0]
-    vocabulary = {character: i for i, character in enumerate(characters)}
-    built = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
-    built.decoder = library.decoders.Fuse()
-    return built
-
-
-def _byte(library, tokenizer):
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
-    return _byte_level(library, library.models.BPE(vocabulary, []), split_words=False)
-
-
-def _gpt2(library, tokenizer):
+def _gpt2_vocabulary(tokenizer):
+    """Returns GPT-2's {token: id} and the pairs of tokens that it merges."""
     from tiktoken.load import read_file_cached  # imported here because it is slow
 
     tokens = map(tokenizer.token_bytes, range(tokenizer.end))  # raises if tiktoken has no files
@@ -77,18 +81,7 @@ def _gpt2(library, tokenizer):
     vocabulary = {"".join(characters[byte] for byte in each): i for i, each in enumerate(tokens)}
     merges = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # the first is the version
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    model = library.models.BPE(vocabulary | {END_OF_TEXT: tokenizer.end}, pairs)
-    return _byte_level(library, model)
-
-
-def _byte_level(library, model, split_words=True):
-    """Returns the library's tokenizer of a model, with its end-of-text token if it has one."""
-    built = library.Tokenizer(model)
-    built.pre_tokenizer = library.pre_tokenizers.ByteLevel(False, True, split_words)
-    built.decoder = library.decoders.ByteLevel()
-    if built.token_to_id(END_OF_TEXT) is not None:
-        built.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return built
+    return vocabulary | {END_OF_TEXT: tokenizer.end}, pairs
 
 
 # Reading
