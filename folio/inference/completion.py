@@ -100,22 +100,16 @@ def complete(trained, completions, controls, stream=False):
             new_tokens = list(islice(steps, count))
         if not new_tokens:
             break
-        add_tokens(completions, new_tokens)
+        ids = torch.stack([step_ids for step_ids, _ in new_tokens])  # (steps, B)
+        logprobs = torch.stack([step_logprobs for _, step_logprobs in new_tokens])
+        check_finite(logprobs)
+        for step in zip(ids.tolist(), logprobs.tolist(), strict=True):
+            for completion, token, logprob in zip(completions, *step, strict=True):
+                completion.add(token, logprob)
         yield  # other generators may run now, so no context manager may be open
         count = 1 if stream else TOKENS_PER_SYNC
     for completion in completions:
         completion.finish("length")
-
-
-def add_tokens(completions, steps):
-    """Adds the tokens of steps of `generate` to a batch of Completions."""
-    ids = torch.stack([step_ids for step_ids, _ in steps], dim=1)
-    logprobs = torch.stack([step_logprobs for _, step_logprobs in steps], dim=1)
-    check_finite(logprobs)
-    rows = zip(completions, ids.tolist(), logprobs.tolist(), strict=True)
-    for completion, row_ids, row_logprobs in rows:
-        for token, logprob in zip(row_ids, row_logprobs, strict=True):
-            completion.add(token, logprob)
 
 
 def max_batch_size(model):
