@@ -195,8 +195,8 @@ def test_runs_are_compared_and_only_failed_ones_repeated(verse, capsys):
         sweep.main([*argv, "--log_interval=7"])
     repeated = re.findall(r"^\d of 2: ([^:]*)", capsys.readouterr().out, re.M)
     assert sorted(repeated) == ["n_layer=2,seed=1", "n_layer=2,seed=2"]
-    with pytest.raises(UserError, match="batch_size was 4, now 3; max_iters was 6, now 60"):
-        sweep.main([*argv, "--batch_size=3", "--max_iters=60"])
+    with pytest.raises(UserError, match="batch_size was 4, now 3"):
+        sweep.main([*argv, "--batch_size=3"])
     tiny.prepare_verse(text=tiny.VERSE * 30)
     with pytest.raises(UserError, match="verse has changed"):
         sweep.main(argv)

@@ -96,17 +96,13 @@ def has_finished(folder, settings, fingerprint):
     names = names_with_scope(TrainConfig, "run")
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
-    differences = []
+    refusal = f"{folder} contains another run; choose another --sweep_dir:"
     for name in sorted(names & earlier.settings.keys()):
         old, new = earlier.settings[name], getattr(settings, name)
         if new not in (old, "auto"):
-            differences.append(f"{name} was {old!r}, now {new!r}")
+            raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")
     if earlier.data != fingerprint:
-        differences.append(f"the content of dataset {settings.dataset} has changed")
-    if differences:
-        raise UserError(
-            f"{folder} contains another run: {'; '.join(differences)}; choose another --sweep_dir"
-        )
+        raise UserError(f"{refusal} the content of dataset {settings.dataset} has changed")
     return RunDir(folder).is_complete(earlier.progress, settings)
 
 
