@@ -156,18 +156,17 @@ class SharedCores:
 
 def resolve_device(name):
     """Returns an available device; "auto" becomes cuda, mps or cpu. Raises UserError otherwise."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_mps = torch.backends.mps.is_available()
+    counts = {"cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0}
+    counts["mps"] = int(torch.backends.mps.is_available())
     if name == "auto":
-        return "cuda" if count else "mps" if has_mps else "cpu"
+        return next((kind for kind, count in counts.items() if count), "cpu")
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
         raise UserError(f"device must be auto, cpu, cuda, cuda:N or mps, not {name!r}")
     kind, _, number = name.partition(":")
-    if (kind == "cuda" and not count) or (kind == "mps" and not has_mps):
-        gpu = f"{kind.upper()} GPU"
-        raise UserError(f"device={name}, but this torch build finds no {gpu}; use --device=auto")
-    if kind == "cuda" and int(number or 0) >= count:
-        raise UserError(f"device={name}, but the GPUs are numbered 0 to {count - 1}")
+    count = counts.get(kind, 1)
+    if int(number or 0) >= count:
+        gpu = f"{count or 'no'} {kind.upper()} GPU{'s' if count > 1 else ''}"
+        raise UserError(f"device={name}, but this torch build finds {gpu}; use --device=auto")
     return name
 
 
