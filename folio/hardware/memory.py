@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import sys
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -46,11 +45,10 @@ def keep_freed_memory():
     By default it returns large blocks to the system and requests them again, page by page. For
     the small Shakespeare model, the 3,000 page faults take a third of the time of each step.
     """
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            libc = ctypes.CDLL(None)
-            libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # bytes; the largest value
-            libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # also the largest value
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # bytes; the largest value
+        libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # also the largest value
 
 
 # Out of memory
