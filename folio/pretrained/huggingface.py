@@ -35,6 +35,14 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 NAME_PREFIX = "gpt."
 CODE_FILES = Path(model.__file__), Path(__file__).with_name("modeling_folio.py")
 
+FOLIO_FIELDS = {  # of config.json, beside those of GPTConfig
+    "architectures": ["FolioForCausalLM"],
+    "model_type": "folio",
+    "auto_map": {
+        "AutoConfig": "modeling_folio.FolioConfig",
+        "AutoModelForCausalLM": "modeling_folio.FolioForCausalLM",
+    },
+}
 GPT2_FIELDS = {  # {field of GPTConfig: its name in GPT2Config}
     "block_size": "n_positions",
     "vocab_size": "vocab_size",
@@ -153,7 +161,7 @@ def write_pretrained(folder, checkpoint, tokenizer):
         fields, tensors, code_files = _gpt2_fields(config), _to_gpt2(weights), ()
     else:
         tensors = {NAME_PREFIX + name: weight for name, weight in weights.items()}
-        fields, code_files = _folio_fields(config), CODE_FILES
+        fields, code_files = FOLIO_FIELDS | asdict(config), CODE_FILES
     fields |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
     texts = make_tokenizer_files(tokenizer) | {CONFIG_FILE: json.dumps(fields, indent=2)}
     for path in code_files:
@@ -204,16 +212,3 @@ def _to_gpt2(weights):
         if name.endswith(TRANSPOSED_SUFFIXES):
             tensors[name] = weight.T.contiguous()
     return tensors
-
-
-def _folio_fields(config):
-    """Returns the fields of config.json for a model with its own code."""
-    return {
-        "architectures": ["FolioForCausalLM"],
-        "model_type": "folio",
-        "auto_map": {
-            "AutoConfig": "modeling_folio.FolioConfig",
-            "AutoModelForCausalLM": "modeling_folio.FolioForCausalLM",
-        },
-        **asdict(config),
-    }
