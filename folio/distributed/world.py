@@ -51,9 +51,8 @@ class World:
         """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
         if not self.is_launched:
             return tensor
-        shape = (self.size * len(tensor), *tensor.shape[1:])
-        result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        torch.distributed.all_gather(list(result.chunk(self.size)), tensor)
+        result = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
+        torch.distributed.all_gather_into_tensor(result, tensor)
         return result
 
     def gather(self, value):
