@@ -67,15 +67,11 @@ def load_teachers(settings, config, tokenizer):
 
 def _load_teacher(folder, config, tokenizer):
     checkpoint = RunDir(folder).load_best()
-    block_size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
-    mismatch = None
-    if block_size < config.block_size:
-        mismatch = f"has block_size={block_size}, less than {config.block_size}"
-    elif vocab_size != config.vocab_size:
-        mismatch = f"has vocab_size={vocab_size}, not {config.vocab_size}"
-    elif checkpoint.tokenizer not in (None, tokenizer.to_dict()):
-        mismatch = "was trained with another tokenizer than that of the dataset"
-    if mismatch:
-        raise UserError(f"teachers: {checkpoint.path} {mismatch}")
+    size = checkpoint.config.block_size
+    if size < config.block_size:
+        raise UserError(f"teachers: {checkpoint.path} has only block_size={size}")
+    same_size = checkpoint.config.vocab_size == config.vocab_size
+    if not same_size or checkpoint.tokenizer not in (None, tokenizer.to_dict()):
+        raise UserError(f"teachers: {checkpoint.path} has another vocabulary than the dataset")
     checkpoint.config = replace(checkpoint.config, dropout=0.0)
     return build_model(checkpoint)

@@ -74,8 +74,8 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
     [
         ({"teachers": "out-teacher,nothing"}, "nothing"),
         ({"block_size": 16}, "block_size=8"),
-        ({"dataset": "other"}, "vocab_size="),
-        ({"dataset": "same-size"}, "tokenizer"),
+        ({"dataset": "other"}, "vocabulary"),
+        ({"dataset": "same-size"}, "vocabulary"),
         ({"out_dir": "./out-teacher"}, "out_dir"),
     ],
     ids=str,
