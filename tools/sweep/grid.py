@@ -58,7 +58,9 @@ class Grid:
             indices = dict(zip(names, row, strict=True))
             for seed_index in range(self.sizes.get("seed", 1)):
                 settings = self._load(indices | {"seed": seed_index})
-                runs[Path(settings.sweep_dir, run_name(settings, self.names))] = settings
+                values = [f"{name}={getattr(settings, name)}" for name in self.names]
+                folder = quote(",".join(values), safe=",+=")  # n_layer=4,seed=1
+                runs[Path(settings.sweep_dir, folder)] = settings
         return runs
 
     def _load(self, indices):
@@ -114,8 +116,3 @@ def draw_indices(sizes, count=None):
     while len(drawn) < count:
         drawn.add(tuple(generator.randrange(size) for size in sizes))
     return sorted(drawn)
-
-
-def run_name(settings, names):
-    """Returns a folder name with the values of some settings: n_layer=4,seed=1."""
-    return quote(",".join(f"{name}={getattr(settings, name)}" for name in names), safe=",+=")
