@@ -136,9 +136,7 @@ def process_group(device):
         return
     try:
         world, backend = _read_world(device), BACKENDS[device_type(device)]
-        torch.distributed.init_process_group(
-            backend, timeout=TIMEOUT, rank=world.rank, world_size=world.size
-        )
+        torch.distributed.init_process_group(backend, timeout=TIMEOUT)  # reads RANK, too
     except (RuntimeError, ValueError) as error:  # torch has no type for all of them
         raise RankError(
             f"rank {os.environ['RANK']} cannot connect to the other processes ({cause_of(error)}): "
