@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Literal
 
 from folio.cli import process
-from folio.cli.errors import UserError, foreign_errors
+from folio.cli.errors import UserError
 from folio.cli.settings import load_settings, setting
 
 EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
@@ -87,7 +87,7 @@ class SampleConfig:
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.files import read_text
+from folio.cli.files import read_text, unify_line_ends
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.compiled import use_compiled_step
@@ -157,9 +157,7 @@ def read_prompt(start):
         start = read_text(start.removeprefix("FILE:"))
     if not start:
         raise UserError("the prompt is empty; omit --start to use the default prompt")
-    with foreign_errors("the prompt is not UTF-8 text", UnicodeEncodeError):
-        start.encode()  # fails for bytes of a command line in another encoding
-    return start
+    return unify_line_ends(start)
 
 
 def parse_stop_texts(stop):

@@ -52,7 +52,7 @@ class TrainConfig:
     batch_size: int = setting(12, "sequences per micro-batch", "[1, inf)")
     block_size: int = setting(1024, "context length in tokens", "[1, inf)")
 
-    n_layer: int = setting(12, "transformer blocks; 0: no attention", "[0, inf)", group="Model")
+    n_layer: int = setting(12, "transformer blocks; 0: no attention", "[0, 10000]", group="Model")
     n_head: int = setting(12, "attention heads; must divide n_embd", "[1, inf)")
     n_embd: int = setting(768, "width of the residual stream", "[1, inf)")
     dropout: float = setting(0.0, "dropout rate; 0.1 to 0.3 for small datasets", "[0, 1)")

@@ -103,7 +103,7 @@ MISTAKES_BY_SCRIPT = {
         (lambda: Path(BEST).unlink(), [], BEST),
         (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), [], "24"),
         (lambda: (remove_tokenizer(), put_table({"itos": Hostile()})), [], CHARACTER_TABLE),
-        (None, ["--start=\udcff"], "not UTF-8"),
+        (None, ["--start=\udcff"], "--start is not UTF-8"),
         (None, ["--start=-"], "empty"),
         (None, ["sample.py", "run"], "--out_dir=run"),
         (lambda: put("hf/config.json", "[]"), ["--init_from=hf"], "hf/config.json"),

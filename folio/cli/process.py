@@ -22,6 +22,7 @@ SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
 # Of print(), whose file is not named by an error; folio.cli.errors.os_errors names all others.
 OUTPUT_ERRORS = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 OLD_GPU_ERROR = "no kernel image is available"  # in a RuntimeError of CUDA
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
@@ -138,8 +139,7 @@ def is_launched():
 
     Other programs may set the variables, too, or RANK alone, such as Kubernetes.
     """
-    is_set = {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
-    return is_set and script_name() == "train.py"
+    return os.environ.keys() >= LAUNCH_VARIABLES and script_name() == "train.py"
 
 
 def is_main():

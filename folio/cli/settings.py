@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from folio.cli.errors import UserError, os_errors, script_name, suggest
+from folio.cli.errors import UserError, foreign_errors, os_errors, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 
@@ -202,6 +202,8 @@ def check_value(field, value, label):
     is_literal = any(kind is type(literal) and value == literal for literal in literals)
     if not (kind in options or becomes_float or is_literal):
         raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
+    with foreign_errors(f"{label} is not UTF-8 text", UnicodeEncodeError):
+        str(value).encode()  # fails for bytes of a command line in another encoding
     if kind is int and not -(2**63) <= value < 2**63:
         raise UserError(f"{label} must be a 64-bit integer, not {reprlib.repr(value)}")
     if becomes_float:

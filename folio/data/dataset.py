@@ -175,8 +175,11 @@ def _read_ids(path, dtype):
             f"&& python train.py config/shakespeare_char_fast.py; for {name}: python prepare.py "
             f"--dataset={name} (with --input=FILE_OR_FOLDER if it is your own text)"
         )
-    with os_errors("read", path), foreign_errors(f"{path} is damaged", ValueError):
-        if path.stat().st_size <= MAX_CHECKED_TOKENS * dtype.itemsize:
+    with os_errors("read", path):
+        size = path.stat().st_size
+        if not size or size % dtype.itemsize:
+            raise _unusable(path, f"it has {size:,} bytes, and a token has {dtype.itemsize}")
+        if size <= MAX_CHECKED_TOKENS * dtype.itemsize:
             return np.fromfile(path, dtype)  # another program may write to the file
         # a plain view, because every slice of an np.memmap calls Python code
         return np.asarray(np.memmap(path, dtype, mode="r"))

@@ -1,12 +1,14 @@
 """Device, data type and peak speed of the machine, and what `auto` means for each setting."""
 
+import glob
+import os
 import re
-import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 
 from folio.cli.errors import UserError
@@ -17,7 +19,7 @@ DTYPE_REASONS = {
     "float32": "no fast bfloat16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_CORES_SHARE = 0.8  # alone on a machine, it is 0.99: threads spin while they wait
+MIN_CORES_SHARE = 0.8  # of the time of threads that can run
 CORES_CHECK_INTERVAL_S = 3
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
@@ -118,9 +120,11 @@ def limit_threads(products):
     It uses one thread if they are few: more are not faster then, and while another process uses the
     cores, they wait for each other most of the time.
     """
+    if products > MAX_SINGLE_THREAD_PRODUCTS:
+        yield
+        return
     threads = torch.get_num_threads()
-    if products <= MAX_SINGLE_THREAD_PRODUCTS:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -135,23 +139,36 @@ class SharedCores:
     """
 
     def __init__(self, machine):
-        is_cpu = device_type(machine.device) == "cpu" and not machine.compile  # which fixes them
-        self.is_used = is_cpu and sys.platform == "linux"  # elsewhere, threads may not spin
-        self.restart()
-
-    def restart(self):
-        """Starts to measure again, after a pause in which other things than tensors took time."""
-        self.since, self.cpu_since = time.perf_counter(), time.process_time()
+        # Compiled code has a fixed number of threads. Other systems than Linux do not tell times.
+        is_cpu = device_type(machine.device) == "cpu" and not machine.compile
+        self.is_used = is_cpu and os.path.exists("/proc/self/schedstat")
+        self.checked_at, self.times = time.perf_counter(), _thread_times()
 
     def check(self):
-        """Measures, every CORES_CHECK_INTERVAL_S, what part of the cores the threads have had."""
-        seconds, threads = time.perf_counter() - self.since, torch.get_num_threads()
-        if not self.is_used or threads == 1 or seconds < CORES_CHECK_INTERVAL_S:
-            return
-        share = (time.process_time() - self.cpu_since) / seconds / threads
-        if share < MIN_CORES_SHARE:
-            torch.set_num_threads(max(1, threads // 2, int(share * threads)))
-        self.restart()
+        """Measures, every CORES_CHECK_INTERVAL_S, what part of their time threads had a core.
+
+        Returns a message if it has reduced their number, or None.
+        """
+        now, threads = time.perf_counter(), torch.get_num_threads()
+        if not self.is_used or threads == 1 or now - self.checked_at < CORES_CHECK_INTERVAL_S:
+            return None
+        earlier, self.checked_at, self.times = self.times, now, _thread_times()
+        running, waiting = (new - old for new, old in zip(self.times, earlier, strict=True))
+        share = running / max(running + waiting, 1)
+        if share >= MIN_CORES_SHARE:
+            return None
+        fewer = max(1, threads // 2, int(share * threads))
+        torch.set_num_threads(fewer)
+        return f"other programs use the cores: continuing with {fewer} of {threads} threads"
+
+
+def _thread_times():
+    """Returns how long this process's threads have run, and waited for a core, in nanoseconds."""
+    times = np.zeros(2, np.int64)
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with suppress(OSError), open(path) as file:  # the thread may have ended
+            times += np.array(file.read().split()[:2], np.int64)
+    return times
 
 
 def resolve_device(name):

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from folio.cli.process import print_error
 from folio.distributed.sharding import unshard
 from folio.hardware.compile import step_accelerator
-from folio.hardware.device import limit_threads
+from folio.hardware.device import SharedCores, limit_threads
 from folio.hardware.kernels import disable_cudnn_attention
 from folio.hardware.memory import memory_bytes
 from folio.inference.generate import generate
@@ -94,10 +95,13 @@ def complete(trained, completions, controls, stream=False):
         trained.decode,
     )
     step_size = len(completions) * trained.model.num_params()  # multiplications
+    cores = SharedCores(trained.machine)
     count = 1  # the first token is yielded immediately
     while not all(completion.stopped for completion in completions):
         with limit_threads(step_size):
             new_tokens = list(islice(steps, count))
+            if message := cores.check():
+                print_error(message)
         if not new_tokens:
             break
         ids = torch.stack([step_ids for step_ids, _ in new_tokens])  # (steps, B)

@@ -51,6 +51,8 @@ def make_definition(tokenizer):
     """Returns a tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""
     if tokenizer.kind == "bpe":
         return tokenizer.definition
+    if tokenizer.kind == "list":
+        raise UserError("a list of tokens cannot be written as tokenizer.json")
     library = import_optional("tokenizers", "a tokenizer.json")
     if tokenizer.kind == "char":
         characters = tokenizer.characters

@@ -13,7 +13,7 @@ from folio.cli.errors import UserError
 from folio.data.batches import evaluation_windows
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
-from folio.hardware.device import SharedCores, device_type, uses_cuda_graphs
+from folio.hardware.device import device_type, uses_cuda_graphs
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.setup import make_forward, make_model
 
@@ -40,7 +40,6 @@ class Run:
         # DDP and CUDA graphs keep their gradient tensors.
         has_ddp = self.world.is_launched and not plan.is_sharded
         self.can_free_gradients = not (has_ddp or uses_cuda_graphs(self.machine.compile))
-        self.cores = SharedCores(self.machine)
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
         self.stop_flag = SharedFlag(self.world)
         self.clock()  # raises UserError if --minutes is over, before a folder is changed
@@ -124,11 +123,7 @@ class Run:
         return round(self.progress.elapsed_s + time.monotonic() - process.STARTED, 3)
 
     def is_stopped(self):
-        """Whether any process of the run has received a stop signal. Collective.
-
-        It is called before each batch, so the use of the cores is checked here, too.
-        """
-        self.cores.check()
+        """Whether any process of the run has received a stop signal. Collective."""
         is_stopped = self.stop_flag.any(bool(self.stop_signal))
         if is_stopped:
             self.stop_signal.request(signal.SIGTERM)  # if it was another process

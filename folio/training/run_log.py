@@ -15,6 +15,7 @@ from folio.checkpoint.format import empty_model
 from folio.cli.files import lock_folder
 from folio.cli.process import SIGPIPE, print_error
 from folio.cli.settings import changed_settings, names_with_scope
+from folio.hardware.device import SharedCores
 from folio.hardware.memory import memory_bytes, peak_memory_gib
 from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
@@ -50,13 +51,12 @@ class RunLog:
             disable=not self.on_terminal,
         )
         self.started_at = self.counted_at = time.perf_counter()
-        self.threads = torch.get_num_threads()
+        self.cores = SharedCores(self.machine)
 
     def __enter__(self):
         with ExitStack() as stack:  # closes what has been opened if a process fails
             self.run.world.call_together(self._open, stack)
             self.stack = stack.pop_all()
-        self.run.cores.restart()
         return self
 
     def _open(self, stack):
@@ -113,12 +113,10 @@ class RunLog:
 
         Raises UserError if the loss or the norm is not finite.
         """
-        step, threads = self.run.progress.step, torch.get_num_threads()
-        if threads < self.threads:
-            of_threads = f"{threads} of {self.threads} threads"
-            self.warn(f"the cores are busy or not used: continuing with {of_threads}")
-            self._log("threads", threads=threads)
-            self.threads = threads
+        step = self.run.progress.step
+        if message := self.cores.check():
+            self.warn(message)
+            self._log("threads", threads=torch.get_num_threads())
         self._print(self.bar.update)
         if step == self.first_step:
             self.started_at = self.counted_at  # excludes the time before the first step
@@ -182,7 +180,6 @@ class RunLog:
         """A context whose time does not count as training time."""
         self.train_seconds()
         yield
-        self.run.cores.restart()
         self.counted_at = time.perf_counter()
 
     # Console

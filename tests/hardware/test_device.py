@@ -1,3 +1,4 @@
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -124,12 +125,22 @@ def test_the_summary_says_why_a_model_is_compiled_or_not(compile, words):
 def test_threads_without_cores_are_given_up(monkeypatch, share, threads):
     clock, current = SimpleNamespace(now=0.0), SimpleNamespace(threads=4)
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(device.time, "process_time", lambda: 4 * share * clock.now)
+    monkeypatch.setattr(
+        device, "_thread_times", lambda: (share * clock.now, (1 - share) * clock.now)
+    )
     monkeypatch.setattr(torch, "get_num_threads", lambda: current.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(current, "threads", n))
-    monkeypatch.setattr(device.sys, "platform", "linux")
-    cores = SharedCores(Machine("cpu", "float32", False, ""))
+    cores, messages = SharedCores(Machine("cpu", "float32", False, "")), []
+    cores.is_used = True
     for _ in range(5):
         clock.now += 1
-        cores.check()
+        messages.append(cores.check())
     assert current.threads == threads
+    assert sum(message is not None for message in messages) == (threads < 4)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")
+def test_thread_times_grow():
+    before = device._thread_times()
+    sum(range(10**6))
+    assert device._thread_times()[0] > before[0]

@@ -12,7 +12,7 @@ import torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import lock_folder
-from folio.cli.process import Interrupted, StopSignal, printable
+from folio.cli.process import LAUNCH_VARIABLES, Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import Group, read_run
 from train import TrainConfig
@@ -32,6 +32,7 @@ def train_runs(runs, jobs):
     saved their state, and raises Interrupted.
     """
     waiting, failed, ended = deque(runs.items()), [], 0
+    jobs = min(jobs, len(runs))
     workers = {}  # {number below jobs: (folder, process)}
     with StopSignal("waiting until the runs are saved") as stop:
         try:
@@ -65,7 +66,9 @@ def start_worker(folder, settings, number, jobs):
 
     What it prints is appended to OUTPUT_FILE.
     """
-    env = os.environ | worker_environment(settings.device, number, jobs)
+    # A worker is no process of torchrun, even if the sweep has its variables.
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    env |= worker_environment(settings.device, number, jobs)
     with lock_folder(folder, SAVING_TIMEOUT_S):  # a worker of a killed sweep may still be saving
         command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
     end = end_with_parent if sys.platform == "linux" else None
