@@ -23,8 +23,8 @@ from folio.data.bpe import find_last_cut
 
 TABLE_SUFFIXES = (
     ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst",
-    ".json", ".json.gz", ".json.zst",
     ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
+    ".json", ".json.gz", ".json.zst",  # last, because repositories of datasets have other ones
 )  # fmt: skip
 UTF_16 = "it is UTF-16; to convert it: iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE"
 FOREIGN_FORMATS = {  # {first bytes: what a file is}
@@ -231,7 +231,7 @@ def find_sources(name, text_key):
 
     In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
     of several links to a file all but one. Any other file that is not UTF-8 text or a table is an
-    error when it is read. Raises UserError if there are no files.
+    error when it is read. JSON among texts is a text. Raises UserError if there are no files.
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
@@ -248,11 +248,9 @@ def find_sources(name, text_key):
     for file in files:
         unique.setdefault(os.path.realpath(file), file)
     found = [Source(file, text_key) for file in unique.values()]
-    if all(source.suffix for source in found):
-        return found
-    # Among texts, such as source code, JSON is a text, too.
-    is_json = [".json" in source.suffix and ".jsonl" not in source.suffix for source in found]
-    return [replace(source, is_text=text) for source, text in zip(found, is_json, strict=True)]
+    if not all(source.suffix for source in found):  # such as source code
+        found = [replace(source, is_text=".json" in source.path.suffixes) for source in found]
+    return found
 
 
 def _list_files(folder):
