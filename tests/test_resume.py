@@ -164,7 +164,8 @@ def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change
 def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys):
     train.main(tiny.flags(out_dir="out-other", max_iters=1))
     train.main(tiny.flags(eval_iters=None, stop_at=4, eval_interval=2))
-    for remove in (os.unlink, partial(shutil.copy, "out-other/ckpt.pt")):
+    spoil = partial(os.truncate, length=99)
+    for remove in (os.unlink, spoil, partial(shutil.copy, "out-other/ckpt.pt")):
         shutil.copytree("out", "out-copy")
         remove("out-copy/ckpt.pt")
         train.main(tiny.flags(eval_iters=None, out_dir="out-copy", init_from="resume"))

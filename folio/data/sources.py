@@ -21,10 +21,11 @@ from folio.cli.errors import UserError, cause_of, import_optional, os_errors
 from folio.cli.files import unify_line_ends
 from folio.data.bpe import find_last_cut
 
+JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 TABLE_SUFFIXES = (
     ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst",
     ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
-    ".json", ".json.gz", ".json.zst",  # last, because repositories of datasets have other ones
+    *JSON_SUFFIXES,  # last, because repositories of datasets have other ones
 )  # fmt: skip
 UTF_16 = "it is UTF-16; to convert it: iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE"
 FOREIGN_FORMATS = {  # {first bytes: what a file is}
@@ -198,7 +199,8 @@ def _read_rows(source):
         return
     with _open_text(source, newline="") as file:  # a field of CSV can contain line ends
         if not source.suffix.startswith((".csv", ".tsv")):
-            yield from (json.loads(line) for line in file if line.strip())
+            # parse_int: int() refuses numbers of thousands of digits
+            yield from (json.loads(line, parse_int=float) for line in file if line.strip())
             return
         csv.field_size_limit(MAX_FIELD_CHARACTERS)
         delimiter = "," if source.suffix.startswith(".csv") else "\t"
@@ -215,9 +217,10 @@ def _read_parquet(source):
     try:
         with parquet.ParquetFile(source.local_path()) as file:
             columns = file.schema_arrow.names
-            if source.text_key in columns:
-                columns = [source.text_key]
-            for batch in file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns):
+            if columns.count(source.text_key) != 1:
+                yield dict.fromkeys(columns)  # a row without the text
+                return
+            for batch in file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=[source.text_key]):
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{source.name} cannot be read ({cause_of(error)})") from error
@@ -231,7 +234,8 @@ def find_sources(name, text_key):
 
     In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
     of several links to a file all but one. Any other file that is not UTF-8 text or a table is an
-    error when it is read. JSON among texts is a text. Raises UserError if there are no files.
+    error when it is read. A .json file among texts is a text. Raises UserError if there are no
+    files.
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
@@ -248,8 +252,12 @@ def find_sources(name, text_key):
     for file in files:
         unique.setdefault(os.path.realpath(file), file)
     found = [Source(file, text_key) for file in unique.values()]
-    if not all(source.suffix for source in found):  # such as source code
-        found = [replace(source, is_text=".json" in source.path.suffixes) for source in found]
+    if all(source.suffix for source in found):
+        return found
+    # A .json file among source code is not a table.
+    found = [replace(source, is_text=source.suffix == ".json") for source in found]
+    if count := sum(source.is_text for source in found):
+        print(f"reading {count:,} .json files as text, because there are other texts")
     return found
 
 

@@ -153,7 +153,9 @@ class SharedCores:
         if not self.is_used or threads == 1 or now - self.checked_at < CORES_CHECK_INTERVAL_S:
             return None
         earlier, self.checked_at, self.times = self.times, now, _thread_times()
-        running, waiting = (new - old for new, old in zip(self.times, earlier, strict=True))
+        # A thread that has ended is left out, because the time before the last check is unknown.
+        since = [times - earlier.get(path, 0) for path, times in self.times.items()]
+        running, waiting = sum(since, np.zeros(2))
         share = running / max(running + waiting, 1)
         if share >= MIN_CORES_SHARE:
             return None
@@ -163,11 +165,11 @@ class SharedCores:
 
 
 def _thread_times():
-    """Returns how long this process's threads have run, and waited for a core, in nanoseconds."""
-    times = np.zeros(2, np.int64)
+    """Returns how long each thread has run, and waited for a core: {path: (2,) nanoseconds}."""
+    times = {}
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError), open(path) as file:  # the thread may have ended
-            times += np.array(file.read().split()[:2], np.int64)
+            times[path] = np.array(file.read().split()[:2], np.int64)
     return times
 
 

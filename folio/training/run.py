@@ -56,18 +56,24 @@ class Run:
             self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
         is_kept = saved.get("always_save_checkpoint") or self.settings.always_save_checkpoint
         best = None if is_kept else self._load_best()
-        # A later one is written again when the run reaches its step.
-        is_later = best is not None and best.progress.step > self.progress.step
+        is_later = False  # than last.pt: it is written again when the run reaches its step
+        if best and best.settings.get("out_dir") == saved.get("out_dir"):
+            is_later = self.progress.step < best.progress.step <= self.settings.max_iters
         if not (self.settings.always_save_checkpoint or is_later or self._is_best(best)):
             # ckpt.pt does not have the best model: an evaluation at once begins the comparison.
             print(f"{self.run_dir.best} is not the best model of this run; evaluating again")
             self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
+            self.progress.evaluations_since_best = 0
 
     def _load_best(self):
-        """Returns the Checkpoint in ckpt.pt, or None if there is none. Collective."""
+        """Returns the Checkpoint in ckpt.pt, or None if there is none to be read. Collective."""
         if not self.world.from_main(self.run_dir.best.is_file()):
             return None
-        return self.world.call_together(self.run_dir.load_best)
+        try:
+            return self.world.call_together(self.run_dir.load_best)
+        except UserError as error:
+            print(error)
+            return None
 
     def _is_best(self, checkpoint):
         """Whether a Checkpoint is that of this run's best evaluation."""

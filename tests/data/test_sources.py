@@ -73,6 +73,7 @@ def test_damaged_file_is_named(name):
     [
         (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each"),
         (b"[" * 10**5, "row 2 is damaged"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "row 2 has no text"),
         (b'{"text": "\xff"}', "byte 0xff"),
         (b"null", "row 2 is None"),
         (b"[", "row 2 is damaged (Expecting value; each line must be a JSON object)"),
@@ -157,7 +158,7 @@ def test_compressed_text_is_read():
 # Finding files
 
 
-def test_json_is_a_table_unless_it_is_among_texts():
+def test_json_is_a_table_unless_it_is_among_texts(capsys):
     Path("in").mkdir()
     for name in ("in/a.json", "in/b.jsonl"):
         Path(name).write_text('{"text": "one"}\n')
@@ -166,6 +167,7 @@ def test_json_is_a_table_unless_it_is_among_texts():
     Path("in/c.py").write_text("")
     texts = [next(source.read()).text for source in find_sources("in", "text")]
     assert texts == ['{"text": "one"}\n', "one", ""]
+    assert "reading 1 .json files as text" in capsys.readouterr().out
 
 
 def names_of(pattern):

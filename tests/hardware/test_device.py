@@ -2,6 +2,7 @@ import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,9 +126,11 @@ def test_the_summary_says_why_a_model_is_compiled_or_not(compile, words):
 def test_threads_without_cores_are_given_up(monkeypatch, share, threads):
     clock, current = SimpleNamespace(now=0.0), SimpleNamespace(threads=4)
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(
-        device, "_thread_times", lambda: (share * clock.now, (1 - share) * clock.now)
-    )
+
+    def times():
+        return {"": clock.now * np.array([share, 1 - share])}
+
+    monkeypatch.setattr(device, "_thread_times", times)
     monkeypatch.setattr(torch, "get_num_threads", lambda: current.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(current, "threads", n))
     cores, messages = SharedCores(Machine("cpu", "float32", False, "")), []
@@ -141,6 +144,16 @@ def test_threads_without_cores_are_given_up(monkeypatch, share, threads):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")
 def test_thread_times_grow():
-    before = device._thread_times()
+    before = sum(device._thread_times().values())
     sum(range(10**6))
-    assert device._thread_times()[0] > before[0]
+    assert sum(device._thread_times().values())[0] > before[0]
+
+
+def test_a_thread_that_has_ended_takes_no_core(monkeypatch):
+    times = iter([{"a": np.array([9, 0]), "b": np.array([50, 1])}, {"a": np.array([19, 1])}])
+    monkeypatch.setattr(device, "_thread_times", lambda: next(times))
+    monkeypatch.setattr(device, "CORES_CHECK_INTERVAL_S", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    cores = SharedCores(Machine("cpu", "float32", False, ""))
+    cores.is_used = True
+    assert cores.check() is None
