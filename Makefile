@@ -17,6 +17,7 @@ demo: .venv/run
 test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	if command -v npx >/dev/null; then cd tools/page && npx --yes @biomejs/biome@2.6.8 ci; fi
 	$(BIN)/python -m pytest
 
 clean:

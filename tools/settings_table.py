@@ -10,7 +10,7 @@ from prepare import PrepareConfig
 from sample import SampleConfig
 from tools.bench.__main__ import BenchConfig
 from tools.export import ExportConfig
-from tools.playground.__main__ import PlaygroundConfig
+from tools.page.__main__ import PageConfig
 from tools.plot.__main__ import PlotConfig
 from tools.sweep.__main__ import SweepSettings
 from train import TrainConfig
@@ -23,7 +23,7 @@ SCRIPTS = {
     "prepare.py": PrepareConfig,
     "tools.sweep": SweepSettings,
     "tools.plot": PlotConfig,
-    "tools.playground": PlaygroundConfig,
+    "tools.page": PageConfig,
     "tools.export": ExportConfig,
     "tools.bench": BenchConfig,
 }

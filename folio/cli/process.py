@@ -61,17 +61,13 @@ def start(module_name, settings_class, only_help=False, **environment):
     gc.disable()  # until run(), because collecting garbage makes imports slower
 
 
-def run(main, has_threads=False):
-    """Calls `main()` and ends the process with its exit status.
-
-    `has_threads`: whether threads of a library may still run, such as those of a server. Then the
-    process ends immediately, because such threads can abort it while Python cleans up.
-    """
+def run(main):
+    """Calls `main()` and ends the process with its exit status."""
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
     status = _run(main)
-    if has_threads or is_launched():  # gloo has threads
-        os._exit(status or 0)
+    if is_launched():
+        os._exit(status or 0)  # threads of gloo can abort the process while Python cleans up
     if status is not None:
         sys.exit(status)
 

@@ -110,7 +110,7 @@ def complete(trained, completions, controls, stream=False):
         for step in zip(ids.tolist(), logprobs.tolist(), strict=True):
             for completion, token, logprob in zip(completions, *step, strict=True):
                 completion.add(token, logprob)
-        yield  # other generators may run now, so no context manager may be open
+        yield  # outside of limit_threads, which changes the whole process
         count = 1 if stream else TOKENS_PER_SYNC
     for completion in completions:
         completion.finish("length")

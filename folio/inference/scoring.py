@@ -66,26 +66,19 @@ def score_text(trained, text, context_stride=None, allow_special=False):
     return ScoredText(ids.tolist(), [None, *(-nll).tolist()], totals)
 
 
-def scoring_starts(model, length, context_stride=None):
-    """Returns the start of the window in which token_nll scores each token but the first.
-
-    Windows of block_size advance by the stride (see stride_of); the last one ends with the text.
-    Each token is scored in the first window that contains it, after at least block_size - stride
-    tokens, except in the first window.
-    """
-    last, stride = length - 1, stride_of(model, context_stride)
-    size = min(model.config.block_size, last)
-    return [min(context_start(index, size, stride), last - size) for index in range(1, length)]
-
-
 @torch.inference_mode()
 def token_nll(model, ids, context_stride=None, vocab_size=None):
     """Returns the negative log-likelihood of each token but the first: (N,) -> (N - 1,), nats.
 
-    See scoring_starts. The likelihood is that among the ids below `vocab_size`, as in `generate`.
+    Windows of block_size advance by the stride (see stride_of); the last one ends with the text.
+    Each token is scored in the first window that contains it, after at least block_size - stride
+    tokens, except in the first window. The likelihood is that among the ids below `vocab_size`, as
+    in `generate`.
     """
-    size, losses = min(model.config.block_size, len(ids) - 1), []
-    scored = Counter(scoring_starts(model, len(ids), context_stride))  # {start: number of tokens}
+    last, stride, losses = len(ids) - 1, stride_of(model, context_stride), []
+    size = min(model.config.block_size, last)
+    contexts = (context_start(index, size, stride) for index in range(1, len(ids)))
+    scored = Counter(min(start, last - size) for start in contexts)  # {start: number of tokens}
     starts, windows_per_pass = list(scored), max(1, TOKENS_PER_PASS // size)
     for first in range(0, len(starts), windows_per_pass):
         pass_starts = starts[first : first + windows_per_pass]

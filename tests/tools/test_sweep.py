@@ -157,7 +157,7 @@ def start(*argv, tool="sweep"):
     )
 
 
-@pytest.mark.parametrize("tool", ["bench", "playground", "plot", "sweep"])
+@pytest.mark.parametrize("tool", ["bench", "page", "plot", "sweep"])
 def test_tools_answer_help_and_signals_while_torch_is_imported(tool):
     write(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n", "torch.py")
     process = start("--help", tool=tool)

@@ -78,14 +78,6 @@ def find_runs(folder):
     return [path for path in RunDir.find(folder) if RunDir(path).log.exists()]
 
 
-def find_nested_runs():
-    """Returns the folders of runs in this folder and in its sweeps, sorted; not hidden ones."""
-    paths = RunDir.find(".")
-    for folder in Path(".").glob("[!.]*"):
-        paths += RunDir.find(folder)
-    return sorted(path for path in paths if not path.name.startswith("."))
-
-
 @dataclass
 class Group:
     """Runs that differ only in their seed. Their losses are values of `measure`."""

@@ -1,0 +1,146 @@
+"""Write trained models as a web page: one HTML file that generates and scores texts by itself.
+
+    python -m tools.page --out_dir=out-shakespeare-char-fast --to=shakespeare.html
+
+page.html is the frame of the page, gpt.js the model, text.js its tokenizers, sampling and scores,
+and app.js what the page does. There is no build step.
+"""
+
+import json
+import math
+from base64 import b64encode
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from string import Template
+from typing import Literal
+
+from folio.cli import process
+from folio.cli.settings import load_settings, setting
+
+SCRIPTS = ("gpt.js", "text.js", "app.js")
+MAX_MB = 100  # GitHub refuses larger files
+
+
+@dataclass(frozen=True)
+class PageConfig:
+    """Write trained models as a web page that needs no server and no network."""
+
+    out_dir: str = setting("out", "run directory, or several: RUN,RUN")
+    to: str | None = setting(None, "HTML file to write")
+    dtype: Literal["float16", "int8"] = setting(
+        "float16", "data type of the weights in the file; int8 halves its size"
+    )
+
+    def __post_init__(self):
+        path = Path(self.to or "")
+        if path.suffix != ".html" or not path.parent.is_dir():
+            raise ValueError("specify the file to write: --to=FILE.html, in an existing folder")
+
+
+process.start(__name__, PageConfig)  # --help must not wait for torch
+
+import numpy as np
+
+from folio.checkpoint.format import build_model
+from folio.checkpoint.run_dir import RunDir
+from folio.cli.errors import UserError
+from folio.cli.files import write_atomically
+from folio.data.bpe import byte_characters
+from folio.pretrained.load import checkpoint_tokenizer
+
+
+def main(argv=None):
+    settings = load_settings(PageConfig, argv)
+    runs = [describe_run(RunDir(name), settings.dtype) for name in settings.out_dir.split(",")]
+    size = sum(len(run["weights"]) for run in runs) / 1e6
+    if size > MAX_MB:
+        advice = "fewer runs or a smaller model" if settings.dtype == "int8" else "--dtype=int8"
+        raise UserError(f"the page would have {size:,.0f} MB, more than {MAX_MB}: use {advice}")
+    page = make_page(runs).encode()
+    with write_atomically(settings.to) as [file]:
+        file.write(page)
+    print(f"wrote {settings.to}: {len(page) / 1e6:.1f} MB; open it in a browser")
+
+
+def describe_run(run_dir, dtype):
+    """Returns what the page knows of a run, for JSON. Its weights are those of the best model."""
+    checkpoint = run_dir.load_best()
+    tokenizer, model = checkpoint_tokenizer(checkpoint), build_model(checkpoint)
+    encode = {"float16": encode_float16, "int8": encode_int8}[dtype]
+    shapes, data = [], bytearray()
+    for name, parameter in model.named_parameters():
+        matrix = parameter.detach().float().numpy().reshape(len(parameter), -1)
+        shapes.append([name, *matrix.shape])
+        data += encode(matrix)
+    return {
+        "name": run_dir.folder.resolve().name,
+        "facts": describe_training(run_dir, checkpoint, model.num_params()),
+        "config": asdict(checkpoint.config),
+        "tokenizer": describe_tokenizer(tokenizer),
+        "dtype": dtype,
+        "shapes": shapes,
+        "weights": b64encode(data).decode(),
+    }
+
+
+def describe_training(run_dir, checkpoint, parameters):
+    """Returns a line. The loss is that of the final evaluation if there is one."""
+    progress, [*_, last] = checkpoint.progress, [{}, *run_dir.read_events()]
+    loss = last["loss"] if last.get("event") == "final" else progress.best_val_loss
+    facts = [f"{parameters:,} parameters"]
+    if dataset := checkpoint.settings.get("dataset"):
+        facts.append(f"trained on {dataset}")
+    facts.append(f"step {progress.step:,}")
+    if math.isfinite(loss):
+        facts.append(f"validation loss {loss:.4f}")
+    return ", ".join(facts)
+
+
+def encode_float16(matrix):
+    values = matrix.astype("<f2")
+    if not np.isfinite(values).all():
+        raise UserError("the weights do not fit into float16: use --dtype=int8")
+    return values.tobytes()
+
+
+def encode_int8(matrix):
+    """Returns the float32 scale of each row, and then the rows as int8."""
+    scales = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) / 127, 1e-30)
+    return scales.astype("<f4").tobytes() + np.round(matrix / scales).astype(np.int8).tobytes()
+
+
+def describe_tokenizer(tokenizer):
+    """Returns the tokens, and how text.js finds those of a text."""
+    data = {"start": tokenizer.start, "end": tokenizer.end}
+    if tokenizer.kind in ("char", "list"):
+        tokens = tokenizer.characters if tokenizer.kind == "char" else tokenizer.tokens
+        return data | {"tokens": [*tokens], "is_bytes": False}
+    characters = byte_characters()
+    texts = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+    tokens = ["".join(characters[byte] for byte in text) for text in texts]
+    data |= {"tokens": tokens, "is_bytes": True, "is_split": True}
+    if tokenizer.kind != "bpe":
+        return data
+    definition = json.loads(tokenizer.definition)
+    if not all(token["special"] for token in definition["added_tokens"]):
+        raise UserError("the page cannot use added tokens that are not special")
+    model, split = definition["model"], definition["pre_tokenizer"] or {}
+    data |= {"is_split": split.get("use_regex", False), "merges": model["merges"]}
+    return data | {"ignore_merges": model.get("ignore_merges", False)}
+
+
+def make_page(runs):
+    """Returns the HTML. Its policy allows only its own script and style, and no requests."""
+    folder = Path(__file__).parent
+    style = (folder / "style.css").read_text("utf-8")
+    script = "".join((folder / name).read_text("utf-8") for name in SCRIPTS)
+    parts = {"style": style, "script": script}
+    for name, text in (("style", style), ("script", script)):
+        parts[f"{name}_hash"] = "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
+    parts["runs"] = json.dumps(runs).replace("<", "\\u003c")
+    return Template((folder / "page.html").read_text("utf-8")).substitute(parts)
+
+
+if __name__ == "__main__":
+    process.run(main)

@@ -1,0 +1,301 @@
+/**
+ * A trained GPT: model.py in JavaScript, its names in its order, with a KV cache. It runs in Node, too.
+ *
+ * The C numbers of each of T tokens, (T, C), are one Float32Array of length T * C.
+ * Shapes: T tokens, C = n_embd, H = n_head, D = C / H (head size), V = vocab_size.
+ */
+class GPT {
+  /** `config` has the fields of GPTConfig, `weights` the Float32Arrays of a state_dict. */
+  constructor(config, weights) {
+    const { block_size, n_embd, n_head, n_layer } = config;
+    const perLayer = (length) => Array.from({ length: n_layer }, () => new Float32Array(length));
+    this.config = config;
+    this.weights = weights;
+    this.keys = perLayer(block_size * n_embd); // the cache
+    this.values = perLayer(block_size * n_embd);
+    this.attention = perLayer(n_head * block_size); // (H, positions), weights of the newest token
+    this.reset();
+  }
+
+  /** Empties the cache. */
+  reset() {
+    this.cached = []; // the ids whose keys and values are in the cache
+  }
+
+  /** The module `name` on x: (T, K) -> (T, N). */
+  linear(name, x, T) {
+    const weight = this.weights[`${name}.weight`]; // (N, K)
+    const bias = this.weights[`${name}.bias`];
+    const K = x.length / T;
+    const N = weight.length / K;
+    const y = new Float32Array(T * N);
+    let n = 0;
+    for (; n + 7 < N; n += 8) {
+      for (let t = 0; t < T; t++) {
+        let [s0, s1, s2, s3, s4, s5, s6, s7] = [0, 0, 0, 0, 0, 0, 0, 0];
+        for (let k = 0; k < K; k++) {
+          const value = x[t * K + k];
+          s0 += value * weight[n * K + k]; // eight rows at once are twice as fast as one
+          s1 += value * weight[(n + 1) * K + k];
+          s2 += value * weight[(n + 2) * K + k];
+          s3 += value * weight[(n + 3) * K + k];
+          s4 += value * weight[(n + 4) * K + k];
+          s5 += value * weight[(n + 5) * K + k];
+          s6 += value * weight[(n + 6) * K + k];
+          s7 += value * weight[(n + 7) * K + k];
+        }
+        y.set([s0, s1, s2, s3, s4, s5, s6, s7], t * N + n);
+      }
+    }
+    for (; n < N; n++) {
+      for (let t = 0; t < T; t++) y[t * N + n] = dot(weight, n * K, x, t * K, K);
+    }
+    return bias ? y.map((value, i) => value + bias[i % N]) : y;
+  }
+
+  /** Causal self-attention of a layer, x: (T, C), the tokens from position `start` on -> (T, C). */
+  causalSelfAttention(layer, x, T, start) {
+    const { n_embd: C, n_head, norm, qk_norm, position } = this.config;
+    const qkv = this.linear(`transformer.h.${layer}.attn.c_attn`, x, T); // (T, 3 C)
+    const y = new Float32Array(T * C);
+    for (let t = 0; t < T; t++) {
+      const [q, k, v] = [0, 1, 2].map((i) => qkv.subarray((3 * t + i) * C, (3 * t + i + 1) * C));
+      if (qk_norm) normalize(qkv.subarray(3 * t * C, (3 * t + 2) * C), C / n_head, norm);
+      if (position === "rotary") this.rotate(q, start + t);
+      if (position === "rotary") this.rotate(k, start + t);
+      this.keys[layer].set(k, (start + t) * C);
+      this.values[layer].set(v, (start + t) * C);
+      this.attend(layer, q, start + t, y.subarray(t * C, (t + 1) * C));
+    }
+    return this.linear(`transformer.h.${layer}.attn.c_proj`, y, T);
+  }
+
+  /** Writes what a query, (C,), reads from its position and those before it to y, (C,). */
+  attend(layer, q, position, y) {
+    const { n_embd: C, n_head, block_size, window } = this.config;
+    const [keys, values] = [this.keys[layer], this.values[layer]];
+    const D = C / n_head;
+    const first = window ? Math.max(0, position + 1 - window) : 0;
+    this.attention[layer].fill(0);
+    for (let head = 0; head < n_head; head++) {
+      const row = this.attention[layer].subarray(head * block_size);
+      const weights = row.subarray(first, position + 1);
+      for (let s = 0; s < weights.length; s++) {
+        weights[s] = dot(q, head * D, keys, (first + s) * C + head * D, D) / Math.sqrt(D);
+      }
+      softmax(weights);
+      for (let s = 0; s < weights.length; s++) {
+        const offset = (first + s) * C;
+        for (let i = head * D; i < (head + 1) * D; i++) y[i] += weights[s] * values[offset + i];
+      }
+    }
+  }
+
+  mlp(layer, x, T) {
+    const y = this.linear(`transformer.h.${layer}.mlp.c_fc`, x, T);
+    const activation = ACTIVATIONS[this.config.activation];
+    return this.linear(`transformer.h.${layer}.mlp.c_proj`, activation(y, T), T);
+  }
+
+  /** Adds the attention and the MLP of a layer to x, (T, C). */
+  block(layer, x, T, start) {
+    const name = `transformer.h.${layer}`;
+    add(x, this.causalSelfAttention(layer, this.norm(`${name}.ln_1`, x), T, start));
+    add(x, this.mlp(layer, this.norm(`${name}.ln_2`, x), T));
+  }
+
+  /** Returns the logits of the token after each hidden state: (T, C) -> (T, V). */
+  head(x) {
+    const name = this.config.tie_weights ? "transformer.wte" : "lm_head";
+    return this.linear(name, x, x.length / this.config.n_embd);
+  }
+
+  /** Returns how many of the first tokens of a context are in the cache. */
+  countCached(idx) {
+    const index = idx.findIndex((id, position) => id !== this.cached[position]);
+    return index < 0 ? idx.length : index;
+  }
+
+  /**
+   * Returns the hidden states after the final norm of the tokens that are not in the cache, but at
+   * least of the last one: (T, C). idx: the ids of the context, 1 to block_size.
+   */
+  trunk(idx) {
+    const start = Math.min(this.countCached(idx), idx.length - 1);
+    this.cached = [...idx];
+    const T = idx.length - start;
+    const x = new Float32Array(T * this.config.n_embd);
+    for (let t = 0; t < T; t++) x.set(this.localContext(idx, start + t), t * this.config.n_embd);
+    for (let layer = 0; layer < this.config.n_layer; layer++) this.block(layer, x, T, start);
+    return this.norm("transformer.ln_f", x);
+  }
+
+  /** Returns the embedding of the token at a position, (C,). */
+  embed(idx, position) {
+    const { n_embd: C, ngrams } = this.config;
+    const { "transformer.wte.weight": wte, "transformer.wpe.weight": wpe } = this.weights;
+    const x = wte.slice(idx[position] * C, (idx[position] + 1) * C);
+    if (wpe) add(x, wpe.subarray(position * C, (position + 1) * C));
+    const width = Math.floor(C / (ngrams - 1)); // of the embedding of an n-gram
+    for (let n = 2; n <= ngrams; n++) {
+      const table = this.weights[`transformer.context.ngrams.${n}.weight`];
+      const row = this.ngramId(idx, position, n, table.length / width) * width;
+      add(x.subarray((n - 2) * width), table.subarray(row, row + width));
+    }
+    return x;
+  }
+
+  /** The module `name`, LayerNorm or RMSNorm: (T, C) -> (T, C). */
+  norm(name, x) {
+    const weight = this.weights[`${name}.weight`];
+    const bias = this.weights[`${name}.bias`];
+    const C = weight.length;
+    const y = x.slice();
+    normalize(y, C, this.config.norm);
+    return y.map((value, i) => value * weight[i % C] + (bias ? bias[i % C] : 0));
+  }
+
+  /** Rotates the queries or keys of all heads of one token, (C,), in place. */
+  rotate(x, position) {
+    const D = x.length / this.config.n_head;
+    for (let i = 0; i < D / 2; i++) {
+      const frequency = Math.fround(10000 ** Math.fround((-2 * i) / D));
+      const angle = Math.fround(position * frequency); // rounded as in model.py
+      const [cos, sin] = [Math.cos(angle), Math.sin(angle)];
+      for (let j = i; j < x.length; j += D) {
+        const [a, b] = [x[j], x[j + D / 2]];
+        x[j] = a * cos - b * sin;
+        x[j + D / 2] = b * cos + a * sin;
+      }
+    }
+  }
+
+  /** Returns the embedding of a token with its n-grams, plus the smeared ones before it: (C,). */
+  localContext(idx, position) {
+    const x = this.embed(idx, position);
+    const C = x.length;
+    const smear = this.weights["transformer.context.smear.weight"];
+    for (let back = 1; back <= Math.min(this.config.smear, position); back++) {
+      const preceding = this.embed(idx, position - back);
+      for (let i = 0; i < C; i++) x[i] += preceding[i] * smear[(back - 1) * C + i];
+    }
+    return x;
+  }
+
+  /** Returns the row of the n-gram that ends at a position. Id 0 precedes the first token. */
+  ngramId(idx, position, n, rows) {
+    let id = 0;
+    for (let i = position - n + 1; i <= position; i++) {
+      id = (id * this.config.vocab_size + (idx[i] ?? 0)) % rows;
+    }
+    return id;
+  }
+}
+
+// norm and activation
+
+/** Normalizes each `size` numbers of x, in place. */
+function normalize(x, size, norm) {
+  const isLayerNorm = norm === "layernorm"; // else rmsnorm
+  for (let start = 0; start < x.length; start += size) {
+    const row = x.subarray(start, start + size);
+    const mean = isLayerNorm ? row.reduce((a, b) => a + b) / size : 0;
+    for (let i = 0; i < size; i++) row[i] -= mean;
+    const epsilon = isLayerNorm ? 1e-5 : 2 ** -23; // as in PyTorch
+    scale(row, 1 / Math.sqrt(dot(row, 0, row, 0, size) / size + epsilon));
+  }
+}
+
+/** With the error function to 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26). */
+function gelu(x) {
+  const z = Math.abs(x) / Math.SQRT2;
+  const t = 1 / (1 + 0.3275911 * z);
+  let sum = 0;
+  for (const c of [1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592]) {
+    sum = (sum + c) * t;
+  }
+  return (x + Math.abs(x) * (1 - sum * Math.exp(-z * z))) / 2;
+}
+
+function geluTanh(x) {
+  return (x / 2) * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
+}
+
+/** x: a gate and a value for each token, (T, 2 N) -> (T, N). */
+function swiglu(x, T) {
+  const N = x.length / (2 * T);
+  return new Float32Array(T * N).map((_, i) => {
+    const gate = x[i + N * Math.floor(i / N)];
+    return (gate / (1 + Math.exp(-gate))) * x[i + N * Math.floor(i / N) + N];
+  });
+}
+
+const ACTIVATIONS = {
+  gelu: (x) => x.map(gelu),
+  gelu_tanh: (x) => x.map(geluTanh),
+  relu: (x) => x.map((value) => Math.max(value, 0)),
+  relu2: (x) => x.map((value) => Math.max(value, 0) ** 2),
+  swiglu,
+};
+
+// Numbers
+
+/** Returns the dot product of `count` numbers of a from index i on, and of b from j on. */
+function dot(a, i, b, j, count) {
+  let sum = 0;
+  for (let k = 0; k < count; k++) sum += a[i + k] * b[j + k];
+  return sum;
+}
+
+/** Adds y to the first numbers of x. */
+function add(x, y) {
+  for (let i = 0; i < y.length; i++) x[i] += y[i];
+}
+
+function scale(x, factor) {
+  for (let i = 0; i < x.length; i++) x[i] *= factor;
+}
+
+/** Replaces logits by probabilities. */
+function softmax(x) {
+  const highest = x.reduce((a, b) => Math.max(a, b));
+  for (let i = 0; i < x.length; i++) x[i] = Math.exp(x[i] - highest);
+  scale(x, 1 / x.reduce((a, b) => a + b));
+}
+
+// Weights, as tools/page/__main__.py writes them
+
+/** Returns {name: Float32Array}. `shapes` lists [name, rows, columns] in the order of the bytes. */
+function readWeights({ weights: base64, shapes, dtype }) {
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
+  const float16 = new Float32Array(2 ** 16).map((_, bits) => parseFloat16(bits));
+  const weights = {};
+  let start = 0;
+  const read = (Type, count) => {
+    const part = bytes.slice(start, start + count * Type.BYTES_PER_ELEMENT);
+    start += part.length;
+    return new Type(part.buffer);
+  };
+  for (const [name, rows, columns] of shapes) {
+    if (dtype === "int8") {
+      const scales = read(Float32Array, rows);
+      weights[name] = new Float32Array(read(Int8Array, rows * columns));
+      for (let row = 0; row < rows; row++) {
+        scale(weights[name].subarray(row * columns, (row + 1) * columns), scales[row]);
+      }
+    } else {
+      const numbers = read(Uint16Array, rows * columns);
+      weights[name] = new Float32Array(numbers).map((bits) => float16[bits]);
+    }
+  }
+  return weights;
+}
+
+/** Returns the number whose float16 has these 16 bits. */
+function parseFloat16(bits) {
+  const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024];
+  const value = exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction;
+  return bits & 0x8000 ? -value : value;
+}

@@ -1,1 +1,0 @@
-"""A page in the browser to generate and score texts. Start reading in `__main__.py`."""
