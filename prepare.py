@@ -55,6 +55,12 @@ class PrepareConfig:
     )
     split: str = setting("train", "hf: split of the dataset that is read")
     max_tokens: int | None = setting(None, "stop after about as many tokens", "[1, inf)")
+    val_fraction: float | None = setting(
+        None, "part of the text that is the validation split; None: 0.1 or about 20 MB", "(0, 1)"
+    )
+    test_fraction: float = setting(
+        0.0, "part that follows it, for data/<dataset>/test.txt and sample.py --score", "[0, 1)"
+    )
     tokenizer: str | None = setting(
         None,
         "char (default), byte, bpe (trained on the text), gpt2 (default for shakespeare, "
@@ -72,6 +78,8 @@ class PrepareConfig:
             raise ValueError(f"--input needs a name for the dataset, such as --dataset={name}")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
+        if (self.val_fraction or 0.1) + self.test_fraction >= 1:
+            raise ValueError("--val_fraction and --test_fraction leave no training text")
         if self.kind not in TOKENIZER_KINDS and not os.path.exists(self.kind):
             known = ", ".join(TOKENIZER_KINDS)
             raise ValueError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
@@ -92,12 +100,13 @@ class PrepareConfig:
 # Answers --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, PrepareConfig)
 
+from folio.cli.files import write_atomically
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder, load_dataset
 from folio.data.downloads import HUB_DATASETS, list_hub_sources, load_pydocs, load_shakespeare
 from folio.data.encoding import encode_corpus
 from folio.data.sources import TABLE_SUFFIXES, find_sources
-from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer
 from folio.data.writer import open_writer
 
 
@@ -119,6 +128,7 @@ def main(argv=None):
             f"name ends with one of {', '.join(TABLE_SUFFIXES)}"
         )
     corpus = Corpus(sources, settings.input or name, settings.allow_special)
+    corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
     if settings.input is not None:
         check_other_text(folder, corpus)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
@@ -129,14 +139,28 @@ def main(argv=None):
     with open_writer(folder, tokenizer) as writer:
         num_characters = encode_corpus(corpus, tokenizer, writer)
         meta = writer.finish(corpus.description, corpus.sha256())
+    test_path = folder / "test.txt"
+    test_path.unlink(missing_ok=True)  # of other splits
+    if settings.test_fraction:
+        write_test(corpus, test_path)
     print(
         f"{folder}: {num_characters:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
+    if settings.test_fraction:
+        print(f"test: python sample.py --out_dir=out-{name} --score={test_path}")
     if corpus.line_ends:
         print(f"line ends: {' and '.join(corpus.line_ends)} became newlines")
     print(f"train: python train.py {training_arguments(name, settings.kind)}")
+
+
+def write_test(corpus, path):
+    """Writes the test text of a Corpus, with a blank line between its documents."""
+    with write_atomically(path) as [file]:
+        for piece in corpus.read():
+            if piece.split == "test":
+                file.write((BLANK_LINE * piece.separated + piece.text).encode())
 
 
 def select_sources(name, settings):

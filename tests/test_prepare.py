@@ -83,6 +83,20 @@ def test_a_dataset_of_another_text_is_not_replaced():
 # Tokenizers
 
 
+def test_the_test_text_is_written_for_scores_only(capsys):
+    write("a.txt", "".join(map(chr, range(97, 117))) * 5)
+    flags = ["--input=a.txt", "--dataset=own"]
+    main([*flags, "--val_fraction=0.2", "--test_fraction=0.1"])
+    score = "test: python sample.py --out_dir=out-own --score=data/own/test.txt\n"
+    assert score in capsys.readouterr().out
+    assert (len(load_dataset("own").train), len(load_dataset("own").val)) == (70, 20)
+    assert Path("data/own/test.txt").read_text() == "klmnopqrst"
+    main(flags)
+    assert sorted(contents("own")) == [".lock", "meta.json", "train.bin", "val.bin"]
+    message = "--val_fraction and --test_fraction leave no training text"
+    assert message in error_of(*flags, "--test_fraction=0.9")
+
+
 def test_bpe_is_trained_on_the_training_split_only():
     write("own.txt", "low lower lowest " * 100 + "zyx" * 50)
     main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe", "--vocab_size=280"])

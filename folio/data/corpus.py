@@ -1,10 +1,10 @@
-"""A stream of documents, divided into a training and a validation split.
+"""A stream of documents, divided into splits: training, validation and, if asked for, test.
 
-Validation has a tenth of the characters, or as many as 20 MB of the files hold if that is less, but
-at least 0.05%. A hash puts each document into one of BUCKETS. The first buckets are training text,
-the last ones validation text, and the one in between is divided in the order of its documents. So
-the last 10% of a single text are validation, only one of several documents is cut, and equal
-documents are in the same split, except for those in the divided bucket.
+By default, validation has a tenth of the characters, or as many as 20 MB of the files hold if that
+is less, but at least 0.05%. A hash puts each document into one of BUCKETS. The splits divide the
+characters in the order of the buckets. So the last 10% of a single text are validation, only one of
+several documents is cut at each boundary, and equal documents are in the same split, except for
+those in a bucket that is cut.
 """
 
 import hashlib
@@ -40,6 +40,8 @@ class Corpus:
 
     name: of several sources, in messages and meta.json.
     allow_special: END_OF_TEXT ends a document.
+    val_fraction: of the characters; None: the default.
+    test_fraction: of the characters; they follow those of the validation split.
     max_characters: number of characters after which reading stops; None: all are read.
     train_characters: number of characters in the training split, known after scan().
 
@@ -49,9 +51,12 @@ class Corpus:
     sources: list
     name: str
     allow_special: bool = False
+    val_fraction: float | None = None
+    test_fraction: float = 0.0
     max_characters: int | None = None
     train_characters: int | None = None
-    _boundary: tuple | None = None
+    _bucket_starts: np.ndarray | None = None  # characters in the buckets before each one
+    _split_ends: dict | None = None  # {split: number of characters up to its end}
 
     @property
     def description(self):
@@ -78,7 +83,7 @@ class Corpus:
         return "".join(text for _, text, _ in self._read_texts(SAMPLE_CHARACTERS))
 
     def scan(self):
-        """Reads everything once, which finds the boundary of the splits. Returns the Alphabet."""
+        """Reads everything once, which finds the boundaries of the splits. Returns the Alphabet."""
         alphabet, sizes, num_documents = Alphabet(), np.zeros(BUCKETS, np.int64), 0
         for bucket, text, ends_document in self._read_texts(self.max_characters):
             alphabet.add(text)
@@ -86,17 +91,20 @@ class Corpus:
             num_documents += ends_document
         if num_documents > 1:
             alphabet.add(BLANK_LINE)
-        num_bytes = sum(source.size for source in self.sources)
-        val_share = min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
-        self.train_characters = int((1 - val_share) * int(sizes.sum()))
-        ends = sizes.cumsum()
-        divided = int(np.searchsorted(ends, self.train_characters))
-        before = int(ends[divided] - sizes[divided])
-        self._boundary = divided, self.train_characters - before
+        val_share = self.val_fraction
+        if val_share is None:
+            num_bytes = sum(source.size for source in self.sources)
+            val_share = min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
+        total = int(sizes.sum())
+        self.train_characters = int((1 - val_share - self.test_fraction) * total)
+        self._split_ends = {"train": self.train_characters, "val": total + 1}
+        if self.test_fraction:
+            self._split_ends |= {"val": int((1 - self.test_fraction) * total), "test": total + 1}
+        self._bucket_starts = sizes.cumsum() - sizes
         return alphabet
 
     def read(self):
-        """Yields the Pieces of both splits, in the order of the sources."""
+        """Yields the Pieces of all splits, in the order of the sources."""
         started_splits, unfinished = set(), None  # the split of a document whose end is not read
         for split, text, ends_document in self._read_splits():
             if text or (ends_document and not unfinished):  # or an empty document
@@ -106,18 +114,18 @@ class Corpus:
             unfinished = None if ends_document else unfinished
 
     def _read_splits(self):
-        """Yields (split, text, whether its document ends) of all texts."""
-        divided, num_left = self._boundary  # a bucket, and how much of it is training text
+        """Yields (split, text, whether its document ends) of all texts, cut at the boundaries."""
+        positions = self._bucket_starts.tolist()
         for bucket, text, ends_document in self._read_texts(self.max_characters):
-            if bucket != divided:
-                yield "train" if bucket < divided else "val", text, ends_document
-                continue
-            if 0 < num_left < len(text):  # the boundary is inside the text
-                yield "train", text[:num_left], False
-                yield "val", text[num_left:], ends_document
-            else:
-                yield "train" if num_left else "val", text, ends_document
-            num_left = max(num_left - len(text), 0)
+            position = positions[bucket]
+            positions[bucket] += len(text)
+            for split, end in self._split_ends.items():
+                if position < end:
+                    part, text = text[: end - position], text[end - position :]
+                    position += len(part)
+                    yield split, part, ends_document and not text
+                    if not text:
+                        break
 
     def _read_texts(self, max_characters):
         """Yields (bucket, text, whether its document ends)."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from folio.data.dataset import SPLITS
 from folio.data.tokenizer import BLANK_LINE
 
 MIN_BATCH_CHARACTERS = 2**19
@@ -14,12 +15,12 @@ MAX_THREADS = 32  # a machine with more cores may lend only some of them
 
 
 def encode_corpus(corpus, tokenizer, writer):
-    """Writes the tokens of a Corpus to a DatasetWriter, in their order.
+    """Writes the tokens of a Corpus, without its test text, to a DatasetWriter, in their order.
 
     They do not depend on the number of cores. Returns the number of characters.
     """
     num_characters = 0
-    batches = batch_pieces(corpus.read())
+    batches = batch_pieces(piece for piece in corpus.read() if piece.split in SPLITS)
     for batch, encoded_splits in map_in_threads(partial(encode_pieces, tokenizer), batches):
         for split, (ids, num_bytes) in encoded_splits.items():
             writer.append(split, ids, num_bytes)

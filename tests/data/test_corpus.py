@@ -125,6 +125,17 @@ def test_large_corpora_have_a_smaller_share_for_validation(monkeypatch):
     assert len(texts_of(pieces, "val")[0]) == 20
 
 
+@pytest.mark.parametrize("texts", [["abcdefghijklmnopqrst"], ["abc", "defghijkl", "", "mnopqrst"]])
+def test_test_text_follows_validation(texts):
+    corpus = replace(tiny.corpus(*texts), val_fraction=0.25, test_fraction=0.1)
+    pieces = read(corpus)
+    assert "".join(text for _, _, text in pieces) == "".join(texts)
+    sizes = [len("".join(texts_of(pieces, split))) for split in ("train", "val", "test")]
+    assert sizes == [13, 5, 2]
+    if len(texts) == 1:
+        assert [piece[2] for piece in pieces] == ["abcdefghijklm", "nopqr", "st"]
+
+
 def test_limit_ends_texts_and_moves_the_boundary():
     texts = tiny.corpus("abcdefgh", "ijklmnop", "q")
     pieces = read(texts, 10)
