@@ -46,7 +46,7 @@ function submit(event) {
     const ids = tokenizer.encode(byId("text").value || (isScore ? "" : tokenizer.start));
     if (isScore && ids.length < 2) throw new Error("A score needs a text of two tokens or more.");
     const tokens = ids.map((id) => ({ id, start: 0, logprob: null, likely: [] }));
-    model.reset();
+    model.cached = [];
     openText(runs[number], tokens, isScore ? 0 : tokens.length);
   } catch (error) {
     byId("message").textContent = error.message;
@@ -152,7 +152,7 @@ function showAttention() {
     const shares = new Float64Array(index + 1 - start);
     for (const layer of layers) {
       for (const head of heads) {
-        const row = run.model.attention[layer].subarray(head * block_size);
+        const row = run.model.attention[layer][head];
         for (let i = 0; i < shares.length; i++) shares[i] += row[i] / layers.length / heads.length;
       }
     }

@@ -1,132 +1,112 @@
 /**
- * A trained GPT: model.py in JavaScript, its names in its order, with a KV cache. It runs in Node, too.
+ * A trained GPT: model.py in JavaScript, its names in its order. It reads one token after the other
+ * into a KV cache, which is as fast as several at once. It runs in Node, too.
  *
- * The C numbers of each of T tokens, (T, C), are one Float32Array of length T * C.
- * Shapes: T tokens, C = n_embd, H = n_head, D = C / H (head size), V = vocab_size.
+ * Numbers are Float32Arrays. Shapes: C = n_embd, H = n_head, D = C / H (head size), V = vocab_size.
  */
 class GPT {
   /** `config` has the fields of GPTConfig, `weights` the Float32Arrays of a state_dict. */
   constructor(config, weights) {
-    const { block_size, n_embd, n_head, n_layer } = config;
-    const perLayer = (length) => Array.from({ length: n_layer }, () => new Float32Array(length));
+    const size = config.block_size * config.n_embd;
+    const perLayer = (create) => Array.from({ length: config.n_layer }, create);
     this.config = config;
     this.weights = weights;
-    this.keys = perLayer(block_size * n_embd); // the cache
-    this.values = perLayer(block_size * n_embd);
-    this.attention = perLayer(n_head * block_size); // (H, positions), weights of the newest token
-    this.reset();
-  }
-
-  /** Empties the cache. */
-  reset() {
     this.cached = []; // the ids whose keys and values are in the cache
+    this.keys = perLayer(() => new Float32Array(size));
+    this.values = perLayer(() => new Float32Array(size));
+    this.attention = perLayer(() => []); // weights of the newest token, (positions,) for each head
   }
 
-  /** The module `name` on x: (T, K) -> (T, N). */
-  linear(name, x, T) {
+  /** The module `name` on x: (K,) -> (N,). */
+  linear(name, x) {
     const weight = this.weights[`${name}.weight`]; // (N, K)
     const bias = this.weights[`${name}.bias`];
-    const K = x.length / T;
-    const N = weight.length / K;
-    const y = new Float32Array(T * N);
+    const K = x.length;
+    const y = new Float32Array(weight.length / K);
     let n = 0;
-    for (; n + 7 < N; n += 8) {
-      for (let t = 0; t < T; t++) {
-        let [s0, s1, s2, s3, s4, s5, s6, s7] = [0, 0, 0, 0, 0, 0, 0, 0];
-        for (let k = 0; k < K; k++) {
-          const value = x[t * K + k];
-          s0 += value * weight[n * K + k]; // eight rows at once are twice as fast as one
-          s1 += value * weight[(n + 1) * K + k];
-          s2 += value * weight[(n + 2) * K + k];
-          s3 += value * weight[(n + 3) * K + k];
-          s4 += value * weight[(n + 4) * K + k];
-          s5 += value * weight[(n + 5) * K + k];
-          s6 += value * weight[(n + 6) * K + k];
-          s7 += value * weight[(n + 7) * K + k];
-        }
-        y.set([s0, s1, s2, s3, s4, s5, s6, s7], t * N + n);
+    for (; n + 7 < y.length; n += 8) {
+      let [s0, s1, s2, s3, s4, s5, s6, s7] = [0, 0, 0, 0, 0, 0, 0, 0];
+      for (let k = 0; k < K; k++) {
+        const value = x[k];
+        s0 += value * weight[n * K + k]; // eight rows at once are twice as fast as one
+        s1 += value * weight[(n + 1) * K + k];
+        s2 += value * weight[(n + 2) * K + k];
+        s3 += value * weight[(n + 3) * K + k];
+        s4 += value * weight[(n + 4) * K + k];
+        s5 += value * weight[(n + 5) * K + k];
+        s6 += value * weight[(n + 6) * K + k];
+        s7 += value * weight[(n + 7) * K + k];
       }
+      y.set([s0, s1, s2, s3, s4, s5, s6, s7], n);
     }
-    for (; n < N; n++) {
-      for (let t = 0; t < T; t++) y[t * N + n] = dot(weight, n * K, x, t * K, K);
-    }
-    return bias ? y.map((value, i) => value + bias[i % N]) : y;
+    for (; n < y.length; n++) y[n] = dot(weight, n * K, x, 0, K);
+    if (bias) add(y, bias);
+    return y;
   }
 
-  /** Causal self-attention of a layer, x: (T, C), the tokens from position `start` on -> (T, C). */
-  causalSelfAttention(layer, x, T, start) {
-    const { n_embd: C, n_head, norm, qk_norm, position } = this.config;
-    const qkv = this.linear(`transformer.h.${layer}.attn.c_attn`, x, T); // (T, 3 C)
-    const y = new Float32Array(T * C);
-    for (let t = 0; t < T; t++) {
-      const [q, k, v] = [0, 1, 2].map((i) => qkv.subarray((3 * t + i) * C, (3 * t + i + 1) * C));
-      if (qk_norm) normalize(qkv.subarray(3 * t * C, (3 * t + 2) * C), C / n_head, norm);
-      if (position === "rotary") this.rotate(q, start + t);
-      if (position === "rotary") this.rotate(k, start + t);
-      this.keys[layer].set(k, (start + t) * C);
-      this.values[layer].set(v, (start + t) * C);
-      this.attend(layer, q, start + t, y.subarray(t * C, (t + 1) * C));
+  /** Causal self-attention of a layer, x: (C,), the token at a position -> (C,). */
+  causalSelfAttention(layer, x, position) {
+    const { n_embd: C, n_head, norm, qk_norm } = this.config;
+    const qkv = this.linear(`transformer.h.${layer}.attn.c_attn`, x); // (3 C,)
+    const [q, k, v] = [0, 1, 2].map((i) => qkv.subarray(i * C, (i + 1) * C));
+    for (const heads of [q, k]) {
+      if (qk_norm) normalize(heads, C / n_head, norm);
+      if (this.config.position === "rotary") this.rotate(heads, position);
     }
-    return this.linear(`transformer.h.${layer}.attn.c_proj`, y, T);
+    this.keys[layer].set(k, position * C);
+    this.values[layer].set(v, position * C);
+    const y = this.attend(layer, q, position);
+    return this.linear(`transformer.h.${layer}.attn.c_proj`, y);
   }
 
-  /** Writes what a query, (C,), reads from its position and those before it to y, (C,). */
-  attend(layer, q, position, y) {
-    const { n_embd: C, n_head, block_size, window } = this.config;
+  /** Returns what a query, (C,), reads from its position and those before it, (C,). */
+  attend(layer, q, position) {
+    const { n_embd: C, n_head, window } = this.config;
     const [keys, values] = [this.keys[layer], this.values[layer]];
     const D = C / n_head;
     const first = window ? Math.max(0, position + 1 - window) : 0;
-    this.attention[layer].fill(0);
+    const y = new Float32Array(C);
     for (let head = 0; head < n_head; head++) {
-      const row = this.attention[layer].subarray(head * block_size);
-      const weights = row.subarray(first, position + 1);
-      for (let s = 0; s < weights.length; s++) {
-        weights[s] = dot(q, head * D, keys, (first + s) * C + head * D, D) / Math.sqrt(D);
+      const weights = new Float32Array(position + 1);
+      for (let s = first; s <= position; s++) {
+        weights[s] = dot(q, head * D, keys, s * C + head * D, D) / Math.sqrt(D);
       }
-      softmax(weights);
-      for (let s = 0; s < weights.length; s++) {
-        const offset = (first + s) * C;
-        for (let i = head * D; i < (head + 1) * D; i++) y[i] += weights[s] * values[offset + i];
+      softmax(weights.subarray(first));
+      for (let s = first; s <= position; s++) {
+        for (let i = head * D; i < (head + 1) * D; i++) y[i] += weights[s] * values[s * C + i];
       }
+      this.attention[layer][head] = weights;
     }
+    return y;
   }
 
-  mlp(layer, x, T) {
-    const y = this.linear(`transformer.h.${layer}.mlp.c_fc`, x, T);
+  mlp(layer, x) {
+    const y = this.linear(`transformer.h.${layer}.mlp.c_fc`, x);
     const activation = ACTIVATIONS[this.config.activation];
-    return this.linear(`transformer.h.${layer}.mlp.c_proj`, activation(y, T), T);
+    return this.linear(`transformer.h.${layer}.mlp.c_proj`, activation(y));
   }
 
-  /** Adds the attention and the MLP of a layer to x, (T, C). */
-  block(layer, x, T, start) {
+  /** Adds the attention and the MLP of a layer to x, (C,). */
+  block(layer, x, position) {
     const name = `transformer.h.${layer}`;
-    add(x, this.causalSelfAttention(layer, this.norm(`${name}.ln_1`, x), T, start));
-    add(x, this.mlp(layer, this.norm(`${name}.ln_2`, x), T));
+    add(x, this.causalSelfAttention(layer, this.norm(`${name}.ln_1`, x), position));
+    add(x, this.mlp(layer, this.norm(`${name}.ln_2`, x)));
   }
 
-  /** Returns the logits of the token after each hidden state: (T, C) -> (T, V). */
-  head(x) {
+  /** Returns the logits of the token after a position, (V,). See trunk. */
+  logits(idx, position) {
     const name = this.config.tie_weights ? "transformer.wte" : "lm_head";
-    return this.linear(name, x, x.length / this.config.n_embd);
-  }
-
-  /** Returns how many of the first tokens of a context are in the cache. */
-  countCached(idx) {
-    const index = idx.findIndex((id, position) => id !== this.cached[position]);
-    return index < 0 ? idx.length : index;
+    return this.linear(name, this.trunk(idx, position));
   }
 
   /**
-   * Returns the hidden states after the final norm of the tokens that are not in the cache, but at
-   * least of the last one: (T, C). idx: the ids of the context, 1 to block_size.
+   * Returns the hidden state of the token at a position after the final norm, (C,).
+   * The tokens of the context `idx` that precede it must be in the cache.
    */
-  trunk(idx) {
-    const start = Math.min(this.countCached(idx), idx.length - 1);
-    this.cached = [...idx];
-    const T = idx.length - start;
-    const x = new Float32Array(T * this.config.n_embd);
-    for (let t = 0; t < T; t++) x.set(this.localContext(idx, start + t), t * this.config.n_embd);
-    for (let layer = 0; layer < this.config.n_layer; layer++) this.block(layer, x, T, start);
+  trunk(idx, position) {
+    const x = this.localContext(idx, position);
+    for (let layer = 0; layer < this.config.n_layer; layer++) this.block(layer, x, position);
+    this.cached = idx.slice(0, position + 1);
     return this.norm("transformer.ln_f", x);
   }
 
@@ -145,14 +125,13 @@ class GPT {
     return x;
   }
 
-  /** The module `name`, LayerNorm or RMSNorm: (T, C) -> (T, C). */
+  /** The module `name`, LayerNorm or RMSNorm: (C,) -> (C,). */
   norm(name, x) {
     const weight = this.weights[`${name}.weight`];
     const bias = this.weights[`${name}.bias`];
-    const C = weight.length;
     const y = x.slice();
-    normalize(y, C, this.config.norm);
-    return y.map((value, i) => value * weight[i % C] + (bias ? bias[i % C] : 0));
+    normalize(y, y.length, this.config.norm);
+    return y.map((value, i) => value * weight[i] + (bias ? bias[i] : 0));
   }
 
   /** Rotates the queries or keys of all heads of one token, (C,), in place. */
@@ -221,13 +200,10 @@ function geluTanh(x) {
   return (x / 2) * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3)));
 }
 
-/** x: a gate and a value for each token, (T, 2 N) -> (T, N). */
-function swiglu(x, T) {
-  const N = x.length / (2 * T);
-  return new Float32Array(T * N).map((_, i) => {
-    const gate = x[i + N * Math.floor(i / N)];
-    return (gate / (1 + Math.exp(-gate))) * x[i + N * Math.floor(i / N) + N];
-  });
+/** x: a gate and a value, (2 N,) -> (N,). */
+function swiglu(x) {
+  const value = x.subarray(x.length / 2);
+  return x.slice(0, value.length).map((gate, i) => (gate / (1 + Math.exp(-gate))) * value[i]);
 }
 
 const ACTIVATIONS = {

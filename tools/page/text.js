@@ -1,6 +1,5 @@
 /** Tokenizers, and the texts of a GPT: generation, scores and attention. It runs in Node, too. */
 
-const CHUNK = 32; // tokens of a prompt that are read between two updates of the page
 const ALTERNATIVES = 10;
 
 /** Tokens that are texts: characters, or strings of any length. */
@@ -128,7 +127,7 @@ function* score(run, tokens) {
   for (let index = 1; index <= last; ) {
     const start = contextStart(index, size, strideOf(run.config.block_size), 0);
     const first = Math.min(start, last - size);
-    run.model.reset();
+    run.model.cached = [];
     for (const [next, logits] of readContext(run, tokens, first, first + size)) {
       if (next === index) tokens[index++] = makeToken(tokens[next].id, first, logits);
       yield;
@@ -137,15 +136,11 @@ function* score(run, tokens) {
 }
 
 /** Yields each index whose prediction is not in the cache, and the logits for it. */
-function* readContext({ model, config, tokenizer }, tokens, start, end) {
+function* readContext({ model, tokenizer }, tokens, start, end) {
   const ids = tokens.slice(start, end).map((token) => token.id);
-  let first = Math.min(model.countCached(ids), ids.length - 1);
-  for (; first < ids.length; first += CHUNK) {
-    const states = model.trunk(ids.slice(0, first + CHUNK));
-    for (let i = 0; i * config.n_embd < states.length; i++) {
-      const state = states.subarray(i * config.n_embd, (i + 1) * config.n_embd);
-      yield [start + first + i + 1, model.head(state).subarray(0, tokenizer.tokens.length)];
-    }
+  const first = ids.findIndex((id, i) => id !== model.cached[i]);
+  for (let i = first < 0 ? ids.length - 1 : first; i < ids.length; i++) {
+    yield [start + i + 1, model.logits(ids, i).subarray(0, tokenizer.tokens.length)];
   }
 }
 
