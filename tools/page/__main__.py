@@ -53,14 +53,14 @@ from folio.pretrained.load import checkpoint_tokenizer
 def main(argv=None):
     settings = load_settings(PageConfig, argv)
     runs = [describe_run(RunDir(name), settings.dtype) for name in settings.out_dir.split(",")]
-    size = sum(len(run["weights"]) for run in runs) / 1e6
+    page = make_page(runs).encode()
+    size = len(page) / 1e6
     if size > MAX_MB:
         advice = "fewer runs or a smaller model" if settings.dtype == "int8" else "--dtype=int8"
         raise UserError(f"the page would have {size:,.0f} MB, more than {MAX_MB}: use {advice}")
-    page = make_page(runs).encode()
     with write_atomically(settings.to) as [file]:
         file.write(page)
-    print(f"wrote {settings.to}: {len(page) / 1e6:.1f} MB; open it in a browser")
+    print(f"wrote {settings.to}: {size:.1f} MB; open it in a browser")
 
 
 def describe_run(run_dir, dtype):
@@ -68,19 +68,17 @@ def describe_run(run_dir, dtype):
     checkpoint = run_dir.load_best()
     tokenizer, model = checkpoint_tokenizer(checkpoint), build_model(checkpoint)
     encode = {"float16": encode_float16, "int8": encode_int8}[dtype]
-    shapes, data = [], bytearray()
+    weights = []
     for name, parameter in model.named_parameters():
         matrix = parameter.detach().float().numpy().reshape(len(parameter), -1)
-        shapes.append([name, *matrix.shape])
-        data += encode(matrix)
+        weights.append([name, len(matrix), b64encode(encode(matrix)).decode()])
     return {
         "name": run_dir.folder.resolve().name,
         "facts": describe_training(run_dir, checkpoint, model.num_params()),
         "config": asdict(checkpoint.config),
         "tokenizer": describe_tokenizer(tokenizer),
         "dtype": dtype,
-        "shapes": shapes,
-        "weights": b64encode(data).decode(),
+        "weights": weights,
     }
 
 

@@ -241,37 +241,36 @@ function softmax(x) {
 
 // Weights, as tools/page/__main__.py writes them
 
-/** Returns {name: Float32Array}. `shapes` lists [name, rows, columns] in the order of the bytes. */
-function readWeights({ weights: base64, shapes, dtype }) {
+/** Returns {name: Float32Array}. `weights` lists [name, rows, base64]. */
+function readWeights({ weights, dtype }) {
+  const parse = dtype === "int8" ? parseInt8 : parseFloat16;
+  return Object.fromEntries(
+    weights.map(([name, rows, base64]) => [name, parse(parseBase64(base64), rows)]),
+  );
+}
+
+function parseBase64(base64) {
   const text = atob(base64);
   const bytes = new Uint8Array(text.length);
   for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
-  const float16 = new Float32Array(2 ** 16).map((_, bits) => parseFloat16(bits));
-  const weights = {};
-  let start = 0;
-  const read = (Type, count) => {
-    const part = bytes.slice(start, start + count * Type.BYTES_PER_ELEMENT);
-    start += part.length;
-    return new Type(part.buffer);
-  };
-  for (const [name, rows, columns] of shapes) {
-    if (dtype === "int8") {
-      const scales = read(Float32Array, rows);
-      weights[name] = new Float32Array(read(Int8Array, rows * columns));
-      for (let row = 0; row < rows; row++) {
-        scale(weights[name].subarray(row * columns, (row + 1) * columns), scales[row]);
-      }
-    } else {
-      const numbers = read(Uint16Array, rows * columns);
-      weights[name] = new Float32Array(numbers).map((bits) => float16[bits]);
-    }
-  }
-  return weights;
+  return bytes.buffer;
 }
 
-/** Returns the number whose float16 has these 16 bits. */
-function parseFloat16(bits) {
-  const [exponent, fraction] = [(bits >> 10) & 31, (bits & 1023) / 1024];
-  const value = exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction;
-  return bits & 0x8000 ? -value : value;
+/** The scale of each row as float32, and then the rows. */
+function parseInt8(buffer, rows) {
+  const scales = new Float32Array(buffer, 0, rows);
+  const numbers = new Float32Array(new Int8Array(buffer, scales.byteLength));
+  const columns = numbers.length / rows;
+  return numbers.map((number, i) => number * scales[Math.floor(i / columns)]);
+}
+
+/** Moves the bits to those of float32: 1 for the sign, 8 for the exponent, 23 for the fraction. */
+function parseFloat16(buffer) {
+  const bits = new Int32Array(new Uint16Array(buffer));
+  for (let i = 0; i < bits.length; i++) {
+    bits[i] = ((bits[i] & 0x8000) << 16) | ((bits[i] & 0x7fff) << 13);
+  }
+  const numbers = new Float32Array(bits.buffer);
+  scale(numbers, 2 ** (127 - 15)); // the exponents have different biases
+  return numbers;
 }
