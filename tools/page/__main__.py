@@ -111,13 +111,12 @@ def encode_int8(matrix):
 def describe_tokenizer(tokenizer):
     """Returns the tokens, and how text.js finds those of a text."""
     data = {"start": tokenizer.start, "end": tokenizer.end}
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     if tokenizer.kind in ("char", "list"):
-        tokens = tokenizer.characters if tokenizer.kind == "char" else tokenizer.tokens
-        return data | {"tokens": [*tokens], "is_bytes": False}
+        return data | {"tokens": [token.decode(errors="surrogatepass") for token in tokens]}
     characters = byte_characters()
-    texts = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
-    tokens = ["".join(characters[byte] for byte in text) for text in texts]
-    data |= {"tokens": tokens, "is_bytes": True, "is_split": True}
+    data["tokens"] = ["".join(characters[byte] for byte in token) for token in tokens]
+    data |= {"byte_characters": characters, "is_split": True}
     if tokenizer.kind != "bpe":
         return data
     definition = json.loads(tokenizer.definition)

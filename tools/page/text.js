@@ -41,29 +41,21 @@ class ByteTokenizer {
   }
 
   encode(text) {
-    const known = new Map(); // ids of each word
-    return (text.match(this.is_split ? WORDS : /.+/gsu) ?? []).flatMap((word) => {
-      if (!known.has(word)) known.set(word, this.encodeWord(word));
-      return known.get(word);
-    });
+    const words = text.match(this.is_split ? WORDS : /.+/gsu) ?? [];
+    return words.flatMap((word) => this.encodeWord(word));
   }
 
   /** Merges the pair of the lowest rank until there is none (Sennrich et al. 2016). */
   encodeWord(word) {
-    let parts = Array.from(new TextEncoder().encode(word), (byte) => BYTE_CHARACTERS[byte]);
-    if (this.ignore_merges && this.ids.has(parts.join(""))) parts = [parts.join("")];
-    while (parts.length > 1) {
+    const parts = Array.from(new TextEncoder().encode(word), (byte) => this.byte_characters[byte]);
+    if (this.ignore_merges && this.ids.has(parts.join(""))) return [this.ids.get(parts.join(""))];
+    while (true) {
       const ranks = parts.slice(1).map((part, i) => this.rank(parts[i], part));
       const lowest = ranks.reduce((a, b) => Math.min(a, b), Infinity);
-      if (lowest === Infinity) break;
-      const merged = [];
-      for (let i = 0; i < parts.length; i++) {
-        const isPair = i + 1 < parts.length && this.rank(parts[i], parts[i + 1]) === lowest;
-        merged.push(isPair ? parts[i] + parts[++i] : parts[i]);
-      }
-      parts = merged;
+      if (lowest === Infinity) return parts.map((part) => this.ids.get(part));
+      const i = ranks.indexOf(lowest);
+      parts.splice(i, 2, parts[i] + parts[i + 1]);
     }
-    return parts.map((part) => this.ids.get(part));
   }
 
   rank(a, b) {
@@ -72,7 +64,7 @@ class ByteTokenizer {
   }
 
   bytes(id) {
-    return Uint8Array.from(this.tokens[id], (character) => BYTE_CHARACTERS.indexOf(character));
+    return Uint8Array.from(this.tokens[id], (character) => this.byte_characters.indexOf(character));
   }
 }
 
@@ -80,16 +72,9 @@ class ByteTokenizer {
 const WORDS =
   /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
 
-// The characters that stand for the bytes 0 to 255 in tokens; see folio/data/bpe.py.
-const BYTE_CHARACTERS = [];
-for (let byte = 0, others = 256; byte < 256; byte++) {
-  const isPrintable = (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
-  BYTE_CHARACTERS.push(String.fromCharCode(isPrintable ? byte : others++));
-}
-
 /** Returns a run, {model, config, tokenizer}, from the data that __main__.py writes. */
 function loadRun(data) {
-  const Tokenizer = data.tokenizer.is_bytes ? ByteTokenizer : TextTokenizer;
+  const Tokenizer = data.tokenizer.byte_characters ? ByteTokenizer : TextTokenizer;
   const tokenizer = new Tokenizer(data.tokenizer);
   return { model: new GPT(data.config, readWeights(data)), config: data.config, tokenizer };
 }
