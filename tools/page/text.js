@@ -88,11 +88,10 @@ function loadRun(data) {
  * probabilities of its tokens. Yields after each token that the model has read.
  */
 function* generate(run, tokens, controls, random) {
-  const { block_size } = run.config;
   const promptLength = tokens.length;
   while (tokens.length < promptLength + controls.max_new_tokens) {
     const index = tokens.length;
-    const start = contextStart(index, block_size, strideOf(block_size), promptLength);
+    const start = contextStart(index, run.config.block_size, promptLength);
     for (const [next, logits] of readContext(run, tokens, start, index)) {
       if (next === index) {
         tokens.push(makeToken(sampleNext(logits, controls, random), start, logits));
@@ -110,7 +109,7 @@ function* score(run, tokens) {
   const last = tokens.length - 1;
   const size = Math.min(run.config.block_size, last);
   for (let index = 1; index <= last; ) {
-    const start = contextStart(index, size, strideOf(run.config.block_size), 0);
+    const start = contextStart(index, size, 0);
     const first = Math.min(start, last - size);
     run.model.cached = [];
     for (const [next, logits] of readContext(run, tokens, first, first + size)) {
@@ -143,16 +142,12 @@ function rank(logits, count) {
   return ids.sort((a, b) => logits[b] - logits[a]).slice(0, count);
 }
 
-/** Returns how many tokens a full context drops, as in sample.py. */
-function strideOf(block_size) {
-  return Math.max(1, Math.floor(block_size / 2));
-}
-
 /** Returns the first token that the model sees when it predicts token `index` of a text. */
-function contextStart(index, block_size, stride, promptLength) {
-  const appended = index - Math.max(promptLength, block_size); // to a full context
-  if (appended <= 0) return Math.max(0, index - block_size);
-  return index - (block_size - stride + 1 + ((appended - 1) % stride));
+function contextStart(index, size, promptLength) {
+  const appended = index - Math.max(promptLength, size); // to a full context
+  if (appended <= 0) return Math.max(0, index - size);
+  const stride = Math.max(1, Math.floor(size / 2)); // tokens that a full context drops
+  return index - (size - stride + 1 + ((appended - 1) % stride));
 }
 
 /** Draws an id. `random` returns numbers in [0, 1). */
@@ -164,11 +159,9 @@ function sampleNext(logits, { temperature, top_k, top_p }, random) {
   let count = 0; // of the most likely tokens whose probabilities sum to top_p
   for (let sum = 0; sum < top_p && count < kept.length; count++) sum += probabilities[count];
   let rest = random() * probabilities.subarray(0, count).reduce((a, b) => a + b);
-  const drawn = kept.slice(0, count - 1).find((_, i) => {
-    rest -= probabilities[i];
-    return rest < 0;
-  });
-  return drawn ?? kept[count - 1];
+  let drawn = 0;
+  for (; drawn < count - 1 && rest >= probabilities[drawn]; drawn++) rest -= probabilities[drawn];
+  return kept[drawn];
 }
 
 /** Returns a generator of pseudorandom numbers in [0, 1): mulberry32, by Tommy Ettinger. */
