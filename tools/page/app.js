@@ -1,8 +1,6 @@
 /** The page: its controls, the text with its colors, and the selected token. */
 
 const SLICE_MS = 40; // of work between two updates of the page
-const BANDS = [0.5, 0.2, 0.05, 0.01, 0]; // lowest probability of each color
-const BAND_NAMES = ["50–100%", "20–50%", "5–20%", "1–5%", "below 1%"];
 const SYMBOLS = { " ": "␣", "\n": "↵", "\t": "⇥" };
 const byId = (id) => document.getElementById(id);
 const range = (count) => [...Array(count).keys()];
@@ -112,7 +110,7 @@ function showText() {
     span.textContent = text.decoder.decode(bytes, { stream: true });
     if (!span.textContent.trim()) span.ariaLabel = visible(id);
     span.role = "option";
-    span.className = "token shaded";
+    span.className = "token";
     span.classList.toggle("newline", span.textContent.includes("\n"));
     span.classList.toggle("prompt", spans.length < text.promptLength);
     spans.push(span);
@@ -131,33 +129,25 @@ function showColors() {
     showAttention();
     return;
   }
-  showLegend("Probability", BAND_NAMES);
-  const band = (probability) => BANDS.findIndex((lowest) => probability >= lowest);
-  const last = BANDS.length - 1;
-  setShades(text.tokens.map(({ logprob }) => (logprob ? band(Math.exp(logprob)) / last : 0)));
+  byId("legend").textContent = "100% 10% ≤1%";
+  setShades(text.tokens.map(({ logprob }) => Math.min(1, -logprob / Math.log(100))));
 }
 
 function showAttention() {
   const { run, tokens } = text;
-  const { block_size, n_head, n_layer } = run.config;
   const index = selected;
-  showLegend("Attention", ["0%", "100%"]);
+  byId("legend").textContent = "0% 50% 100%";
   setShades([]);
   if (index === null || work) return;
-  const start = Math.max(tokens[index].start, index + 1 - block_size);
-  const chosen = (id, count) => (byId(id).value === "mean" ? range(count) : [byId(id).value]);
-  const [layers, heads] = [chosen("layer", n_layer), chosen("head", n_head)];
+  const start = Math.max(tokens[index].start, index + 1 - run.config.block_size);
+  const chosen = (id, items) => (byId(id).value === "mean" ? items : [items[byId(id).value]]);
   runSteps(readContext(run, tokens, start, index + 1), () => {
     if (work) return;
-    const shares = new Float64Array(index + 1 - start);
-    for (const layer of layers) {
-      for (const head of heads) {
-        const row = run.model.attention[layer][head];
-        for (let i = 0; i < shares.length; i++) shares[i] += row[i] / layers.length / heads.length;
-      }
-    }
+    const rows = chosen("layer", run.model.attention).flatMap((heads) => chosen("head", heads));
+    const mean = (i) => rows.reduce((sum, row) => sum + row[i] / rows.length, 0);
+    const shares = range(index + 1 - start).map(mean);
     const highest = Math.max(...shares);
-    showLegend("Attention", ["0%", percent(highest)]);
+    byId("legend").textContent = `0% ${percent(highest / 2)} ${percent(highest)}`;
     setShades(tokens.map((_, i) => (shares[i - start] ?? 0) / (highest || 1)));
   });
 }
@@ -170,17 +160,6 @@ function setShades(shares) {
     span.share = share;
     span.style.setProperty("--share", `${100 * share}%`);
   });
-}
-
-function showLegend(title, names) {
-  const spans = names.map((name, i) => {
-    const span = document.createElement("span");
-    span.className = "shaded";
-    span.style.setProperty("--share", `${(100 * i) / (names.length - 1)}%`);
-    span.textContent = name;
-    return span;
-  });
-  byId("legend").replaceChildren(title, ...spans);
 }
 
 /** Selects a token, and shows its probability and what else was likely. */
