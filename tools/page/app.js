@@ -9,7 +9,7 @@ const decoder = () => new TextDecoder("utf-8", { ignoreBOM: true });
 
 const data = JSON.parse(byId("runs").textContent);
 const runs = []; // those that were used
-let text; // {run, tokens, promptLength, spans, decoder}
+let text; // {run, tokens, promptLength, labels, decoder}
 let selected = null; // index of a token of the text
 let work = null; // the generator that is running
 
@@ -91,30 +91,32 @@ function branch(id, probability) {
 
 /** Begins a text with tokens, the first of which are the prompt. */
 function openText(run, tokens, promptLength) {
-  text = { run, tokens, promptLength, spans: [], decoder: decoder() };
+  text = { run, tokens, promptLength, labels: [], decoder: decoder() };
   selected = null;
   byId("tokens").replaceChildren();
-  byId("selected").replaceChildren();
+  byId("title").textContent = "";
+  byId("likely").replaceChildren();
   setOptions("layer", ["mean", ...range(run.config.n_layer)]);
   setOptions("head", ["mean", ...range(run.config.n_head)]);
 }
 
-/** Adds new tokens to the page. */
+/** Adds new tokens to the page. They are radio buttons, so that arrow keys move the selection. */
 function showText() {
-  const { run, tokens, spans } = text;
+  const { run, tokens, labels } = text;
   const box = byId("tokens");
   const isAtEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 30;
-  for (const { id } of tokens.slice(spans.length)) {
+  for (const { id } of tokens.slice(labels.length)) {
     const bytes = id === run.tokenizer.end ? new Uint8Array() : run.tokenizer.bytes(id);
-    const span = document.createElement("span");
-    span.textContent = text.decoder.decode(bytes, { stream: true });
-    if (!span.textContent.trim()) span.ariaLabel = visible(id);
-    span.role = "option";
-    span.className = "token";
-    span.classList.toggle("newline", span.textContent.includes("\n"));
-    span.classList.toggle("prompt", spans.length < text.promptLength);
-    spans.push(span);
-    box.append(span);
+    const piece = text.decoder.decode(bytes, { stream: true });
+    const label = byId("token").content.firstElementChild.cloneNode(true);
+    label.firstChild.value = labels.length;
+    label.firstChild.ariaLabel = visible(id);
+    label.append(piece);
+    label.classList.toggle("empty", !piece);
+    label.classList.toggle("newline", piece.includes("\n"));
+    label.classList.toggle("prompt", labels.length < text.promptLength);
+    labels.push(label);
+    box.append(label);
   }
   if (isAtEnd) box.scrollTop = box.scrollHeight;
   showColors();
@@ -154,33 +156,27 @@ function showAttention() {
 
 /** Sets how dark each token is, from 0 to 1. */
 function setShades(shares) {
-  text.spans.forEach((span, i) => {
-    const share = shares[i] ?? 0;
-    if (span.share === share) return; // a long text would make this slow
-    span.share = share;
-    span.style.setProperty("--share", `${100 * share}%`);
+  text.labels.forEach((label, i) => {
+    const share = `${100 * (shares[i] ?? 0)}%`;
+    if (label.dataset.share === share) return; // a long text would make this slow
+    label.dataset.share = share;
+    label.style.setProperty("--share", share);
   });
 }
 
 /** Selects a token, and shows its probability and what else was likely. */
 function select(index) {
-  const { tokens, spans } = text;
-  spans[selected]?.removeAttribute("aria-selected");
   selected = index;
-  spans[index].id = `token-${index}`;
-  spans[index].ariaSelected = "true";
-  spans[index].scrollIntoView({ block: "nearest" });
-  byId("tokens").setAttribute("aria-activedescendant", spans[index].id);
-  const { id, logprob, likely } = tokens[index];
-  const title = document.createElement("h2");
-  title.textContent = `${visible(id)} ${logprob === null ? "not predicted" : percent(Math.exp(logprob))}`;
+  const { id, logprob, likely } = text.tokens[index];
+  const chance = logprob === null ? "not predicted" : percent(Math.exp(logprob));
+  byId("title").textContent = `${visible(id)} ${chance}`;
   const buttons = likely.map(([other, probability]) => {
     const button = document.createElement("button");
     button.textContent = `${visible(other)} ${percent(probability)}`;
     button.addEventListener("click", () => branch(other, probability));
     return button;
   });
-  byId("selected").replaceChildren(title, ...buttons);
+  byId("likely").replaceChildren(...buttons);
   showColors();
 }
 
@@ -188,15 +184,6 @@ function select(index) {
 function visible(id) {
   const piece = decoder().decode(text.run.tokenizer.bytes(id));
   return `“${Array.from(piece, (character) => SYMBOLS[character] ?? character).join("")}”`;
-}
-
-/** Moves the selection with the arrow keys. */
-function move(event) {
-  const step = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 }[event.key];
-  if (!step || !text.spans.length) return;
-  event.preventDefault();
-  const index = selected === null ? 0 : selected + step;
-  if (index in text.spans) select(index);
 }
 
 function setOptions(id, values) {
@@ -218,9 +205,5 @@ showColors();
 byId("run").addEventListener("change", showRun);
 byId("form").addEventListener("submit", submit);
 byId("stop").addEventListener("click", stop);
-byId("tokens").addEventListener("keydown", move);
-byId("tokens").addEventListener("click", (event) => {
-  const index = text.spans.indexOf(event.target.closest(".token"));
-  if (index >= 0) select(index);
-});
+byId("tokens").addEventListener("change", (event) => select(Number(event.target.value)));
 for (const id of ["color", "layer", "head"]) byId(id).addEventListener("change", showColors);
