@@ -112,8 +112,8 @@ function showText() {
     label.firstChild.value = labels.length;
     label.firstChild.ariaLabel = visible(id);
     label.append(piece);
-    label.classList.toggle("empty", !piece);
-    label.classList.toggle("newline", piece.includes("\n"));
+    if (!piece) label.dataset.mark = "·";
+    if (piece.includes("\n")) label.dataset.mark = "↵";
     label.classList.toggle("prompt", labels.length < text.promptLength);
     labels.push(label);
     box.append(label);
