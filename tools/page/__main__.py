@@ -67,11 +67,10 @@ def describe_run(run_dir, dtype):
     """Returns what the page knows of a run, for JSON. Its weights are those of the best model."""
     checkpoint = run_dir.load_best()
     tokenizer, model = checkpoint_tokenizer(checkpoint), build_model(checkpoint)
-    encode = {"float16": encode_float16, "int8": encode_int8}[dtype]
     weights = []
     for name, parameter in model.named_parameters():
         matrix = parameter.detach().float().numpy().reshape(len(parameter), -1)
-        weights.append([name, len(matrix), b64encode(encode(matrix)).decode()])
+        weights.append([name, len(matrix), b64encode(encode(matrix, dtype)).decode()])
     return {
         "name": run_dir.folder.resolve().name,
         "facts": describe_training(run_dir, checkpoint, model.num_params()),
@@ -95,17 +94,15 @@ def describe_training(run_dir, checkpoint, parameters):
     return ", ".join(facts)
 
 
-def encode_float16(matrix):
+def encode(matrix, dtype):
+    """Returns the bytes of a matrix. For int8, the float32 scale of each row is before the rows."""
+    if dtype == "int8":
+        scales = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) / 127, 1e-30)
+        return scales.astype("<f4").tobytes() + np.round(matrix / scales).astype(np.int8).tobytes()
     values = matrix.astype("<f2")
     if not np.isfinite(values).all():
         raise UserError("the weights do not fit into float16: use --dtype=int8")
     return values.tobytes()
-
-
-def encode_int8(matrix):
-    """Returns the float32 scale of each row, and then the rows as int8."""
-    scales = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) / 127, 1e-30)
-    return scales.astype("<f4").tobytes() + np.round(matrix / scales).astype(np.int8).tobytes()
 
 
 def describe_tokenizer(tokenizer):
@@ -117,23 +114,22 @@ def describe_tokenizer(tokenizer):
     characters = byte_characters()
     data["tokens"] = ["".join(characters[byte] for byte in token) for token in tokens]
     data |= {"byte_characters": characters, "is_split": True}
-    if tokenizer.kind != "bpe":
-        return data
-    definition = json.loads(tokenizer.definition)
-    if not all(token["special"] for token in definition["added_tokens"]):
-        raise UserError("the page cannot use added tokens that are not special")
-    model, split = definition["model"], definition["pre_tokenizer"] or {}
-    data |= {"is_split": split.get("use_regex", False), "merges": model["merges"]}
-    return data | {"ignore_merges": model.get("ignore_merges", False)}
+    if tokenizer.kind == "bpe":
+        definition = json.loads(tokenizer.definition)
+        if not all(token["special"] for token in definition["added_tokens"]):
+            raise UserError("the page cannot use added tokens that are not special")
+        model, split = definition["model"], definition["pre_tokenizer"] or {}
+        data |= {"merges": model["merges"], "ignore_merges": model.get("ignore_merges", False)}
+        data["is_split"] = split.get("use_regex", False)
+    return data
 
 
 def make_page(runs):
     """Returns the HTML. Its policy allows only its own script and style, and no requests."""
     folder = Path(__file__).parent
-    style = (folder / "style.css").read_text("utf-8")
     script = "".join((folder / name).read_text("utf-8") for name in SCRIPTS)
-    parts = {"style": style, "script": script}
-    for name, text in (("style", style), ("script", script)):
+    parts = {"style": (folder / "style.css").read_text("utf-8"), "script": script}
+    for name, text in list(parts.items()):
         parts[f"{name}_hash"] = "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
     parts["runs"] = json.dumps(runs).replace("<", "\\u003c")
     return Template((folder / "page.html").read_text("utf-8")).substitute(parts)
