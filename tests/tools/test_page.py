@@ -123,8 +123,9 @@ def test_tokens_are_those_of_the_tokenizer(kind, folder, request):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--to=page.txt"], "--to=FILE.html"),
-        (["--to=nowhere/page.html"], "in an existing folder"),
+        (["--to=page.txt"], "--to must be the name of a file that ends with .html"),
+        (["--to=nowhere/page.html"], "there is no folder nowhere"),
+        (["--to=page.html", "--out_dir=out, ./out/"], "have the same name"),
         (["--to=page.html"], "more than 0: use --dtype=int8"),
         (["--to=page.html", "--dtype=int8"], "more than 0: use fewer runs or a smaller model"),
         (["--to=page.html", "--out_dir=out,other"], "there is no checkpoint other"),
@@ -179,10 +180,10 @@ def tokens_of(tab):
 @needs_browser
 def test_everything_that_the_page_can_do(folder, capsys, open_page):
     name = "<b>&amp;"  # must appear as it is
-    write_run(CharTokenizer("\n <>/abcdefgh"), block_size=32, n_layer=3)
+    write_run(CharTokenizer("\n <>/abcdefgh"), block_size=32, n_layer=3, n_embd=128)
     write_run(tiny.new_tokenizer("bpe", tiny.VERSE), folder=name)
     page.main([f"--out_dir=out,{name}", "--to=page.html"])
-    assert capsys.readouterr().out == "wrote page.html: 0.1 MB; open it in a browser\n"
+    assert capsys.readouterr().out == "wrote page.html: 1.7 MB; open it in a browser\n"
     tab = open_page("page.html")
     status = tab.locator("#status")
 
@@ -192,7 +193,7 @@ def test_everything_that_the_page_can_do(folder, capsys, open_page):
     flags = ["--temperature=0", "--max_new_tokens=60"]
     expected = in_sample(capsys, *flags, f"--start={prompt}")["text"]
     assert "".join(run_button(tab, "Generate", text=prompt, **greedy)) == prompt + expected
-    assert status.inner_text().startswith("60 tokens, ")
+    assert status.inner_text().startswith("out: 60 tokens, ")
     tab.locator(".token").nth(9).click()
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("ArrowLeft")
@@ -223,10 +224,10 @@ def test_everything_that_the_page_can_do(folder, capsys, open_page):
     Path("text.txt").write_text("abc <d>\n" * 9)
     totals = in_sample(capsys, "--score=text.txt")
     run_button(tab, "Score", text="abc <d>\n" * 9)
-    score = "loss {loss:.4f}, perplexity {perplexity:.5g}, bits per byte {bits_per_byte:.4f}"
-    assert status.inner_text() == score.format_map(totals) + ", over 71 tokens"
+    score = "out: loss {loss:.4f}, perplexity {perplexity:.5g}, bits per byte {bits_per_byte:.4f}"
+    assert status.inner_text() == score.format_map(totals) + ", 71 tokens"
     run_button(tab, "Score", text="aXb")
-    assert "character \u201cX\u201d (U+0058)" in tab.get_by_role("alert").inner_text()
+    assert "know \u201cX\u201d (U+0058): remove" in tab.get_by_role("alert").inner_text()
     run_button(tab, "Score", text="a")
     assert "two tokens" in tab.get_by_role("alert").inner_text()
     tab.get_by_label("Model").select_option(name)

@@ -8,6 +8,7 @@ and app.js what the page does. There is no build step.
 
 import json
 import math
+import os
 from base64 import b64encode
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -34,8 +35,10 @@ class PageConfig:
 
     def __post_init__(self):
         path = Path(self.to or "")
-        if path.suffix != ".html" or not path.parent.is_dir():
-            raise ValueError("specify the file to write: --to=FILE.html, in an existing folder")
+        if path.suffix != ".html":
+            raise ValueError("--to must be the name of a file that ends with .html")
+        if not path.parent.is_dir():
+            raise ValueError(f"--to={self.to}: there is no folder {path.parent}")
 
 
 process.start(__name__, PageConfig)  # --help must not wait for torch
@@ -52,7 +55,10 @@ from folio.pretrained.load import checkpoint_tokenizer
 
 def main(argv=None):
     settings = load_settings(PageConfig, argv)
-    runs = [describe_run(RunDir(name), settings.dtype) for name in settings.out_dir.split(",")]
+    folders = [RunDir(os.path.expanduser(name.strip())) for name in settings.out_dir.split(",")]
+    if len({run_dir.folder.resolve().name for run_dir in folders}) < len(folders):
+        raise UserError(f"two folders of --out_dir={settings.out_dir} have the same name")
+    runs = [describe_run(run_dir, settings.dtype) for run_dir in folders]
     page = make_page(runs).encode()
     size = len(page) / 1e6
     if size > MAX_MB:
@@ -73,7 +79,7 @@ def describe_run(run_dir, dtype):
         weights.append([name, len(matrix), b64encode(encode(matrix, dtype)).decode()])
     return {
         "name": run_dir.folder.resolve().name,
-        "facts": describe_training(run_dir, checkpoint, model.num_params()),
+        "facts": describe_training(run_dir, checkpoint, model.num_params(), tokenizer.kind),
         "config": asdict(checkpoint.config),
         "tokenizer": describe_tokenizer(tokenizer),
         "dtype": dtype,
@@ -81,7 +87,7 @@ def describe_run(run_dir, dtype):
     }
 
 
-def describe_training(run_dir, checkpoint, parameters):
+def describe_training(run_dir, checkpoint, parameters, kind):
     """Returns a line. The loss is that of the final evaluation if there is one."""
     progress, [*_, last] = checkpoint.progress, [{}, *run_dir.read_events()]
     loss = last["loss"] if last.get("event") == "final" else progress.best_val_loss
@@ -90,19 +96,21 @@ def describe_training(run_dir, checkpoint, parameters):
         facts.append(f"trained on {dataset}")
     facts.append(f"step {progress.step:,}")
     if math.isfinite(loss):
-        facts.append(f"validation loss {loss:.4f}")
+        unit = {"char": "character", "byte": "byte"}.get(kind, "token")
+        facts.append(f"validation loss {loss:.4f} per {unit}")
     return ", ".join(facts)
 
 
 def encode(matrix, dtype):
     """Returns the bytes of a matrix. For int8, the float32 scale of each row is before the rows."""
+    if not np.isfinite(matrix).all():
+        raise UserError("the weights are not finite: train with a lower learning rate")
     if dtype == "int8":
         scales = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) / 127, 1e-30)
         return scales.astype("<f4").tobytes() + np.round(matrix / scales).astype(np.int8).tobytes()
-    values = matrix.astype("<f2")
-    if not np.isfinite(values).all():
+    if np.abs(matrix).max() >= 65_520:
         raise UserError("the weights do not fit into float16: use --dtype=int8")
-    return values.tobytes()
+    return matrix.astype("<f2").tobytes()
 
 
 def describe_tokenizer(tokenizer):
@@ -116,8 +124,10 @@ def describe_tokenizer(tokenizer):
     data |= {"byte_characters": characters, "is_split": True}
     if tokenizer.kind == "bpe":
         definition = json.loads(tokenizer.definition)
-        if not all(token["special"] for token in definition["added_tokens"]):
-            raise UserError("the page cannot use added tokens that are not special")
+        is_simple = all(token["special"] for token in definition["added_tokens"])
+        names = set(data["tokens"])
+        if not is_simple or len(names) < len(tokens) or not names.issuperset(characters):
+            raise UserError("the page cannot use a tokenizer with added tokens or missing bytes")
         model, split = definition["model"], definition["pre_tokenizer"] or {}
         data |= {"merges": model["merges"], "ignore_merges": model.get("ignore_merges", False)}
         data["is_split"] = split.get("use_regex", False)

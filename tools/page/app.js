@@ -1,7 +1,6 @@
 /** The page: its controls, the text with its colors, and the selected token. */
 
 const SLICE_MS = 40; // of work between two updates of the page
-const SYMBOLS = { " ": "␣", "\n": "↵", "\t": "⇥" };
 const byId = (id) => document.getElementById(id);
 const range = (count) => [...Array(count).keys()];
 const percent = (share) => (share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(1)}%`);
@@ -12,16 +11,22 @@ const runs = []; // those that were used
 let text; // {run, tokens, promptLength, labels, decoder}
 let selected = null; // index of a token of the text
 let work = null; // the generator that is running
+let attending = null; // the last one for attention, which anything else may end
 
-/** Runs a generator, and calls show() from time to time. Newer work ends it, and so does Stop. */
+/**
+ * Runs a generator, and calls show() from time to time. Newer work ends it, and so does Stop.
+ * Half of the time is left to the browser, because long texts take long to lay out.
+ */
 async function runSteps(steps, show) {
   work = steps;
   byId("stop").disabled = false;
-  while (work === steps) {
-    const end = performance.now() + SLICE_MS;
+  for (let pause = 0; work === steps; ) {
+    const end = performance.now() + Math.max(SLICE_MS, pause);
     while (work && performance.now() < end) if (steps.next().done) stop();
+    const start = performance.now();
     show();
     await new Promise((resolve) => setTimeout(resolve));
+    pause = performance.now() - start;
   }
 }
 
@@ -57,12 +62,20 @@ function submit(event) {
 
 function showScore() {
   showText();
-  const scored = text.tokens.filter((token) => token.logprob !== null);
+  const { run, tokens } = text;
+  const scored = tokens.filter((token) => token.logprob !== null);
+  const count = `${scored.length.toLocaleString("en")} tokens`;
+  if (scored.length < tokens.length - 1) {
+    showStatus(`${count} of ${(tokens.length - 1).toLocaleString("en")}`);
+    return;
+  }
   const loss = -scored.reduce((sum, token) => sum + token.logprob, 0) / scored.length;
-  const size = scored.reduce((sum, { id }) => sum + text.run.tokenizer.bytes(id).length, 0);
-  byId("status").textContent =
-    `loss ${loss.toFixed(4)}, perplexity ${Math.exp(loss).toPrecision(5)}, bits per byte ` +
-    `${((loss * scored.length) / Math.LN2 / size).toFixed(4)}, over ${scored.length} tokens`;
+  const size = scored.reduce((sum, { id }) => sum + run.tokenizer.bytes(id).length, 0);
+  const bits = (loss * scored.length) / Math.LN2 / size;
+  const perplexity = Number(Math.exp(loss).toPrecision(5));
+  showStatus(
+    `loss ${loss.toFixed(4)}, perplexity ${perplexity}, bits per byte ${bits.toFixed(4)}, ${count}`,
+  );
 }
 
 function continueText() {
@@ -75,16 +88,26 @@ function continueText() {
     showText();
     const count = tokens.length - length;
     const speed = Math.round((1000 * count) / (performance.now() - start));
-    byId("status").textContent = `${count} tokens, ${speed} tokens/s, seed ${seed}`;
+    const [tokensShown, speedShown] = [count, speed].map((value) => value.toLocaleString("en"));
+    showStatus(`${tokensShown} tokens, ${speedShown} tokens/s, seed ${seed}`);
   });
+}
+
+function showStatus(status) {
+  byId("status").textContent = `${text.run.name}: ${status}`;
 }
 
 /** Continues the text from another token in place of the selected one. */
 function branch(id, probability) {
+  if (!byId("form").reportValidity()) return;
+  byId("message").textContent = "";
   const { run, tokens, promptLength } = text;
-  const other = { ...tokens[selected], id, logprob: Math.log(probability) };
-  openText(run, [...tokens.slice(0, selected), other], Math.min(promptLength, selected));
+  const index = selected;
+  const other = { ...tokens[index], id, logprob: Math.log(probability) };
+  openText(run, [...tokens.slice(0, index), other], Math.min(promptLength, index));
   continueText();
+  text.labels[index].control.click();
+  text.labels[index].control.focus();
 }
 
 // The text
@@ -102,23 +125,23 @@ function openText(run, tokens, promptLength) {
 
 /** Adds new tokens to the page. They are radio buttons, so that arrow keys move the selection. */
 function showText() {
-  const { run, tokens, labels } = text;
+  const { run, tokens, labels, promptLength } = text;
   const box = byId("tokens");
   const isAtEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 30;
   for (const { id } of tokens.slice(labels.length)) {
     const bytes = id === run.tokenizer.end ? new Uint8Array() : run.tokenizer.bytes(id);
     const piece = text.decoder.decode(bytes, { stream: true });
     const label = byId("token").content.firstElementChild.cloneNode(true);
-    label.firstChild.value = labels.length;
-    label.firstChild.ariaLabel = visible(id);
+    label.control.value = labels.length;
+    label.control.ariaLabel = describe(id);
     label.append(piece);
     if (!piece) label.dataset.mark = "·";
     if (piece.includes("\n")) label.dataset.mark = "↵";
-    label.classList.toggle("prompt", labels.length < text.promptLength);
+    label.classList.toggle("prompt", labels.length < promptLength);
     labels.push(label);
     box.append(label);
   }
-  if (isAtEnd) box.scrollTop = box.scrollHeight;
+  if (isAtEnd && promptLength) box.scrollTop = box.scrollHeight; // a score begins at the top
   showColors();
 }
 
@@ -127,6 +150,7 @@ function showColors() {
   const isAttention = byId("color").value === "attention";
   byId("output").classList.toggle("by-attention", isAttention);
   for (const id of ["layer", "head"]) byId(id).parentElement.hidden = !isAttention;
+  if (work === attending) stop();
   if (isAttention) {
     showAttention();
     return;
@@ -138,12 +162,13 @@ function showColors() {
 function showAttention() {
   const { run, tokens } = text;
   const index = selected;
-  byId("legend").textContent = "0% 50% 100%";
+  byId("legend").textContent = work ? "shown at the end" : "select a token";
   setShades([]);
   if (index === null || work) return;
   const start = Math.max(tokens[index].start, index + 1 - run.config.block_size);
   const chosen = (id, items) => (byId(id).value === "mean" ? items : [items[byId(id).value]]);
-  runSteps(readContext(run, tokens, start, index + 1), () => {
+  attending = readContext(run, tokens, start, index + 1);
+  runSteps(attending, () => {
     if (work) return;
     const rows = chosen("layer", run.model.attention).flatMap((heads) => chosen("head", heads));
     const mean = (i) => rows.reduce((sum, row) => sum + row[i] / rows.length, 0);
@@ -154,7 +179,7 @@ function showAttention() {
   });
 }
 
-/** Sets how dark each token is, from 0 to 1. */
+/** Sets how strongly each token is colored, from 0 to 1. */
 function setShades(shares) {
   text.labels.forEach((label, i) => {
     const share = `${100 * (shares[i] ?? 0)}%`;
@@ -168,22 +193,25 @@ function setShades(shares) {
 function select(index) {
   selected = index;
   const { id, logprob, likely } = text.tokens[index];
-  const chance = logprob === null ? "not predicted" : percent(Math.exp(logprob));
-  byId("title").textContent = `${visible(id)} ${chance}`;
+  const chance = logprob === null ? "(not predicted)" : percent(Math.exp(logprob));
+  byId("title").textContent = `${describe(id)} ${chance}`;
   const buttons = likely.map(([other, probability]) => {
     const button = document.createElement("button");
-    button.textContent = `${visible(other)} ${percent(probability)}`;
+    button.textContent = `${describe(other)} ${percent(probability)}`;
     button.addEventListener("click", () => branch(other, probability));
     return button;
   });
   byId("likely").replaceChildren(...buttons);
+  byId("selected").scrollIntoView({ block: "nearest" });
   showColors();
 }
 
-/** Returns the text of a token with visible spaces and line breaks. */
-function visible(id) {
-  const piece = decoder().decode(text.run.tokenizer.bytes(id));
-  return `“${Array.from(piece, (character) => SYMBOLS[character] ?? character).join("")}”`;
+/** Returns the text of a token, or the hexadecimal digits of bytes that are no text. */
+function describe(id) {
+  const bytes = text.run.tokenizer.bytes(id);
+  const piece = decoder().decode(bytes);
+  if (!piece.includes("\ufffd")) return makeVisible(piece);
+  return Array.from(bytes, (byte) => `<${byte.toString(16).toUpperCase()}>`).join("");
 }
 
 function setOptions(id, values) {
@@ -194,16 +222,22 @@ function setOptions(id, values) {
 function showRun() {
   const { name, facts } = data[byId("run").selectedIndex];
   byId("facts").textContent = facts;
+  byId("message").textContent = "";
   document.title = `${name} – folio`;
 }
 
 const names = data.map((run) => run.name);
 setOptions("run", names);
-showRun();
 openText(data[0], [], 0);
-showColors();
+window.addEventListener("pageshow", () => {
+  showRun(); // the browser may have restored the fields
+  showColors();
+});
 byId("run").addEventListener("change", showRun);
 byId("form").addEventListener("submit", submit);
-byId("stop").addEventListener("click", stop);
+byId("stop").addEventListener("click", () => {
+  stop();
+  showColors();
+});
 byId("tokens").addEventListener("change", (event) => select(Number(event.target.value)));
 for (const id of ["color", "layer", "head"]) byId(id).addEventListener("change", showColors);

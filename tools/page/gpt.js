@@ -106,7 +106,7 @@ class GPT {
   trunk(idx, position) {
     const x = this.localContext(idx, position);
     for (let layer = 0; layer < this.config.n_layer; layer++) this.block(layer, x, position);
-    this.cached = idx.slice(0, position + 1);
+    if (this.cached[position] !== idx[position]) this.cached = idx.slice(0, position + 1);
     return this.norm("transformer.ln_f", x);
   }
 

@@ -1,6 +1,12 @@
 /** Tokenizers, and the texts of a GPT: generation, scores and attention. It runs in Node, too. */
 
 const ALTERNATIVES = 10;
+const SYMBOLS = { " ": "␣", "\n": "↵", "\t": "⇥" };
+
+/** Returns a text in quotation marks, with visible spaces and line breaks. */
+function makeVisible(text) {
+  return `“${text.replace(/[ \n\t]/g, (character) => SYMBOLS[character])}”`;
+}
 
 /** Tokens that are texts: characters, or strings of any length. */
 class TextTokenizer {
@@ -28,7 +34,8 @@ class TextTokenizer {
 
 function unknownCharacter(code) {
   const number = code.toString(16).toUpperCase().padStart(4, "0");
-  return `The model does not know the character “${String.fromCodePoint(code)}” (U+${number}).`;
+  const character = makeVisible(String.fromCodePoint(code));
+  return `The model does not know ${character} (U+${number}): remove this character.`;
 }
 
 /** Tokens that are bytes of UTF-8: single ones, or those of a byte-pair encoding. */
@@ -76,7 +83,8 @@ const WORDS =
 function loadRun(data) {
   const Tokenizer = data.tokenizer.byte_characters ? ByteTokenizer : TextTokenizer;
   const tokenizer = new Tokenizer(data.tokenizer);
-  return { model: new GPT(data.config, readWeights(data)), config: data.config, tokenizer };
+  const model = new GPT(data.config, readWeights(data));
+  return { name: data.name, config: data.config, model, tokenizer };
 }
 
 // A text is a list of tokens, {id, start, logprob, likely}: the model saw the text from token `start`
@@ -89,7 +97,8 @@ function loadRun(data) {
  */
 function* generate(run, tokens, controls, random) {
   const promptLength = tokens.length;
-  while (tokens.length < promptLength + controls.max_new_tokens) {
+  const { end } = run.tokenizer;
+  while (tokens.length < promptLength + controls.max_new_tokens && tokens.at(-1).id !== end) {
     const index = tokens.length;
     const start = contextStart(index, run.config.block_size, promptLength);
     for (const [next, logits] of readContext(run, tokens, start, index)) {
@@ -100,7 +109,6 @@ function* generate(run, tokens, controls, random) {
       }
       yield;
     }
-    if (tokens[index].id === run.tokenizer.end) return;
   }
 }
 
@@ -131,8 +139,9 @@ function* readContext({ model, tokenizer }, tokens, start, end) {
 function makeToken(id, start, logits) {
   const probabilities = new Float64Array(logits);
   softmax(probabilities);
-  const likely = rank(logits, ALTERNATIVES).map((other) => [other, probabilities[other]]);
-  return { id, start, logprob: Math.log(probabilities[id]), likely };
+  const ids = rank(logits, ALTERNATIVES);
+  const logprob = logits[id] - logits[ids[0]] + Math.log(probabilities[ids[0]]); // never -Infinity
+  return { id, start, logprob, likely: ids.map((other) => [other, probabilities[other]]) };
 }
 
 /** Returns the most likely ids, the most likely first. */
