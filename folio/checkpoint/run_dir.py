@@ -120,7 +120,9 @@ class RunDir:
         """
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
-            with suppress(AttributeError, KeyError, TypeError, ValueError):
+            with suppress(
+                ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError
+            ):
                 events.append(_parse_event(line))
         return events
 

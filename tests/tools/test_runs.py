@@ -48,6 +48,8 @@ def test_resuming_changes_settings_and_damaged_lines_are_skipped(folder):
         '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": "low"}',
         '{"step": 20, "event": "start", "parameters": 9, "settings": 1}',
         '{"step": 20, "event": ["val"]}',
+        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": 1' + "0" * 400 + "}",
+        "[" * 100_000,
         "[]",
         '{"step": 0, "event": "val", "tok',
     ]

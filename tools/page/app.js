@@ -1,6 +1,6 @@
 /** The page: its controls, the text with its colors, and the selected token. */
 
-const SLICE_MS = 40; // of work between two updates of the page
+const SLICE_MS = 80; // of work between two updates of the page
 const byId = (id) => document.getElementById(id);
 const range = (count) => [...Array(count).keys()];
 const percent = (share) => (share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(1)}%`);
@@ -107,7 +107,6 @@ function branch(id, probability) {
   openText(run, [...tokens.slice(0, index), other], Math.min(promptLength, index));
   continueText();
   text.labels[index].control.click();
-  text.labels[index].control.focus();
 }
 
 // The text
@@ -156,7 +155,8 @@ function showColors() {
     return;
   }
   byId("legend").textContent = "100% 10% ≤1%";
-  setShades(text.tokens.map(({ logprob }) => Math.min(1, -logprob / Math.log(100))));
+  const shade = (logprob) => (logprob === null ? null : Math.min(1, -logprob / Math.log(100)));
+  setShades(text.tokens.map((token) => shade(token.logprob)));
 }
 
 function showAttention() {
@@ -179,10 +179,10 @@ function showAttention() {
   });
 }
 
-/** Sets how strongly each token is colored, from 0 to 1. */
+/** Sets how strongly each token is colored, from 0 to 1; null: there is no value. */
 function setShades(shares) {
   text.labels.forEach((label, i) => {
-    const share = `${100 * (shares[i] ?? 0)}%`;
+    const share = shares[i] === null ? "" : `${100 * (shares[i] ?? 0)}%`;
     if (label.dataset.share === share) return; // a long text would make this slow
     label.dataset.share = share;
     label.style.setProperty("--share", share);
@@ -192,6 +192,7 @@ function setShades(shares) {
 /** Selects a token, and shows its probability and what else was likely. */
 function select(index) {
   selected = index;
+  text.labels[index].control.focus(); // Safari does not focus what is clicked
   const { id, logprob, likely } = text.tokens[index];
   const chance = logprob === null ? "(not predicted)" : percent(Math.exp(logprob));
   byId("title").textContent = `${describe(id)} ${chance}`;

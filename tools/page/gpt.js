@@ -1,8 +1,8 @@
 /**
- * A trained GPT: model.py in JavaScript, its names in its order. It reads one token after the other
- * into a KV cache, which is as fast as several at once. It runs in Node, too.
+ * A trained GPT: model.py in JavaScript, its names in its order, with a KV cache. It runs in Node, too.
  *
- * Numbers are Float32Arrays. Shapes: C = n_embd, H = n_head, D = C / H (head size), V = vocab_size.
+ * The numbers of a token, (C,), are a Float32Array; those of T tokens are a list, T x (C,).
+ * Shapes: C = n_embd, H = n_head, D = C / H (head size), V = vocab_size.
  */
 class GPT {
   /** `config` has the fields of GPTConfig, `weights` the Float32Arrays of a state_dict. */
@@ -17,53 +17,59 @@ class GPT {
     this.attention = perLayer(() => []); // weights of the newest token, (positions,) for each head
   }
 
-  /** The module `name` on x: (K,) -> (N,). */
-  linear(name, x) {
+  /** The module `name` on several tokens, which read each weight once: T x (K,) -> T x (N,). */
+  linear(name, xs) {
     const weight = this.weights[`${name}.weight`]; // (N, K)
     const bias = this.weights[`${name}.bias`];
-    const K = x.length;
-    const y = new Float32Array(weight.length / K);
+    const K = xs[0].length;
+    const N = weight.length / K;
+    const ys = xs.map(() => new Float32Array(N));
     let n = 0;
-    for (; n + 7 < y.length; n += 8) {
-      let [s0, s1, s2, s3, s4, s5, s6, s7] = [0, 0, 0, 0, 0, 0, 0, 0];
-      for (let k = 0; k < K; k++) {
-        const value = x[k];
-        s0 += value * weight[n * K + k]; // eight rows at once are twice as fast as one
-        s1 += value * weight[(n + 1) * K + k];
-        s2 += value * weight[(n + 2) * K + k];
-        s3 += value * weight[(n + 3) * K + k];
-        s4 += value * weight[(n + 4) * K + k];
-        s5 += value * weight[(n + 5) * K + k];
-        s6 += value * weight[(n + 6) * K + k];
-        s7 += value * weight[(n + 7) * K + k];
-      }
-      y.set([s0, s1, s2, s3, s4, s5, s6, s7], n);
+    for (; n + 7 < N; n += 8) {
+      xs.forEach((x, t) => {
+        let [s0, s1, s2, s3, s4, s5, s6, s7] = [0, 0, 0, 0, 0, 0, 0, 0];
+        for (let k = 0; k < K; k++) {
+          const value = x[k];
+          s0 += value * weight[n * K + k]; // eight rows at once are twice as fast as one
+          s1 += value * weight[(n + 1) * K + k];
+          s2 += value * weight[(n + 2) * K + k];
+          s3 += value * weight[(n + 3) * K + k];
+          s4 += value * weight[(n + 4) * K + k];
+          s5 += value * weight[(n + 5) * K + k];
+          s6 += value * weight[(n + 6) * K + k];
+          s7 += value * weight[(n + 7) * K + k];
+        }
+        ys[t].set([s0, s1, s2, s3, s4, s5, s6, s7], n);
+      });
     }
-    for (; n < y.length; n++) y[n] = dot(weight, n * K, x, 0, K);
-    if (bias) add(y, bias);
-    return y;
+    ys.forEach((y, t) => {
+      for (let i = n; i < N; i++) y[i] = dot(weight, i * K, xs[t], 0, K);
+      if (bias) add(y, bias);
+    });
+    return ys;
   }
 
-  /** Causal self-attention of a layer, x: (C,), the token at a position -> (C,). */
-  causalSelfAttention(layer, x, position) {
-    const { n_embd: C, n_head, norm, qk_norm } = this.config;
-    const qkv = this.linear(`transformer.h.${layer}.attn.c_attn`, x); // (3 C,)
-    const [q, k, v] = [0, 1, 2].map((i) => qkv.subarray(i * C, (i + 1) * C));
-    for (const heads of [q, k]) {
-      if (qk_norm) normalize(heads, C / n_head, norm);
-      if (this.config.position === "rotary") this.rotate(heads, position);
-    }
-    this.keys[layer].set(k, position * C);
-    this.values[layer].set(v, position * C);
-    const y = this.attend(layer, q, position);
-    return this.linear(`transformer.h.${layer}.attn.c_proj`, y);
+  /** Causal self-attention of a layer on the tokens from position `start` on: T x (C,) each. */
+  causalSelfAttention(layer, xs, start) {
+    const name = `transformer.h.${layer}.attn`;
+    const ys = this.linear(`${name}.c_attn`, xs).map((qkv, t) =>
+      this.attend(layer, qkv, start + t),
+    );
+    return this.linear(`${name}.c_proj`, ys);
   }
 
-  /** Returns what a query, (C,), reads from its position and those before it, (C,). */
-  attend(layer, q, position) {
-    const { n_embd: C, n_head, window } = this.config;
+  /** Stores the key and the value of a token; returns what it reads up to it: (3 C,) -> (C,). */
+  attend(layer, qkv, position) {
+    const { n_embd: C, n_head, norm, qk_norm, window } = this.config;
     const [keys, values] = [this.keys[layer], this.values[layer]];
     const D = C / n_head;
+    const [q, k, v] = [0, 1, 2].map((i) => qkv.subarray(i * C, (i + 1) * C));
+    for (const heads of [q, k]) {
+      if (qk_norm) normalize(heads, D, norm);
+      if (this.config.position === "rotary") this.rotate(heads, position);
+    }
+    keys.set(k, position * C);
+    values.set(v, position * C);
     const first = window ? Math.max(0, position + 1 - window) : 0;
     const y = new Float32Array(C);
     for (let head = 0; head < n_head; head++) {
@@ -80,34 +86,34 @@ class GPT {
     return y;
   }
 
-  mlp(layer, x) {
-    const y = this.linear(`transformer.h.${layer}.mlp.c_fc`, x);
+  mlp(layer, xs) {
+    const ys = this.linear(`transformer.h.${layer}.mlp.c_fc`, xs);
     const activation = ACTIVATIONS[this.config.activation];
-    return this.linear(`transformer.h.${layer}.mlp.c_proj`, activation(y));
+    return this.linear(`transformer.h.${layer}.mlp.c_proj`, ys.map(activation));
   }
 
-  /** Adds the attention and the MLP of a layer to x, (C,). */
-  block(layer, x, position) {
+  /** Adds the attention and the MLP of a layer to the tokens, T x (C,). */
+  block(layer, xs, start) {
     const name = `transformer.h.${layer}`;
-    add(x, this.causalSelfAttention(layer, this.norm(`${name}.ln_1`, x), position));
-    add(x, this.mlp(layer, this.norm(`${name}.ln_2`, x)));
+    addEach(xs, this.causalSelfAttention(layer, this.norm(`${name}.ln_1`, xs), start));
+    addEach(xs, this.mlp(layer, this.norm(`${name}.ln_2`, xs)));
   }
 
-  /** Returns the logits of the token after a position, (V,). See trunk. */
-  logits(idx, position) {
+  /** Returns the logits of the token after a hidden state: (C,) -> (V,). */
+  head(x) {
     const name = this.config.tie_weights ? "transformer.wte" : "lm_head";
-    return this.linear(name, this.trunk(idx, position));
+    return this.linear(name, [x])[0];
   }
 
   /**
-   * Returns the hidden state of the token at a position after the final norm, (C,).
-   * The tokens of the context `idx` that precede it must be in the cache.
+   * Returns the hidden states, after the final norm, of a context's tokens from position `start` on:
+   * T x (C,). Those before must be in the cache.
    */
-  trunk(idx, position) {
-    const x = this.localContext(idx, position);
-    for (let layer = 0; layer < this.config.n_layer; layer++) this.block(layer, x, position);
-    if (this.cached[position] !== idx[position]) this.cached = idx.slice(0, position + 1);
-    return this.norm("transformer.ln_f", x);
+  trunk(idx, start) {
+    const xs = idx.slice(start).map((_, t) => this.localContext(idx, start + t));
+    for (let layer = 0; layer < this.config.n_layer; layer++) this.block(layer, xs, start);
+    if (idx.some((id, position) => id !== this.cached[position])) this.cached = idx;
+    return this.norm("transformer.ln_f", xs);
   }
 
   /** Returns the embedding of the token at a position, (C,). */
@@ -125,13 +131,15 @@ class GPT {
     return x;
   }
 
-  /** The module `name`, LayerNorm or RMSNorm: (C,) -> (C,). */
-  norm(name, x) {
+  /** The module `name`, LayerNorm or RMSNorm: T x (C,) -> T x (C,). */
+  norm(name, xs) {
     const weight = this.weights[`${name}.weight`];
     const bias = this.weights[`${name}.bias`];
-    const y = x.slice();
-    normalize(y, y.length, this.config.norm);
-    return y.map((value, i) => value * weight[i] + (bias ? bias[i] : 0));
+    return xs.map((x) => {
+      const y = x.slice();
+      normalize(y, y.length, this.config.norm);
+      return y.map((value, i) => value * weight[i] + (bias ? bias[i] : 0));
+    });
   }
 
   /** Rotates the queries or keys of all heads of one token, (C,), in place. */
@@ -226,6 +234,11 @@ function dot(a, i, b, j, count) {
 /** Adds y to the first numbers of x. */
 function add(x, y) {
   for (let i = 0; i < y.length; i++) x[i] += y[i];
+}
+
+/** Adds each of the ys to one of the xs. */
+function addEach(xs, ys) {
+  for (let t = 0; t < xs.length; t++) add(xs[t], ys[t]);
 }
 
 function scale(x, factor) {

@@ -1,6 +1,7 @@
 /** Tokenizers, and the texts of a GPT: generation, scores and attention. It runs in Node, too. */
 
 const ALTERNATIVES = 10;
+const CHUNK = 32; // tokens that are read at once
 const SYMBOLS = { " ": "␣", "\n": "↵", "\t": "⇥" };
 
 /** Returns a text in quotation marks, with visible spaces and line breaks. */
@@ -131,8 +132,11 @@ function* score(run, tokens) {
 function* readContext({ model, tokenizer }, tokens, start, end) {
   const ids = tokens.slice(start, end).map((token) => token.id);
   const first = ids.findIndex((id, i) => id !== model.cached[i]);
-  for (let i = first < 0 ? ids.length - 1 : first; i < ids.length; i++) {
-    yield [start + i + 1, model.logits(ids, i).subarray(0, tokenizer.tokens.length)];
+  for (let i = first < 0 ? ids.length - 1 : first; i < ids.length; ) {
+    for (const state of model.trunk(ids.slice(0, i + CHUNK), i)) {
+      i++;
+      yield [start + i, model.head(state).subarray(0, tokenizer.tokens.length)];
+    }
   }
 }
 
