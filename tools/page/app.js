@@ -203,7 +203,7 @@ function select(index) {
     return button;
   });
   byId("likely").replaceChildren(...buttons);
-  byId("selected").scrollIntoView({ block: "nearest" });
+  byId("likely").scrollIntoView({ block: "nearest" });
   showColors();
 }
 
