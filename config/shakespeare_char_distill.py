@@ -5,7 +5,7 @@
 #     python train.py $PRESETS --teachers= --max_iters=1000 --seed=SEED --out_dir=out-teacher-SEED
 #     python train.py $PRESETS
 #
-# The model is that of shakespeare_char_fast.py for a GPU. docs/results.md has the losses.
+# The model is that of shakespeare_char_fast.py for a GPU. docs/lab-notebook.md has the losses.
 
 out_dir = "out-shakespeare-char-distill"
 teachers = "out-teacher-1,out-teacher-2,out-teacher-3"

@@ -6,8 +6,8 @@
 # except for the first run, which compiles for half a minute.
 #
 # A number beside a setting is how much it lowers the validation loss after the same number of
-# steps on a CPU. Seeds differ by 0.01, so smaller differences are not significant. docs/results.md
-# has the measurements.
+# steps on a CPU. Seeds differ by 0.01, so smaller differences are not significant.
+# docs/lab-notebook.md has the measurements.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"

@@ -1,0 +1,132 @@
+"""The figures of docs/results.md on this machine: folio and other programs, alternately.
+
+    python -m tools.bench.suite --vs_dir=../nanoGPT
+    python -m tools.bench.suite --vs_dir=../nanoGPT --parts=engines,losses
+
+suite.toml has the rows. What the commands print is read as in tools.bench. After each run, its
+figures are written to out-suite/runs.json, and runs that are there are not repeated. An error is
+printed, and the next command runs. nanoGPT needs the data of its Shakespeare recipe. The last line
+of output is a JSON object with the figures.
+"""
+
+import json
+import math
+import pickle
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from folio.cli import process
+from folio.cli.errors import UserError
+from folio.cli.settings import ROOT, load_settings, setting
+from tools.bench.measure import describe_machine, format_figure, measure_command
+from tools.plot.table import format_table
+
+RESULTS = Path("out-suite")
+TABLE = tomllib.loads(Path(__file__).with_name("suite.toml").read_text("utf-8"))
+PARTS = {**TABLE["cpu"], **TABLE["long"], **TABLE["gpu"]}
+RANDOM_DATASET_VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}
+
+
+@dataclass(frozen=True)
+class SuiteConfig:
+    """Measure folio and other programs."""
+
+    vs_dir: str = setting("../nanoGPT", "folder of nanoGPT")
+    parts: str | None = setting(None, "parts of suite.toml; None: those for this machine")
+    all: bool = setting(False, "on a CPU, also the part losses, which takes half an hour")
+    runs: int = setting(3, "runs of each command", "[1, inf)")
+
+    def __post_init__(self):
+        if unknown := set((self.parts or "").split(",")) - PARTS.keys() - {""}:
+            raise ValueError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
+
+    @property
+    def chosen_parts(self):
+        if self.parts:
+            return self.parts.split(",")
+        if torch.cuda.is_available():
+            return list(TABLE["gpu"])
+        return [*TABLE["cpu"], *(TABLE["long"] if self.all else ())]
+
+
+def main(argv=None):
+    settings = load_settings(SuiteConfig, argv)
+    if TABLE["gpu"].keys() & set(settings.chosen_parts):
+        for data in (Path("data"), Path(settings.vs_dir, "data")):
+            for name, vocab_size in RANDOM_DATASET_VOCAB_SIZES.items():
+                write_random_tokens(data / name, vocab_size)
+    rows, figures = [["", "folio", "other", "ratio"]], {}
+    for part in settings.chosen_parts:
+        for name, figure, *templates in PARTS[part]:
+            commands = [expand(template, settings.vs_dir) for template in templates]
+            values = measure_row(commands, figure, settings.runs if figure else 1)
+            if not figure:
+                continue
+            cells = []
+            for value in values:
+                cells.append("failed" if value is None else format_figure(figure, {figure: value}))
+            if len(values) == 2 and all(values):
+                cells.append(f"{values[0] / values[1]:.3f}")
+            rows.append([name, *cells, *[""] * (3 - len(cells))])
+            figures[f"{part}: {name}"] = values
+            print(" | ".join(rows[-1]), flush=True)
+    print("", describe_machine(), "", *format_table(rows), "", sep="\n")
+    print(json.dumps({"machine": describe_machine(), "medians": figures}))
+
+
+def measure_row(commands, figure, runs):
+    """Returns the median of a figure for each command; None for one that fails."""
+    values = {command: [] for command in commands}
+    for number in range(runs):
+        for command in list(values):
+            try:
+                values[command].append(measure_once(command, number).get(figure, math.nan))
+            except (UserError, OSError) as error:
+                print(error, flush=True)
+                del values[command]
+    return [median(values[command]) if values.get(command) else None for command in commands]
+
+
+def measure_once(command, number):
+    """Returns the figures of a run of a command. Saves them, or reads those of an earlier call."""
+    path = RESULTS / "runs.json"
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    runs = saved.setdefault(command, [])
+    if number == len(runs):
+        runs.append(measure_command(command.split()))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(saved, indent=1), encoding="utf-8")
+    return runs[number]
+
+
+def expand(template, nanogpt):
+    """Returns a command of suite.toml without abbreviations and placeholders."""
+    names = TABLE["commands"] | {
+        "python": sys.executable,
+        "folio": str(ROOT),
+        "nanogpt": nanogpt,
+        "out": str(RESULTS.resolve()),
+    }
+    while "{" in template:
+        template = template.format_map(names)
+    return template
+
+
+def write_random_tokens(folder, vocab_size):
+    """Writes a dataset of random token ids in nanoGPT's format. Each id is a character."""
+    folder.mkdir(exist_ok=True)
+    ids = np.random.default_rng(0).integers(vocab_size, size=2**21, dtype=np.uint16)
+    ids.tofile(folder / "train.bin")
+    ids[: 2**17].tofile(folder / "val.bin")
+    meta = {"vocab_size": vocab_size, "itos": {i: chr(i) for i in range(vocab_size)}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+if __name__ == "__main__":
+    process.run(main)
