@@ -38,7 +38,7 @@ class PageConfig:
         if path.suffix != ".html":
             raise ValueError("--to must be the name of a file that ends with .html")
         if not path.parent.is_dir():
-            raise ValueError(f"--to={self.to}: there is no folder {path.parent}")
+            raise ValueError(f"--to={self.to}: the folder {path.parent} does not exist")
 
 
 process.start(__name__, PageConfig)  # --help must not wait for torch
