@@ -5,15 +5,21 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from folio.checkpoint.format import empty_model
 from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
+from folio.hardware.kernels import use_fast_kernels
+from folio.training.distillation import Distillation
 from folio.training.setup import model_config
 from train import TrainConfig, learning_rate_at
 
 pytestmark = pytest.mark.usefixtures("text_size")
 CONFIG = Path(__file__).parent.parent / "config"
+every_preset = pytest.mark.parametrize(
+    "preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem
+)
 SHAKESPEARE_CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # tiny Shakespeare has 65
 
 NANOGPT_RECIPE = {"cuda": {  # for tiny Shakespeare
@@ -36,7 +42,7 @@ def count_parameters(settings, tokenizer):
     return empty_model(model_config(settings, tokenizer), "meta").num_params()
 
 
-@pytest.mark.parametrize("preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
+@every_preset
 def test_every_preset_loads_and_its_model_can_be_built(preset):
     for device in ("cuda", "cpu"):
         settings = load_preset(preset, device)
@@ -45,6 +51,27 @@ def test_every_preset_loads_and_its_model_can_be_built(preset):
         if "shakespeare_char" in preset.stem or preset.stem == "own_text":
             fewest = 5 if preset.stem == "shakespeare_char_quick" else 8
             assert fewest <= -(-settings.max_iters // settings.eval_interval) <= 30
+
+
+@pytest.mark.slow
+@every_preset
+def test_the_training_forward_of_every_preset_is_one_graph(preset):
+    settings = load_preset(preset, "cpu")
+    config = model_config(settings, SHAKESPEARE_CHARACTERS)
+    small = {"n_layer": min(config.n_layer, 2), "n_embd": 4 * config.n_head}
+    small["block_size"] = min(config.block_size, 100)
+    config = dataclasses.replace(config, **small)
+    forward = empty_model(config).init_weights()
+    use_fast_kernels(forward)
+    if settings.teachers:
+        forward = Distillation(forward, [empty_model(config).init_weights()])
+    torch._dynamo.reset()  # its limit of graphs is for all models together
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)  # raises at a graph break
+    ids = torch.zeros(2, config.block_size, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = compiled(ids, ids, settings.train_temperature)
+    loss.backward()
+    assert torch.isfinite(loss)
 
 
 @pytest.mark.parametrize("device", NANOGPT_RECIPE)
