@@ -1,0 +1,94 @@
+"""64 and 256 processes: this one is real, and torch's fake backend stands for the others.
+
+It returns at once: a sum over the processes has only this one's values, and gathered tensors are
+copies of this one's.
+"""
+
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import train
+from folio.cli.errors import UserError
+from folio.data.batches import Batches, to_device
+from folio.distributed.sharding import gather_on_cpu
+from folio.distributed.world import World
+from folio.training.muon import orthogonalize, orthogonalize_copies
+from folio.training.run import Run
+from folio.training.setup import check_parallel, model_config
+
+pytestmark = pytest.mark.parametrize("size", [64, 256])
+
+
+@pytest.fixture
+def world(size):
+    """One rank per size: a second one would read what torch has cached for the first."""
+    rank = size // 2 + 1
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    yield World(rank, size, "cpu", is_launched=True)
+    torch.distributed.destroy_process_group()
+
+
+def ranks_of(world):
+    return [replace(world, rank=rank) for rank in range(world.size)]
+
+
+def plan_of(dataset, world, **changes):
+    settings = tiny.settings(gradient_accumulation_steps=2 * world.size, **changes)
+    config = model_config(settings, dataset.tokenizer)
+    return replace(tiny.plan_of(config, settings, to_device(dataset, "cpu")), world=world)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_step_with_more_processes_than_rows(verse, world, parallel):
+    run = Run(plan_of(verse, world, parallel=parallel, optimizer="muon", **tiny.SWITCHES))
+    if parallel == "ddp":  # its own average needs a backend
+        run.forward.register_comm_hook(None, keep_gradients)
+    batches = Batches(run.dataset.train, run.settings, world)
+    loss, grad_norm = train.train_step(run, batches.at(0), 0, 1e-3)
+    assert loss > 0
+    assert torch.isfinite(grad_norm)
+    weights = gather_on_cpu(run.state_dict())["weights"]
+    expected = tiny.new_run(optimizer="muon", **tiny.SWITCHES).model.state_dict()
+    assert {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in expected.items()}
+
+
+def keep_gradients(_, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_the_processes_share_the_batches_and_windows_of_one(verse, world):
+    run = Run(plan_of(verse, replace(world, is_launched=False)))
+    split, one = run.dataset.train, World(0, 1, "cpu")
+    own = [[x for x, _ in Batches(split, run.settings, rank).at(3)] for rank in ranks_of(world)]
+    whole = [x for x, _ in Batches(split, run.settings, one).at(3)]
+    assert [len(micro_batches) for micro_batches in own] == [2] * world.size
+    assert torch.equal(torch.stack(sum(own, [])), torch.stack(whole))
+
+    parts = []
+    for run.world in ranks_of(world):
+        parts.append(train.split_loss(run, split, iters=50))
+    run.world = one
+    torch.testing.assert_close(sum(parts), train.split_loss(run, split, iters=50))
+
+
+def test_every_matrix_is_orthogonalized_by_one_process(world):
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(world.size + 5, 4, 6, generator=generator)
+    expected, per_rank = orthogonalize(matrices), 2
+    for rank in ranks_of(world)[:: world.size // 16]:
+        results = orthogonalize_copies(list(matrices), rank)
+        own = slice(per_rank * rank.rank, per_rank * (rank.rank + 1))
+        for result, matrix in zip(results[own], expected[own], strict=True):
+            torch.testing.assert_close(result, matrix, atol=1e-5, rtol=0)
+
+
+def test_steps_that_cannot_be_divided_are_refused(size):
+    settings = tiny.settings(gradient_accumulation_steps=size + 1)
+    with pytest.raises(UserError, match=f"accumulation_steps={2 * size}$"):
+        check_parallel(settings, size)
