@@ -10,37 +10,28 @@ import tiny
 import sample
 import train
 from folio.cli.errors import UserError
-from folio.cli.settings import ROOT, load_settings
-from sample import SampleConfig
 from tools import export
 from tools.bench import engines, suite
-from train import TrainConfig
 
 NANOGPT = [  # what a stand-in for its train.py prints
     "tokens per iteration will be: 160",
     "step 0: train loss 4.2000, val loss 4.1000",
     "iter 10: loss 3.1000, time 20.00ms, mfu 10.00%",
 ]
-CONFIGS = {"train.py": TrainConfig, "sample.py": SampleConfig, "engines": engines.EngineConfig}
 
 
 @pytest.mark.usefixtures("verse")
-def test_every_command_has_valid_settings(text_size):
-    shutil.move("data/verse", "data/shakespeare_char")
-    checked = set()
-    for rows in suite.PARTS.values():
-        for _, _, *templates in rows:
-            for template in templates:
-                command = suite.expand(template, "nanoGPT").split()
-                names = [word.removeprefix(f"{ROOT}/") for word in command]
-                names = [name.removeprefix("tools.bench.") for name in names]
-                script = next((name for name in names if name in CONFIGS), None)
-                if script and "nanoGPT" not in command:
-                    arguments = command[names.index(script) + 1 :]
-                    resolvers = {"device": lambda _: "cuda"} if script != "engines" else {}
-                    load_settings(CONFIGS[script], arguments, resolvers)
-                    checked.add(script)
-    assert checked == CONFIGS.keys()
+def test_a_dry_run_prints_all_commands_and_finds_an_invalid_setting(capsys, monkeypatch):
+    shutil.move("data/verse", "data/shakespeare_char")  # presets read its size
+    suite.main(["--dry_run=True", f"--parts={','.join(suite.PARTS)}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(len(row) - 2 for rows in suite.PARTS.values() for row in rows)
+    assert "pytest" in next(line for line in lines if line.startswith("tests: "))
+    assert next(iter(suite.TABLE["gpu"])) == "tests"  # they come first
+    assert not Path("out-suite").exists()
+    monkeypatch.setitem(suite.PARTS, "step", [["a step", "step_ms", "{train} --n_layer=-1"]])
+    with pytest.raises(UserError, match="n_layer"):
+        suite.main(["--dry_run=True", "--parts=step"])
 
 
 @pytest.mark.slow
@@ -66,6 +57,8 @@ def test_rows_are_measured_and_only_failed_commands_are_repeated(verse, capsys, 
     step = f"{json.loads(last)['medians']['step: a step'][0]:.2f}"
     assert [cell.strip() for cell in table[-1].split("|")[1:4]] == ["a step", step, "20.00"]
     assert json.loads(Path("out-suite/runs.json").read_text())[command] == runs
+    suite.main(["--parts=step", "--minutes=1e-9"])
+    assert "no time left for step: a step" in capsys.readouterr().out
     with pytest.raises(UserError, match="--parts has 'none'"):
         suite.main(["--parts=none"])
 

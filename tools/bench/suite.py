@@ -2,17 +2,21 @@
 
     python -m tools.bench.suite --vs_dir=../nanoGPT
     python -m tools.bench.suite --vs_dir=../nanoGPT --parts=engines,losses
+    python -m tools.bench.suite --dry_run=True
 
 suite.toml has the rows. What the commands print is read as in tools.bench. After each run, its
-figures are written to out-suite/runs.json, and runs that are there are not repeated. An error is
-printed, and the next command runs. nanoGPT needs the data of its Shakespeare recipe. The last line
-of output is a JSON object with the figures.
+figures are written to out-suite/runs.json, and runs that are there are not repeated, so a call
+continues where --minutes ended the last one. An error is printed, and the next command runs.
+nanoGPT needs the data of its Shakespeare recipe. The last line of output is a JSON object with the
+figures.
 """
 
 import json
 import math
 import pickle
+import shlex
 import sys
+import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +28,20 @@ import torch
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.settings import ROOT, load_settings, setting
+from sample import SampleConfig
+from tools.bench.engines import EngineConfig
 from tools.bench.measure import describe_machine, format_figure, measure_command
 from tools.plot.table import format_table
+from train import TrainConfig
 
 RESULTS = Path("out-suite")
 TABLE = tomllib.loads(Path(__file__).with_name("suite.toml").read_text("utf-8"))
 PARTS = {**TABLE["cpu"], **TABLE["long"], **TABLE["gpu"]}
+CONFIGS = {  # of scripts, as they are named in a command
+    str(ROOT / "train.py"): TrainConfig,
+    str(ROOT / "sample.py"): SampleConfig,
+    "tools.bench.engines": EngineConfig,
+}
 RANDOM_DATASET_VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}
 
 
@@ -41,6 +53,8 @@ class SuiteConfig:
     parts: str | None = setting(None, "parts of suite.toml; None: those for this machine")
     all: bool = setting(False, "on a CPU, also the part losses, which takes half an hour")
     runs: int = setting(3, "runs of each command", "[1, inf)")
+    minutes: float | None = setting(None, "begin no row after this time", "(0, inf)")
+    dry_run: bool = setting(False, "print the commands and check folio's settings in them")
 
     def __post_init__(self):
         if unknown := set((self.parts or "").split(",")) - PARTS.keys() - {""}:
@@ -57,13 +71,20 @@ class SuiteConfig:
 
 def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
+    if settings.dry_run:
+        print_commands(settings)
+        return
     if TABLE["gpu"].keys() & set(settings.chosen_parts):
         for data in (Path("data"), Path(settings.vs_dir, "data")):
             for name, vocab_size in RANDOM_DATASET_VOCAB_SIZES.items():
                 write_random_tokens(data / name, vocab_size)
     rows, figures = [["", "folio", "other", "ratio"]], {}
+    end = time.monotonic() + 60 * (settings.minutes or math.inf)
     for part in settings.chosen_parts:
         for name, figure, *templates in PARTS[part]:
+            if time.monotonic() > end:
+                print(f"no time left for {part}: {name}")
+                continue
             commands = [expand(template, settings.vs_dir) for template in templates]
             values = measure_row(commands, figure, settings.runs if figure else 1)
             if not figure:
@@ -78,6 +99,20 @@ def main(argv=None):
             print(" | ".join(rows[-1]), flush=True)
     print("", describe_machine(), "", *format_table(rows), "", sep="\n")
     print(json.dumps({"machine": describe_machine(), "medians": figures}))
+
+
+def print_commands(settings):
+    """Prints the commands. Raises UserError if a setting of folio in them is invalid."""
+    resolvers = {"device": lambda _: "cuda"}
+    for part in settings.chosen_parts:
+        for _, _, *templates in PARTS[part]:
+            for template in templates:
+                command = expand(template, settings.vs_dir).split()
+                print(f"{part}: {shlex.join(command)}")
+                for script in CONFIGS.keys() & set(command):
+                    config = CONFIGS[script]
+                    used = resolvers if hasattr(config, "device") else {}
+                    load_settings(config, command[command.index(script) + 1 :], used)
 
 
 def measure_row(commands, figure, runs):
