@@ -52,7 +52,7 @@ class World:
         if not self.is_launched:
             return tensor
         result = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
-        torch.distributed.all_gather_into_tensor(result, tensor)
+        torch.distributed.all_gather(list(result.chunk(self.size)), tensor)
         return result
 
     def gather(self, value):
