@@ -26,10 +26,10 @@ from train import TrainConfig, train_step
 
 
 def print_memory(arguments, processes):
-    """Prints the simulated peak of the first of `processes` processes in its second step."""
+    """Prints the simulated peak of a step with one micro-batch in each of `processes` processes."""
     settings = load_settings(TrainConfig, arguments, {"device": lambda _: "cpu"})
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
-    settings = dataclasses.replace(settings, dtype=dtype)
+    settings = dataclasses.replace(settings, dtype=dtype, gradient_accumulation_steps=processes)
     check_parallel(settings, processes)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     try:
@@ -44,16 +44,16 @@ def print_memory(arguments, processes):
 def simulate(settings, processes):
     """Returns the peak in bytes.
 
-    A copy of the model stands for DDP, whose gradients take as much memory as ordinary ones.
+    An ordinary model stands for DDP. Its gradients take as much memory, and are kept.
     """
     is_sharded = settings.parallel == "fsdp"
-    count = settings.gradient_accumulation_steps // processes
     config = model_config(settings, load_tokenizer(settings.dataset))
     machine = choose_machine("cpu", settings.dtype, compile=False)
     mesh = device_mesh.init_device_mesh("cpu", (processes,))  # needs real tensors
     with FakeTensorMode(), patch.object(device_mesh, "init_device_mesh", lambda *_: mesh):
         world = World(size=processes, device="cpu", is_launched=is_sharded)
         run = Run(Plan(settings, config, None, machine, RunDir(settings.out_dir), world))
+        run.can_free_gradients = is_sharded or processes == 1
         batch = torch.zeros(settings.batch_size, settings.block_size, dtype=torch.int64)
         if is_sharded:
             tracker = FSDPMemTracker(run.model)
@@ -66,6 +66,6 @@ def simulate(settings, processes):
         for step in range(2):  # the first allocates the moments
             tracker.reset_mod_stats()
             with tracker:
-                train_step(run, [(batch, batch)] * count, step, settings.learning_rate)
+                train_step(run, [(batch, batch)], step, settings.learning_rate)
     peak = tracker.get_tracker_snapshot("peak")
     return peak[torch.device("cpu")]["Total"]
