@@ -28,6 +28,8 @@ def test_a_dry_run_prints_all_commands_and_finds_an_invalid_setting(capsys, monk
     assert len(lines) == sum(len(row) - 2 for rows in suite.PARTS.values() for row in rows)
     assert "pytest" in next(line for line in lines if line.startswith("tests: "))
     assert next(iter(suite.TABLE["gpu"])) == "tests"  # they come first
+    names = [(part, row[0]) for part, rows in suite.PARTS.items() for row in rows]
+    assert len(names) == len(set(names))  # the keys of the last line
     assert not Path("out-suite").exists()
     monkeypatch.setitem(suite.PARTS, "step", [["a step", "step_ms", "{train} --n_layer=-1"]])
     with pytest.raises(UserError, match="n_layer"):
