@@ -1,4 +1,4 @@
-# Character-level Shakespeare in 14 seconds on two CPU cores.
+# Character-level Shakespeare in less than a minute on two CPU cores.
 # Prepare the data first: python prepare.py
 #
 # shakespeare_char_fast.py explains the techniques. A run of few steps learns most with a small

@@ -27,8 +27,10 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _sigint():
-    """Tests send SIGINT, which is ignored in a background job of a shell without job control."""
+def _default_handlers():
+    """Tests send signals that may be ignored: SIGHUP by nohup, SIGINT in a background job."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
