@@ -6,7 +6,7 @@
         --vs="python -m tools.bench.engines --engine=transformers --model=out-hf" -- --out_dir=out
 
 Every engine draws from all tokens at a temperature of 0.8, and reads the newer half of a full
-context again, as sample.py does. The time is without loading and without the first tokens.
+context again, as sample.py does. The time excludes loading and a warmup of eight tokens.
 """
 
 import json

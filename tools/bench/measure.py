@@ -22,7 +22,6 @@ from tools.plot.table import format_table
 COLUMNS = {  # figure: (heading in the table, format)
     "step_ms": ("ms/step", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
-    "mfu": ("MFU (%)", ".1f"),
     "to_target_s": ("s to target", ".1f"),
     "val_loss": ("best val loss", ".4f"),
     "first_s": ("s to first token", ".2f"),
@@ -32,7 +31,6 @@ COLUMNS = {  # figure: (heading in the table, format)
 }
 PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are a warmup
     r"iter \d{2,}: loss \d+\.?\d*, time (?P<step_ms>\d+\.?\d*)ms",
-    r"iter \d{2,}: .* mfu (?P<mfu>\d+\.?\d*)%",
     r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
     r"(?:tokens per iteration will be:| steps of) (?P<tokens_per_step>[\d,]+)",
     r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",

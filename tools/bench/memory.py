@@ -27,7 +27,7 @@ from train import TrainConfig, train_step
 
 def print_memory(arguments, processes):
     """Prints the simulated peak of a step with one micro-batch in each of `processes` processes."""
-    settings = load_settings(TrainConfig, arguments, {"device": lambda _: "cpu"})
+    settings = load_settings(TrainConfig, arguments)  # presets choose for a GPU
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     settings = dataclasses.replace(settings, dtype=dtype, gradient_accumulation_steps=processes)
     check_parallel(settings, processes)

@@ -57,7 +57,7 @@ class SuiteConfig:
     dry_run: bool = setting(False, "print the commands and check folio's settings in them")
 
     def __post_init__(self):
-        if unknown := set((self.parts or "").split(",")) - PARTS.keys() - {""}:
+        if unknown := set(self.chosen_parts) - PARTS.keys():
             raise ValueError(f"--parts has {unknown.pop()!r}; the parts are {', '.join(PARTS)}")
 
     @property
@@ -103,16 +103,13 @@ def main(argv=None):
 
 def print_commands(settings):
     """Prints the commands. Raises UserError if a setting of folio in them is invalid."""
-    resolvers = {"device": lambda _: "cuda"}
     for part in settings.chosen_parts:
         for _, _, *templates in PARTS[part]:
             for template in templates:
                 command = expand(template, settings.vs_dir).split()
                 print(f"{part}: {shlex.join(command)}")
                 for script in CONFIGS.keys() & set(command):
-                    config = CONFIGS[script]
-                    used = resolvers if hasattr(config, "device") else {}
-                    load_settings(config, command[command.index(script) + 1 :], used)
+                    load_settings(CONFIGS[script], command[command.index(script) + 1 :])
 
 
 def measure_row(commands, figure, runs):
@@ -121,11 +118,14 @@ def measure_row(commands, figure, runs):
     for number in range(runs):
         for command in list(values):
             try:
-                values[command].append(measure_once(command, number).get(figure, math.nan))
+                figures = measure_once(command, number)
+                if figure and figure not in figures:
+                    raise UserError(f"there is no {figure} in the output of {command}")
+                values[command].append(figures.get(figure))
             except (UserError, OSError) as error:
                 print(error, flush=True)
                 del values[command]
-    return [median(values[command]) if values.get(command) else None for command in commands]
+    return [median(values[c]) if figure and values.get(c) else None for c in commands]
 
 
 def measure_once(command, number):
