@@ -47,23 +47,23 @@ _dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more
 # Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
 _has_time = minutes is None or minutes >= 8 * max(1, _relative_bytes) ** 0.75
-_is_large = device != "cpu" or (_has_time and _relative_bytes >= 0.5)
-_is_long = _relative_size >= 2
-if not _is_large:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
+_use_large_model = device != "cpu" or (_has_time and _relative_bytes >= 0.5)
+_is_long_text = _relative_size >= 2
+if not _use_large_model:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
     n_layer = 2
     n_head = 2
     n_embd = 128
-    _longest = 4
-    batch_size = 4 if _is_long else 2
+    _max_ngrams = 4
+    batch_size = 4 if _is_long_text else 2
     dropout = max(0.0, _dropout)
     learning_rate = 8e-3
-    _passes = 8 if _is_long else 3.88 * _repeats  # 8: until the time is over
+    _passes = 8 if _is_long_text else 3.88 * _repeats  # 8: usually more than the time allows
     _temperature = 0.9
 else:  # 8.0 M parameters
     n_layer = 4
     n_head = 4
     n_embd = 256
-    _longest = 3
+    _max_ngrams = 3
     batch_size = 4
     dropout = max(0.0, 0.1 + _dropout)
     learning_rate = 6e-3
@@ -74,7 +74,7 @@ train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * log10(_relative
 
 # Tables of n-grams help if most of their rows occur often, and are memorized otherwise.
 if _size.vocab_size**2 < _size.train_tokens / 4:
-    ngrams = 2 if _size.train_tokens < 700_000 else _longest
+    ngrams = 2 if _size.train_tokens < 700_000 else _max_ngrams
 
 _evaluations = 5 if _has_large_vocabulary else 10
 _tokens_per_step = batch_size * block_size

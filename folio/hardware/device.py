@@ -19,7 +19,7 @@ DTYPE_REASONS = {
     "float32": "no fast bfloat16",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_CORES_SHARE = 0.8  # of the time of threads that can run
+MIN_CORES_SHARE = 0.8  # of the time in which threads can run, the time that they have a core
 CORES_CHECK_INTERVAL_S = 3
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
@@ -93,7 +93,7 @@ def choose_machine(device, dtype, compile):
         name = f"{gpu}threads: {torch.get_num_threads()}"
     dtype_reason, compile_reason = "as set", "as set" if compile else "compile=False"
     if dtype == "auto":
-        dtype = resolve_dtype(dtype, device)
+        dtype = default_dtype(device)
         dtype_reason = DTYPE_REASONS[dtype]
     if compile == "auto":
         # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones,
@@ -115,10 +115,10 @@ def uses_cuda_graphs(compile):
 
 @contextmanager
 def limit_threads(products):
-    """A context for a loop on a CPU, with `products` multiplications per step.
+    """A context for a loop on a CPU that uses one thread if a step has few multiplications.
 
-    It uses one thread if they are few: more are not faster then, and while another process uses the
-    cores, they wait for each other most of the time.
+    More threads are not faster then. While another process uses the cores, they would wait for
+    each other most of the time.
     """
     if products > MAX_SINGLE_THREAD_PRODUCTS:
         yield
@@ -132,14 +132,14 @@ def limit_threads(products):
 
 
 class SharedCores:
-    """Reduces the number of torch's threads while other programs use cores of a CPU.
+    """Reduces the number of torch's threads, for the rest of the process, if cores are shared.
 
-    The threads of an operation wait for each other. If one of them has no core, the others spin,
-    and take the time of the core that it needs.
+    The threads of an operation wait for each other. If one of them has no core, because another
+    program uses it, the others spin, and take the time of the core that it needs.
     """
 
     def __init__(self, machine):
-        # Compiled code has a fixed number of threads. Other systems than Linux do not tell times.
+        # Compiled code has a fixed number of threads. Only Linux reports the times of threads.
         is_cpu = device_type(machine.device) == "cpu" and not machine.compile
         self.is_used = is_cpu and os.path.exists("/proc/self/schedstat")
         self.checked_at, self.times = time.perf_counter(), _thread_times()
@@ -194,13 +194,11 @@ def device_type(device):
     return torch.device(device).type
 
 
-def resolve_dtype(name, device):
-    """Returns the name of a dtype; "auto" becomes bfloat16 if the hardware supports it.
+def default_dtype(device):
+    """Returns "bfloat16" if the hardware supports it.
 
-    Otherwise it becomes float16 on CUDA, which needs loss scaling, and float32 on other devices.
+    Otherwise, returns "float16" for CUDA, which needs loss scaling, and "float32" for others.
     """
-    if name != "auto":
-        return name
     kind = device_type(device)
     if kind == "cuda":
         with torch.cuda.device(device):  # is_bf16_supported() asks the current device

@@ -13,8 +13,8 @@ from folio.hardware.device import (
     Machine,
     SharedCores,
     choose_machine,
+    default_dtype,
     resolve_device,
-    resolve_dtype,
 )
 
 SIMILAR_CARDS = ("NVIDIA A10G", "NVIDIA L40", "RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
@@ -66,13 +66,13 @@ def test_auto_selects_a_gpu_and_missing_devices_are_errors(name, hardware, resol
 def test_bfloat16_is_used_where_the_hardware_has_it(machine_with, monkeypatch):
     for bf16, dtype in ((True, "bfloat16"), (False, "float16")):
         machine_with(cards=2, bf16=bf16)
-        assert resolve_dtype("auto", "cuda:1") == dtype
+        assert default_dtype("cuda:1") == dtype
     for unit in ("avx512_bf16", "amx_bf16", "bf16"):
         for supported, dtype in ((True, "bfloat16"), (False, "float32")):
             capabilities = {"avx512_f": True, unit: supported}
             monkeypatch.setattr(torch.cpu, "get_capabilities", lambda value=capabilities: value)
-            assert resolve_dtype("auto", "cpu") == dtype
-    assert resolve_dtype("auto", "mps") == "float32"
+            assert default_dtype("cpu") == dtype
+    assert default_dtype("mps") == "float32"
 
 
 @pytest.mark.parametrize(("name", "compile"), [("cuda:1", True), ("mps", False), ("cpu", False)])

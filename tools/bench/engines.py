@@ -37,14 +37,18 @@ PACKAGES = {  # of each engine
 class EngineConfig:
     """Measure how fast another engine generates text with a model in GPT-2's format."""
 
-    engine: Literal["transformers", "ctranslate2", "onnxruntime", "llama.cpp"] = setting(
-        "transformers", "what computes"
-    )
+    engine: Literal[*PACKAGES] = setting("transformers", "what computes")
     model: str = setting("out-hf", "folder that tools.export has written")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "data type of the weights")
     num_samples: int = setting(10, "texts", "[1, inf)")
     max_new_tokens: int = setting(500, "tokens of each text", "[1, inf)")
     greedy: bool = setting(False, "print the ids of the most likely tokens instead")
+
+
+# The same variable as in sample.py, for engines that use torch's threads.
+process.start(__name__, EngineConfig, GOMP_SPINCOUNT="10000")
+
+import torch
 
 
 def main(argv=None):
@@ -83,18 +87,16 @@ def main(argv=None):
 
 
 def make_transformers(settings, shape):
-    import torch
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, settings.dtype)
     model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype)
-    sampling = {"do_sample": not settings.greedy, "top_k": 0, "temperature": TEMPERATURE}
-    if settings.greedy:
-        sampling = {"do_sample": False}
+    options = {"eos_token_id": None, "pad_token_id": 0, "do_sample": not settings.greedy}
+    if not settings.greedy:
+        options |= {"top_k": 0, "temperature": TEMPERATURE}
 
     def generate(ids, count):
         prompt = torch.from_numpy(np.ascontiguousarray(ids))
-        options = {"eos_token_id": None, "pad_token_id": 0, **sampling}
         mask = torch.ones_like(prompt)
         result = model.generate(prompt, attention_mask=mask, max_new_tokens=count, **options)
         return result[:, ids.shape[1] :].numpy()
@@ -114,12 +116,12 @@ def make_ctranslate2(settings, shape):
             config[name] = config.get(name) or "<none>"  # characters have none, but it needs some
         (folder / "config.json").write_text(json.dumps(config))
         vocabulary = json.loads((folder / "vocabulary.json").read_text())
-        threads = {"inter_threads": 1, "intra_threads": count_threads()}
+        threads = {"inter_threads": 1, "intra_threads": torch.get_num_threads()}
         model = ctranslate2.Generator(str(folder), compute_type=settings.dtype, **threads)
     numbers = {token: number for number, token in enumerate(vocabulary)}
-    sampling = {"sampling_topk": 0, "sampling_temperature": TEMPERATURE}
-    if settings.greedy:
-        sampling = {}
+    sampling = {}
+    if not settings.greedy:
+        sampling = {"sampling_topk": 0, "sampling_temperature": TEMPERATURE}
 
     def generate(ids, count):
         prompts = [[vocabulary[token] for token in row] for row in ids]
@@ -137,7 +139,7 @@ def make_onnxruntime(settings, shape):
     if settings.dtype != "float32":
         raise UserError("--engine=onnxruntime computes in float32 here")
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = count_threads()
+    options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(make_graph(settings.model, shape), options)
     draw, width = make_draw(settings.greedy), shape["n_embd"] // shape["n_head"]
 
@@ -241,7 +243,7 @@ def make_llama(settings, shape):
     options = llama_cpp.llama_context_default_params()
     options.n_ctx = options.n_batch = context * texts
     options.n_seq_max, options.kv_unified = texts, False
-    options.n_threads = options.n_threads_batch = count_threads()
+    options.n_threads = options.n_threads_batch = torch.get_num_threads()
     state = llama_cpp.llama_init_from_model(model, options)
     batch = llama_cpp.llama_batch_init(context * texts, 0, 1)
     draw = make_draw(settings.greedy)
@@ -331,12 +333,6 @@ def make_draw(greedy):
         return (sums <= targets).sum(axis=1, keepdims=True)
 
     return draw
-
-
-def count_threads():
-    import torch
-
-    return torch.get_num_threads()
 
 
 if __name__ == "__main__":
