@@ -5,7 +5,7 @@
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-This file has, in order: the settings, the training loop, the evaluation and the learning rate.
+This file has, in order: the settings, the training loop, the learning rate and the evaluation.
 Checkpoints and log.jsonl go to out_dir.
 """
 
@@ -111,7 +111,10 @@ class TrainConfig:
 
     @property
     def has_final_evaluation(self):
-        """Whether the best model, if it is kept, is evaluated at the end over more text."""
+        """Whether the best model is evaluated at the end of the run, over more text.
+
+        It is not if eval_iters sets the amount, or if ckpt.pt is the latest model.
+        """
         return not (self.eval_iters or self.always_save_checkpoint)
 
 
@@ -156,7 +159,7 @@ def train(run):
     batches = Batches(run.dataset.train, settings, run.world)  # a function of the seed and the step
     with run.stop_signal, RunLog(run) as log:  # in it, Ctrl-C only sets run.is_stopped()
         while True:
-            step, clock = progress.step, run.clock()  # equal, unless --minutes end the run early
+            step, clock = progress.step, run.clock()  # equal, unless --minutes ends the run early
             lr = learning_rate_at(clock, settings)
 
             # Between two steps: evaluate, save, stop, sample, end. pause() is not training time.
@@ -200,8 +203,8 @@ def train(run):
 def train_step(run, micro_batches, step, lr):
     """Makes one step. Returns the mean loss of its micro-batches, and the gradient's norm or None.
 
-    Both are scalar tensors, of all processes together, and are not read: that waits for a GPU.
-    After a stop signal, the loss is None, and the step is not made.
+    Both are scalar tensors and cover all processes. They are not read here, because reading waits
+    for a GPU. After a stop signal, the loss is None, and no weight has changed.
     """
     settings, scaler = run.settings, run.scaler
     count = settings.gradient_accumulation_steps // run.world.size  # micro-batches of this process
@@ -213,7 +216,8 @@ def train_step(run, micro_batches, step, lr):
     for number, (x, y) in enumerate(micro_batches, start=1):
         if run.is_stopped():
             return None, None
-        set_gradient_sync(run.forward, number == count)  # averages them in the last backward pass
+        # With several processes, the last backward pass averages the gradients over them.
+        set_gradient_sync(run.forward, number == count)
         with run.machine.autocast():
             micro_loss = run.forward(x, y, settings.train_temperature) / count
         scaler.scale(micro_loss).backward()  # the scale is 1, except in float16
@@ -229,7 +233,8 @@ def train_step(run, micro_batches, step, lr):
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         scaler.step(optimizer)  # does nothing if a gradient has overflowed in float16
-        optimizer.zero_grad(set_to_none=run.can_free_gradients)  # not DDP's or CUDA graphs'
+        # DDP and CUDA graphs need the same gradient tensors in each step.
+        optimizer.zero_grad(set_to_none=run.can_free_gradients)
     scaler.update()
     return run.world.mean(loss), grad_norm
 
@@ -254,9 +259,9 @@ def learning_rate_at(clock, settings):
 def evaluate(run, steps=None):
     """Returns the losses of both splits, or None after a stop signal.
 
-    `steps`: number of steps of the run, in its final evaluation, which covers more text. Keys:
-    "train_loss", in nats per token, and of the validation split "loss", "perplexity" and
-    "bits_per_byte".
+    Keys: "train_loss" in nats per token; of the validation split "loss" in nats per token,
+    "perplexity" and, if it is known, "bits_per_byte". In its final evaluation, a run passes its
+    number of steps: the evaluation then covers more text.
     """
     train_iters, val_iters = evaluation_iters(run.settings, steps)
     train_loss = split_loss(run, run.dataset.train, train_iters)

@@ -49,7 +49,8 @@ def test_rows_are_measured_and_only_failed_commands_are_repeated(verse, capsys, 
     assert " ended with status 3" in out
     assert "| failed |" in out
     saved = json.loads(Path("out-suite/runs.json").read_text())
-    [[command, runs]] = saved.items()
+    [[commit, commands]] = saved.items()
+    [[command, runs]] = commands.items()
     assert len(runs) == 2
     assert "train.py" in command
 
@@ -58,7 +59,7 @@ def test_rows_are_measured_and_only_failed_commands_are_repeated(verse, capsys, 
     *table, _, last = capsys.readouterr().out.splitlines()
     step = f"{json.loads(last)['medians']['step: a step'][0]:.2f}"
     assert [cell.strip() for cell in table[-1].split("|")[1:4]] == ["a step", step, "20.00"]
-    assert json.loads(Path("out-suite/runs.json").read_text())[command] == runs
+    assert json.loads(Path("out-suite/runs.json").read_text())[commit][command] == runs
     suite.main(["--parts=step", "--minutes=1e-9"])
     assert "no time left for step: a step" in capsys.readouterr().out
     with pytest.raises(UserError, match="--parts has 'none'"):

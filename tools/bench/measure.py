@@ -175,11 +175,16 @@ def describe_machine():
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     cpuinfo = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     cpu = re.search(r"model name\s*: (.*)", cpuinfo)
-    git = "git describe --always --dirty"  # in a shell, because git may not be installed
-    commit = run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     return (
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of "
         f"{cpu[1] if cpu else platform.machine()}, {gpu}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"commit {commit.strip() or 'unknown'}"
+        f"commit {describe_commit()}"
     )
+
+
+def describe_commit():
+    """Returns the commit of folio, which ends with -dirty if files were changed since."""
+    git = "git describe --always --dirty"  # in a shell, because git may not be installed
+    commit = run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
+    return commit.strip() or "unknown"

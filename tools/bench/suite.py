@@ -5,8 +5,8 @@
     python -m tools.bench.suite --dry_run=True
 
 suite.toml has the rows. What the commands print is read as in tools.bench. After each run, its
-figures are written to out-suite/runs.json, and runs that are there are not repeated, so a call
-continues where --minutes ended the last one. An error is printed, and the next command runs.
+figures are written to out-suite/runs.json. Runs of this commit that are there are not repeated, so
+a call continues where --minutes ended the last one. A command that fails is reported and skipped.
 nanoGPT needs the data of its Shakespeare recipe. The last line of output is a JSON object with the
 figures.
 """
@@ -27,10 +27,11 @@ import torch
 
 from folio.cli import process
 from folio.cli.errors import UserError
+from folio.cli.files import write_atomically
 from folio.cli.settings import ROOT, load_settings, setting
 from sample import SampleConfig
 from tools.bench.engines import EngineConfig
-from tools.bench.measure import describe_machine, format_figure, measure_command
+from tools.bench.measure import describe_commit, describe_machine, format_figure, measure_command
 from tools.plot.table import format_table
 from train import TrainConfig
 
@@ -132,11 +133,12 @@ def measure_once(command, number):
     """Returns the figures of a run of a command. Saves them, or reads those of an earlier call."""
     path = RESULTS / "runs.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    runs = saved.setdefault(command, [])
+    runs = saved.setdefault(describe_commit(), {}).setdefault(command, [])
     if number == len(runs):
         runs.append(measure_command(command.split()))
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(saved, indent=1), encoding="utf-8")
+        with write_atomically(path) as [file]:
+            file.write(json.dumps(saved, indent=1).encode())
     return runs[number]
 
 
