@@ -10,6 +10,7 @@ import torch
 import sample
 from folio.cli.errors import UserError
 from folio.data.tokenizer import CharTokenizer
+from folio.inference import compiled
 from folio.inference.compiled import COMPILING_HINT, CompiledStep, cache_folder, compiled_path
 from folio.inference.generate import KVCache, decode_one
 from folio.inference.trained_model import load_trained
@@ -83,8 +84,11 @@ def test_a_failure_is_one_line(cache, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_step_is_compiled_after_the_text_and_generates_the_same(cache, capsys, batch_size):
+@pytest.mark.parametrize(("batch_size", "max_autotune"), [(1, False), (3, True)])
+def test_a_step_is_compiled_after_the_text_and_generates_the_same(
+    cache, capsys, monkeypatch, batch_size, max_autotune
+):
+    monkeypatch.setitem(compiled.INDUCTOR_OPTIONS, "max_autotune", max_autotune)  # adds 20 s
     cache.mkdir(parents=True, mode=0o700)
     for age in range(7):
         (cache / f"{age}.pt2").touch()
