@@ -76,7 +76,9 @@ class TrainConfig:
     minutes: float | None = setting(None, "time limit, if max_iters take longer", "(0, 1e6]")
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
-    train_temperature: float = setting(1.0, "divides the logits in training", "(0, inf)")
+    train_temperature: float = setting(
+        1.0, "divides the logits in training, except with teachers", "(0, inf)"
+    )
     teachers: str = setting("", "runs for knowledge distillation: folders, separated by commas")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")

@@ -16,8 +16,7 @@ from folio.checkpoint.format import build_model
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 
-SOFT_TARGET_TEMPERATURE = 2.0
-SOFT_TARGET_WEIGHT = 0.5
+TEACHERS_WEIGHT = 0.7
 
 
 class Distillation(nn.Module):
@@ -29,24 +28,23 @@ class Distillation(nn.Module):
         self.teachers = nn.ModuleList(teachers).requires_grad_(False)
 
     def forward(self, idx, targets, temperature=1.0):
-        """Returns a loss; see GPT.forward. In training mode, no target may be -1."""
+        """Returns a loss; see GPT.forward. In training mode, no target may be -1.
+
+        The temperature prevents overconfidence, and so do the teachers. So it is not used.
+        """
         if not self.model.training:
-            return self.model(idx, targets, temperature)
-        logits = self.model.logits(idx, temperature)
-        cross_entropy = self.model.loss(logits, targets)
-        softened = F.log_softmax(logits.flatten(0, 1).float() / SOFT_TARGET_TEMPERATURE, dim=-1)
-        divergence = F.kl_div(softened, self.soft_targets(idx), reduction="batchmean")
-        # The square compensates for the temperature's effect on the gradient (section 2).
-        weight = SOFT_TARGET_WEIGHT
-        return (1 - weight) * cross_entropy + weight * SOFT_TARGET_TEMPERATURE**2 * divergence
+            return self.model(idx, targets)
+        logits = self.model.logits(idx)
+        teachers_loss = F.cross_entropy(logits.flatten(0, 1).float(), self.predict(idx))
+        text_loss = self.model.loss(logits, targets)
+        return TEACHERS_WEIGHT * teachers_loss + (1 - TEACHERS_WEIGHT) * text_loss
 
     @torch.no_grad()
-    def soft_targets(self, idx):
+    def predict(self, idx):
         """Returns the mean probabilities of the teachers: (B, T) -> (B * T, vocab_size) float32."""
         total = 0
         for teacher in self.teachers:  # one at a time, to save memory
-            logits = teacher.logits(idx).flatten(0, 1).float()
-            total = total + F.softmax(logits / SOFT_TARGET_TEMPERATURE, dim=-1)
+            total = total + F.softmax(teacher.logits(idx).flatten(0, 1).float(), dim=-1)
         return total / len(self.teachers)
 
 
