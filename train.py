@@ -64,6 +64,7 @@ class TrainConfig:
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
     qk_norm: bool = setting(False, "normalize queries and keys; allows higher learning rates")
+    zero_init: bool = setting(False, "zero initial projections to the residual stream")
     ngrams: int = setting(0, "add embeddings of n-grams, n = 2 to this; 0: none", "[0, inf)")
     smear: int = setting(0, "preceding embeddings added to each embedding", "[0, inf)")
     window: int = setting(0, "tokens that each token attends to; 0: all", "[0, inf)")
@@ -84,8 +85,14 @@ class TrainConfig:
     beta1: float = setting(0.9, "AdamW beta1", "[0, 1)")
     beta2: float = setting(0.95, "AdamW beta2", "[0, 1)")
     grad_clip: float = setting(1.0, "maximum gradient norm; 0: no clipping", "[0, inf)")
-    decay_lr: bool = setting(True, "warmup and cosine decay; False: constant rate")
+    decay_lr: bool = setting(True, "warmup and decay; False: constant rate")
+    lr_decay_start: float | None = setting(
+        None, "part of lr_decay_iters before a linear decay; None: cosine decay", "[0, 1)"
+    )
     warmup_iters: int = setting(2000, "steps of linear warmup", "[0, inf)")
+    momentum_warmup_iters: int = setting(
+        0, "steps in which Muon's momentum rises from 0.85 to 0.95", "[0, inf)"
+    )
     lr_decay_iters: int | None = setting(None, "last step of decay; None: max_iters", "[0, inf)")
     min_lr: float | None = setting(None, "final rate; None: learning_rate / 10", "[0, inf)")
 
@@ -132,6 +139,7 @@ from folio.distributed.world import process_group
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import sample_text
+from folio.training.muon import MOMENTUM
 from folio.training.run import Run
 from folio.training.run_log import RunLog, format_losses, print_end, print_finished, print_start
 from folio.training.setup import MEMORY_ADVICE, make_plan
@@ -234,6 +242,8 @@ def train_step(run, micro_batches, step, lr):
     for optimizer in run.optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
+            if "momentum" in group:  # Muon's
+                group["momentum"] = momentum_at(step, settings)
         scaler.step(optimizer)  # does nothing if a gradient has overflowed in float16
         # DDP and CUDA graphs need the same gradient tensors in each step.
         optimizer.zero_grad(set_to_none=run.can_free_gradients)
@@ -244,6 +254,8 @@ def train_step(run, micro_batches, step, lr):
 def learning_rate_at(clock, settings):
     """Returns the learning rate: linear warmup, then cosine decay to min_lr.
 
+    With lr_decay_start, the rate is constant until then, and the decay is linear (Hägele et al.
+    2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
     `clock` is the step, unless --minutes ends the run before max_iters; see Run.clock.
     """
     if not settings.decay_lr:
@@ -254,8 +266,24 @@ def learning_rate_at(clock, settings):
         return settings.learning_rate * (clock + 1) / (settings.warmup_iters + 1)
     if clock >= end:
         return low
-    fraction = (clock - settings.warmup_iters) / (end - settings.warmup_iters)
-    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
+    start = max(settings.warmup_iters, (settings.lr_decay_start or 0.0) * end)
+    fraction = max(0.0, clock - start) / (end - start)
+    if settings.lr_decay_start is None:
+        rest = 0.5 * (1 + math.cos(math.pi * fraction))
+    else:
+        rest = 1 - fraction
+    return low + (settings.learning_rate - low) * rest
+
+
+def momentum_at(step, settings):
+    """Returns Muon's momentum: a linear warmup from 0.85 to 0.95, then constant.
+
+    While the weights change fast, old gradients mislead (Jordan et al. 2024,
+    https://github.com/KellerJordan/modded-nanogpt, record 9).
+    """
+    if step >= settings.momentum_warmup_iters:
+        return MOMENTUM
+    return MOMENTUM - 0.1 * (1 - step / settings.momentum_warmup_iters)
 
 
 def evaluate(run, steps=None):

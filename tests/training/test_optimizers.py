@@ -48,10 +48,18 @@ def group_names(model, optimizer):
         ({"warmup_iters": 0, "max_iters": 50}, {25: 0.55, 50: 0.1}),
         ({"warmup_iters": 10, "lr_decay_iters": 10}, {9: 10 / 11, 10: 0.1}),
         ({"decay_lr": False}, {0: 1.0, 1: 1.0, 100: 1.0}),
+        (
+            {"warmup_iters": 10, "lr_decay_iters": 100, "lr_decay_start": 0.4, "min_lr": 0.1},
+            {0: 1 / 11, 10: 1.0, 40: 1.0, 70: 0.55, 99: 0.115, 100: 0.1, 500: 0.1},
+        ),
+        (
+            {"warmup_iters": 5, "max_iters": 10, "lr_decay_start": 0.0, "min_lr": 0.0},
+            {5: 1.0, 7.5: 0.5},
+        ),
     ],
-    ids=["all set", "default end", "warmup as long as the decay", "constant"],
+    ids=["all set", "default end", "long warmup", "constant", "linear", "linear after warmup"],
 )
-def test_learning_rate_has_linear_warmup_and_cosine_decay(changes, expected):
+def test_learning_rate_has_linear_warmup_and_cosine_or_linear_decay(changes, expected):
     settings = tiny.settings(learning_rate=1.0, **changes)
     for step, lr in expected.items():
         assert learning_rate_at(step, settings) == pytest.approx(lr, abs=5e-5)
@@ -70,6 +78,17 @@ def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
         assert [group["lr"] for group in groups] == [lr * scale for scale in scales]
         for old, new in zip(initial, run.model.parameters(), strict=True):
             assert torch.equal(old, new) != is_moving
+
+
+def test_momentum_of_muon_rises():
+    settings = tiny.settings(optimizer="muon", momentum_warmup_iters=20)
+    run = Run(tiny.plan_of(tiny_model().config, settings))
+    batch = torch.arange(32).view(4, 8)
+    [group] = run.optimizers["muon"].param_groups
+    for step, momentum in ((0, 0.85), (10, 0.9), (20, 0.95), (500, 0.95)):
+        train.train_step(run, [(batch, batch)], step, 0.1)
+        assert group["momentum"] == pytest.approx(momentum)
+    assert train.momentum_at(0, tiny.settings()) == 0.95
 
 
 # Parameter groups
