@@ -8,9 +8,11 @@
 # weight decay, which is better for other texts. docs/lab-notebook.md has the texts on which the
 # formulas were chosen, and others on which they were tested.
 
-from math import log10
+import math
 
 from folio.data.dataset import dataset_size
+from folio.hardware.device import choose_machine
+from folio.hardware.memory import max_micro_batch
 
 _size = dataset_size(dataset)
 _relative_size = _size.train_tokens / 1_003_854  # compared with tiny Shakespeare
@@ -26,9 +28,6 @@ qk_norm = True
 activation = "swiglu"
 tie_weights = False
 
-block_size = min(256 if _has_large_vocabulary else 1024, max(8, _size.val_tokens // 2))
-window = 64
-
 optimizer = "muon"
 min_lr = 0.0
 warmup_iters = 0
@@ -42,7 +41,7 @@ gradient_accumulation_steps = 1
 # occur fewer than 50 times are memorized sooner.
 _rarity = 0.5 if _has_large_vocabulary else min(1, _size.train_tokens / _size.vocab_size / 50)
 _repeats = min(4, max(1, _relative_size**-0.45)) * _rarity
-_dropout = round(min(0.3, -0.2 * log10(_relative_size)), 3)  # negative for more text
+_dropout = round(min(0.3, -0.2 * math.log10(_relative_size)), 3)  # negative for more text
 
 # Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
@@ -59,7 +58,7 @@ if not _use_large_model:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
     learning_rate = 8e-3
     _passes = 8 if _is_long_text else 3.88 * _repeats  # 8: usually more than the time allows
     _temperature = 0.9
-else:  # 8.0 M parameters
+else:  # 8.0 M parameters, or on a GPU one of _larger_models
     n_layer = 4
     n_head = 4
     n_embd = 256
@@ -69,16 +68,40 @@ else:  # 8.0 M parameters
     learning_rate = 6e-3
     _passes = 7.34 * _repeats
     _temperature = 0.8
+block_size = 256 if _has_large_vocabulary else 1024
+window = 64
+
+# A GPU trains the largest model for which it has the time to read 20 tokens per parameter (Hoffmann
+# et al. 2022, "Training Compute-Optimal Large Language Models"), if the text has 10, repeated ones
+# included. Repetitions are at first worth nearly as much as new text (Muennighoff et al. 2023,
+# "Scaling Data-Constrained Language Models"). Not measured on a GPU yet.
+_larger_models = ((6, 6, 384, 16_384), (8, 8, 512, 32_768), (12, 6, 768, 65_536))
+if device != "cpu":
+    _peak = choose_machine(device, "auto", False).peak_flops  # per second
+    _flops = 0.2 * _peak * 60 * (minutes or math.inf)  # a fifth of the peak, an estimate
+    for _layers, _heads, _width, _step_tokens in _larger_models:
+        _parameters = 12 * _layers * _width**2 + _size.vocab_size * _width  # in matrix products
+        _tokens_in_time = _flops / (6 * _parameters)
+        _tokens_in_text = _passes * _size.train_tokens
+        if _tokens_in_time >= 20 * _parameters and _tokens_in_text >= 10 * _parameters:
+            n_layer, n_head, n_embd = _layers, _heads, _width
+            learning_rate = 6e-3 * (256 / _width) ** 0.5
+            block_size = 1024
+            window = 0  # attention to all tokens is faster on a GPU
+            batch_size = min(max_micro_batch(device), _step_tokens // block_size)
+            gradient_accumulation_steps = _step_tokens // block_size // batch_size
+block_size = min(block_size, max(8, _size.val_tokens // 2))
+
 # Models that are trained on more text are less overconfident.
-train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * log10(_relative_size))), 3)
+train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * math.log10(_relative_size))), 3)
 
 # Tables of n-grams help if most of their rows occur often, and are memorized otherwise.
 if _size.vocab_size**2 < _size.train_tokens / 4:
     ngrams = 2 if _size.train_tokens < 700_000 else _max_ngrams
 
 _evaluations = 5 if _has_large_vocabulary else 10
-_tokens_per_step = batch_size * block_size
+_tokens_per_step = gradient_accumulation_steps * batch_size * block_size
 eval_interval = max(1, round(_passes * _size.train_tokens / _tokens_per_step / _evaluations))
 max_iters = _evaluations * eval_interval
 if _has_large_vocabulary or _relative_bytes > 2:  # not all steps may fit into the time
-    eval_iters = max(1, 40_000 // _tokens_per_step)
+    eval_iters = max(40_000, 4 * _tokens_per_step) // (batch_size * block_size)

@@ -3,24 +3,45 @@
 import dataclasses
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from folio.checkpoint.format import empty_model
+from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
+from folio.hardware import device as device_module
+from folio.hardware import memory
 from folio.hardware.kernels import use_fast_kernels
 from folio.training.distillation import Distillation
 from folio.training.setup import model_config
 from train import TrainConfig, learning_rate_at
 
-pytestmark = pytest.mark.usefixtures("text_size")
+pytestmark = pytest.mark.usefixtures("text_size", "card")
 CONFIG = Path(__file__).parent.parent / "config"
 every_preset = pytest.mark.parametrize(
     "preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem
 )
 SHAKESPEARE_CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # tiny Shakespeare has 65
+
+CARDS = {"T4": (65, 15), "RTX 4090": (165.2, 23.6), "A100": (312, 39.5), "H100": (989, 79)}
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A function that sets the GPU, by its peak in TFLOP/s and memory in GiB. Default: H100."""
+
+    def set_card(name="H100"):
+        peak, gib = CARDS[name]
+        machine = SimpleNamespace(peak_flops=1e12 * peak)
+        monkeypatch.setattr(device_module, "choose_machine", lambda *_: machine)
+        monkeypatch.setattr(memory, "memory_bytes", lambda _: 2**30 * gib)
+
+    set_card()
+    return set_card
+
 
 NANOGPT_RECIPE = {"cuda": {  # for tiny Shakespeare
     "n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "batch_size": 64, "dropout": 0.2,
@@ -43,7 +64,9 @@ def count_parameters(settings, tokenizer):
 
 
 @every_preset
-def test_every_preset_loads_and_its_model_can_be_built(preset):
+def test_every_preset_loads_and_its_model_can_be_built(preset, text_size):
+    if preset.stem == "gpt2_fast":
+        text_size(10**9, GPT2Tokenizer.vocab_size)
     for device in ("cuda", "cpu"):
         settings = load_preset(preset, device)
         assert settings.out_dir != "out" or settings.eval_only
@@ -55,7 +78,9 @@ def test_every_preset_loads_and_its_model_can_be_built(preset):
 
 @pytest.mark.slow
 @every_preset
-def test_the_training_forward_of_every_preset_is_one_graph(preset):
+def test_the_training_forward_of_every_preset_is_one_graph(preset, text_size):
+    if preset.stem == "gpt2_fast":
+        text_size(10**9, GPT2Tokenizer.vocab_size)
     settings = load_preset(preset, "cpu")
     config = model_config(settings, SHAKESPEARE_CHARACTERS)
     small = {"n_layer": min(config.n_layer, 2), "n_embd": 4 * config.n_head}
@@ -147,7 +172,61 @@ def test_the_larger_model_needs_time_and_text_whatever_the_tokens(text_size):
             assert load_preset("own_text.py", "cpu", unlimited).n_layer == layers
 
 
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "minutes", "name", "parameters", "width", "steps", "step_tokens"),
+    [
+        (1_003_854, 65, None, "H100", 8.0e6, 256, 1_800, 4_096),  # as on any GPU before
+        (27_000_000, 65, 2, "T4", 8.0e6, 256, 48_380, 4_096),
+        (27_000_000, 65, 2, "H100", 17.8e6, 384, 12_100, 16_384),
+        (27_000_000, 65, 60, "T4", 17.8e6, 384, 12_100, 16_384),
+        (100_000_000, 65, 10, "RTX 4090", 17.8e6, 384, 44_800, 16_384),
+        (100_000_000, 65, 10, "H100", 34.8e6, 512, 22_400, 32_768),
+        (900_000_000, 65, None, "T4", 99.3e6, 768, 100_800, 65_536),
+        (900_000_000, 50_257, 60, "H100", 76.8e6, 512, 100_800, 32_768),
+        (900_000_000, 50_257, None, "H100", 162.2e6, 768, 50_400, 65_536),
+    ],
+)
+def test_the_model_for_a_gpu_follows_the_text_the_time_and_the_card(
+    tokens, vocab_size, minutes, name, parameters, width, steps, step_tokens, text_size, card
+):
+    card(name)
+    text_size(tokens, vocab_size)
+    settings = load_preset("own_text.py", "cuda", f"--minutes={minutes}")
+    tokenizer = SHAKESPEARE_CHARACTERS if vocab_size == 65 else GPT2Tokenizer()
+    assert count_parameters(settings, tokenizer) == pytest.approx(parameters, rel=0.01)
+    assert (settings.n_embd, settings.max_iters) == (width, steps)
+    assert settings.tokens_per_step == step_tokens
+    assert load_preset("own_text.py", "cpu", f"--minutes={minutes}").n_embd <= 256
+
+
 # GPT-2
+
+
+@pytest.mark.parametrize(("name", "batch_size"), [("T4", 16), ("RTX 4090", 32), ("H100", 64)])
+def test_fast_gpt2_fits_the_card_and_the_corpus(name, batch_size, text_size, card):
+    card(name)
+    for tokens, minutes, steps, step_tokens in (
+        (9 * 10**9, None, 4_959, 2**19),
+        (28 * 10**6, None, 854, 2**17),
+        (9 * 10**9, 4, None, {"T4": 2**16, "RTX 4090": 2**16, "H100": 2**17}[name]),
+    ):
+        text_size(tokens, GPT2Tokenizer.vocab_size)
+        settings = load_preset("gpt2_fast.py", "cuda", f"--minutes={minutes}")
+        assert settings.max_iters == (steps or round(2.6e9 / step_tokens))
+        assert settings.tokens_per_step == step_tokens
+        assert settings.batch_size == min(batch_size, step_tokens // 1024)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "message"),
+    [(10**9, 65, "--tokenizer=gpt2"), (10**6, 50_257, "1,000,000 .* config/own_text.py")],
+)
+def test_fast_gpt2_names_the_preset_that_fits_another_dataset(
+    tokens, vocab_size, message, text_size
+):
+    text_size(tokens, vocab_size)
+    with pytest.raises(UserError, match=message):
+        load_preset("gpt2_fast.py")
 
 
 NANOGPT_PRESETS = {  # of the same names

@@ -1,7 +1,6 @@
 """tools.bench.suite: its commands, and a part at toy size; the other engines of tools.bench."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import tiny
 import sample
 import train
 from folio.cli.errors import UserError
+from folio.data.tokenizer import GPT2Tokenizer
 from tools import export
 from tools.bench import engines, suite
 
@@ -20,9 +20,9 @@ NANOGPT = [  # what a stand-in for its train.py prints
 ]
 
 
-@pytest.mark.usefixtures("verse")
-def test_a_dry_run_prints_all_commands_and_finds_an_invalid_setting(capsys, monkeypatch):
-    shutil.move("data/verse", "data/shakespeare_char")  # presets read its size
+@pytest.mark.usefixtures("folder")
+def test_a_dry_run_prints_all_commands_and_finds_an_invalid_setting(capsys, monkeypatch, text_size):
+    text_size(10**8, GPT2Tokenizer.vocab_size)  # presets read it
     suite.main(["--dry_run=True", f"--parts={','.join(suite.PARTS)}"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sum(len(row) - 2 for rows in suite.PARTS.values() for row in rows)

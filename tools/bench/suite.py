@@ -29,6 +29,7 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import write_atomically
 from folio.cli.settings import ROOT, load_settings, setting
+from folio.hardware.device import resolve_device
 from sample import SampleConfig
 from tools.bench.engines import EngineConfig
 from tools.bench.measure import describe_commit, describe_machine, format_figure, measure_command
@@ -110,7 +111,9 @@ def print_commands(settings):
                 command = expand(template, settings.vs_dir).split()
                 print(f"{part}: {shlex.join(command)}")
                 for script in CONFIGS.keys() & set(command):
-                    load_settings(CONFIGS[script], command[command.index(script) + 1 :])
+                    arguments, config = command[command.index(script) + 1 :], CONFIGS[script]
+                    has_device = hasattr(config, "device")
+                    load_settings(config, arguments, has_device and {"device": resolve_device})
 
 
 def measure_row(commands, figure, runs):
@@ -147,6 +150,7 @@ def expand(template, nanogpt):
     names = TABLE["commands"] | {
         "python": sys.executable,
         "folio": str(ROOT),
+        "torch": str(Path(torch.__file__).parent),
         "nanogpt": nanogpt,
         "out": str(RESULTS.resolve()),
     }
