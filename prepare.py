@@ -30,6 +30,7 @@ PROVIDED_DATASETS = {  # name: default tokenizer
     "fineweb_edu": "gpt2",
 }
 TOKENIZER_KINDS = ("char", "byte", "bpe", "gpt2")
+MIN_GPT2_TOKENS = 10_000_000  # of config/gpt2_fast.py
 MAX_BPE_CHARACTERS = 2**24  # training a BPE takes up to 300 bytes of memory for each
 
 
@@ -152,7 +153,8 @@ def main(argv=None):
         print(f"test: python sample.py --out_dir=out-{name} --score={test_path}")
     if corpus.line_ends:
         print(f"line ends: {' and '.join(corpus.line_ends)} became newlines")
-    print(f"train: python train.py {training_arguments(name, settings.kind)}")
+    arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
+    print(f"train: python train.py {arguments}")
 
 
 def write_test(corpus, path):
@@ -195,12 +197,14 @@ def check_other_text(folder, corpus):
             )
 
 
-def training_arguments(name, kind):
-    """Returns the arguments of train.py that fit a dataset with a kind of tokenizer."""
+def training_arguments(name, kind, tokens):
+    """Returns the arguments of train.py that fit a dataset: its tokenizer and training tokens."""
     if (name, kind) == ("shakespeare_char", "char"):
         return "config/shakespeare_char_fast.py"
-    gpt2 = "train_gpt2.py" if name in HUB_DATASETS else "finetune_shakespeare.py --init_from=gpt2"
-    preset = gpt2 if kind == "gpt2" else "own_text.py --minutes=2"
+    preset = "own_text.py --minutes=2"
+    if kind == "gpt2":
+        is_large = tokens >= MIN_GPT2_TOKENS
+        preset = "gpt2_fast.py" if is_large else "finetune_shakespeare.py --init_from=gpt2"
     return f"config/{preset} --dataset={shlex.quote(name)} --out_dir={shlex.quote('out-' + name)}"
 
 

@@ -165,13 +165,15 @@ def test_a_bpe_is_trained_on_evenly_spread_parts_of_a_long_text(monkeypatch):
          "config/own_text.py --minutes=2 --dataset='x$y' --out_dir='out-x$y'"),
         ("--input=own.txt --dataset=own --tokenizer=gpt2",
          "config/finetune_shakespeare.py --init_from=gpt2 --dataset=own --out_dir=out-own"),
-        ("--input=own.txt --dataset=openwebtext --tokenizer=gpt2",
-         "config/train_gpt2.py --dataset=openwebtext --out_dir=out-openwebtext"),
+        ("--input=long.txt --dataset=own --tokenizer=gpt2",
+         "config/gpt2_fast.py --dataset=own --out_dir=out-own"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("gpt2_of_bytes")
-def test_the_last_line_is_a_command_that_trains(flags, command, capsys):
+def test_the_last_line_is_a_command_that_trains(flags, command, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "MIN_GPT2_TOKENS", 2000)
     write("own.txt", "rose " * 100)
+    write("long.txt", "rose " * 1000)
     main(flags.split())
     assert capsys.readouterr().out.splitlines()[-1] == f"train: python train.py {command}"
 

@@ -36,10 +36,13 @@ def memory_bytes(device):
 def max_micro_batch(device):
     """Returns how many sequences of 1,024 tokens a micro-batch of GPT-2 124M may have, at most 64.
 
-    It is a power of two. On an H100, a compiled step of 12 sequences takes 7.25 GiB, and one of 32
-    takes 15.6 GiB, so that each takes 0.42 GiB; 0.6 also covers the weights and leaves a reserve.
+    It is a power of two. On an H100, a compiled step of 12 sequences takes 7.25 GiB and one of 32
+    takes 15.6 GiB, so each sequence takes 0.42 GiB; 0.6 leaves a reserve. Other devices do not
+    compile by default and share their memory, so that they get 4.
     """
-    sequences = (memory_bytes(device) or 2**33) / (0.6 * 2**30)
+    if device_type(device) != "cuda":
+        return 4
+    sequences = memory_bytes(device) / (0.6 * 2**30)
     return 2 ** max(0, min(6, int(math.log2(sequences))))
 
 

@@ -1,4 +1,4 @@
-"""Measure a script: time per step, to a validation loss or to a text, and memory.
+"""Measure a script: time per step, to a validation loss or to a text.
 
     python -m tools.bench -- config/shakespeare_char.py --max_iters=300
     python -m tools.bench --target=1.9 --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
@@ -6,7 +6,6 @@
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
     python -m tools.bench --count -- config/shakespeare_char.py
-    python -m tools.bench --memory=8 -- config/train_gpt2.py --parallel=fsdp
 
 Commands run alternately as whole processes, and the figures are medians over the runs.
 """
@@ -34,9 +33,6 @@ class BenchConfig:
     logs: str | None = setting(None, "folder for the losses of the last runs, for tools.plot")
     profile: bool = setting(False, "print the time of each operation of train.py or sample.py")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model")
-    memory: int | None = setting(
-        None, "print the simulated memory of train.py in this many processes", "[1, inf)"
-    )
 
 
 process.start(__name__, BenchConfig)  # --help must not wait for torch
@@ -50,10 +46,6 @@ def main(argv=None):
     settings = load_settings(BenchConfig, argv)
     if settings.count:
         print_counts(settings.arguments)
-    elif settings.memory:
-        from tools.bench.memory import print_memory  # internals of torch
-
-        print_memory(settings.arguments, settings.memory)
     elif settings.profile:
         print(describe_machine())
         profile = profile_sampling if settings.script == "sample" else profile_training
