@@ -159,7 +159,7 @@ class GPT(nn.Module):
         self.rotary = RotaryEmbedding(config) if config.position == "rotary" else None
 
     @torch.no_grad()
-    def init_weights(self, assign=torch.Tensor.copy_, zero_projections=False):
+    def init_weights(self, assign=torch.Tensor.copy_):
         """Initializes all parameters like GPT-2. Returns the model.
 
         Weights of norms are 1, biases 0, and matrices normal with standard deviation 0.02. Each
@@ -169,8 +169,6 @@ class GPT(nn.Module):
         Args:
             assign: assign(parameter, values) sets a parameter, on any device, to a CPU tensor.
                 Values are drawn on the CPU, so that they are the same on every device.
-            zero_projections: these projections are 0, so that each block begins as the identity
-                (Zhang et al. 2019, "Fixup Initialization").
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -182,7 +180,7 @@ class GPT(nn.Module):
             else:
                 std = 0.02
                 if name.endswith("c_proj.weight"):
-                    std = 0.0 if zero_projections else std / math.sqrt(2 * self.config.n_layer)
+                    std /= math.sqrt(2 * self.config.n_layer)
                 values = torch.empty(parameter.shape).normal_(std=std)
             assign(parameter, values)
         return self

@@ -264,15 +264,6 @@ def test_weights_are_initialized_as_in_gpt2():
             assert parameter.mean().item() == pytest.approx(0, abs=0.1 * std), name
 
 
-def test_projections_can_start_at_zero():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**SMALL)).init_weights(zero_projections=True)
-    x = torch.randn(2, 8, 16)
-    for block in model.transformer.h:
-        assert torch.equal(block(x), x)
-    assert model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.1)
-
-
 def test_a_new_kind_of_parameter_needs_a_rule_for_its_initial_value():
     model = random_model()
     model.transformer.ln_f.alpha = torch.nn.Parameter(torch.full((1,), 0.5))

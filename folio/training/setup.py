@@ -110,7 +110,7 @@ def make_model(plan):
         start.weights = {}  # the model has them
     else:
         torch.manual_seed(plan.settings.seed)
-        model.init_weights(assign, plan.settings.zero_init)
+        model.init_weights(assign)
     return model
 
 
