@@ -1,7 +1,7 @@
 # A model of GPT-2's size on one GPU, with techniques that are newer than GPT-2: 12 layers of width
 # 768, as in train_gpt2.py. It works for any corpus of GPT-2's tokens:
 #
-#     python prepare.py --dataset=fineweb_edu --max_tokens=3e9
+#     python prepare.py --dataset=fineweb_edu --max_tokens=1000000000
 #     python train.py config/gpt2_fast.py --dataset=fineweb_edu --minutes=60
 #
 # Without --minutes, it makes at most 5,000 steps, fewer for a corpus of less than 650 M tokens.
@@ -40,8 +40,8 @@ position = "rotary"  # 0.17
 qk_norm = True  # 0.10
 activation = "relu2"  # 0.06
 norm = "rmsnorm"  # no difference, but fewer operations
-tie_weights = False  # 0.55, and 39 M parameters more
-ngrams = 2  # 0.05, and 25 M parameters more, whose products take no time
+tie_weights = False  # 0.55; 39 M parameters more
+ngrams = 2  # 0.05; its 25 M parameters are looked up, which takes little time
 
 optimizer = "muon"  # 1.3 compared with AdamW
 momentum_warmup_iters = 300  # 0.06
@@ -63,7 +63,7 @@ if minutes:
     _peak = choose_machine(device, "auto", False).peak_flops  # per second
     _flops_per_token = 855e6
     _run_tokens = min(_tokens, 60 * minutes * 0.4 * _peak / _flops_per_token)  # 0.4: as measured
-_sequences = 2 ** round(math.log2(512 * (_run_tokens / 2.6e9) ** 0.383))  # per step
+_sequences = 2 ** max(0, round(math.log2(512 * (_run_tokens / 2.6e9) ** 0.383)))  # per step
 batch_size = min(_sequences, max_micro_batch(device))
 gradient_accumulation_steps = _sequences // batch_size
 learning_rate = 5e-3
