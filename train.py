@@ -86,7 +86,7 @@ class TrainConfig:
     grad_clip: float = setting(1.0, "maximum gradient norm; 0: no clipping", "[0, inf)")
     decay_lr: bool = setting(True, "warmup and decay; False: constant rate")
     lr_decay_start: float | None = setting(
-        None, "part of lr_decay_iters before a linear decay; None: cosine decay", "[0, 1)"
+        None, "linear decay from this part of lr_decay_iters on; None: cosine decay", "[0, 1)"
     )
     warmup_iters: int = setting(2000, "steps of linear warmup", "[0, inf)")
     momentum_warmup_iters: int = setting(
@@ -277,8 +277,8 @@ def learning_rate_at(clock, settings):
 def momentum_at(step, settings):
     """Returns Muon's momentum: a linear warmup from 0.85 to 0.95, then constant.
 
-    While the weights change fast, old gradients mislead (Jordan et al. 2024,
-    https://github.com/KellerJordan/modded-nanogpt, record 9).
+    Early in training, gradients change quickly, so that earlier ones should count less (Jordan et
+    al. 2024, https://github.com/KellerJordan/modded-nanogpt, record 9).
     """
     if step >= settings.momentum_warmup_iters:
         return MOMENTUM
