@@ -71,11 +71,15 @@ else:  # 8.0 M parameters, or on a GPU one of _larger_models
 block_size = 256 if _has_large_vocabulary else 1024
 window = 64
 
-# A GPU trains the largest model for which it has the time to read 20 tokens per parameter (Hoffmann
-# et al. 2022, "Training Compute-Optimal Large Language Models"), if the text has 10, repeated ones
-# included. Repetitions are at first worth nearly as much as new text (Muennighoff et al. 2023,
-# "Scaling Data-Constrained Language Models"). Not measured on a GPU yet.
-_larger_models = ((6, 6, 384, 16_384), (8, 8, 512, 32_768), (12, 6, 768, 65_536))
+# A GPU trains the largest model for which the time suffices for 20 tokens per parameter (Hoffmann
+# et al. 2022, "Training Compute-Optimal Large Language Models") and the text has 10, counting each
+# time that it is read. Repeated text is at first worth nearly as much as new text (Muennighoff et
+# al. 2023, "Scaling Data-Constrained Language Models"). Not measured on a GPU yet.
+_larger_models = (  # layers, heads, width, tokens per step
+    (6, 6, 384, 16_384),
+    (8, 8, 512, 32_768),
+    (12, 6, 768, 65_536),
+)
 if device != "cpu":
     _peak = choose_machine(device, "auto", False).peak_flops  # per second
     _flops = 0.2 * _peak * 60 * (minutes or math.inf)  # a fifth of the peak, an estimate
