@@ -12,6 +12,7 @@ from folio.cli.errors import UserError
 from tools.bench import __main__ as bench
 from tools.bench import measure
 from tools.bench.measure import COLUMNS, SEPARATOR, measure_command, read_figures
+from tools.bench.profile import kind_of
 from tools.plot.runs import read_runs
 
 TRAINING = """
@@ -119,7 +120,28 @@ def test_sampling_is_measured_and_profiled(verse, capsys):
     assert not Path("other").exists()
     out = capsys.readouterr().out
     assert len(re.findall(r"^a step takes [\d.]+ ms", out, re.M)) == 2
-    assert "aten::" in out
+    assert len(re.findall(r"^\| (products|attention) +\| +[\d.]+ \| +[\d.]+% \|", out, re.M)) > 2
+    assert "| aten::mm " in out
+    assert re.search(r"^Optimizer.step#Muon.step takes [\d.]+ ms of it", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (
+            "loss",
+            "triton_red_fused__log_softmax__to_copy_nll_loss_forward_5 aten::nll_loss_forward",
+        ),
+        ("attention", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop fmha_cutlassF_bf16"),
+        ("products", "nvjet_tst_128x256_64x4_h_bz_NTT sm90_xmma_gemm_bf16 aten::addmm aten::bmm"),
+        ("optimizer, clipping", "multi_tensor_apply_kernel<FusedAdam aten::linalg_vector_norm"),
+        ("casts, copies", "Memcpy(DtoD) direct_copy_kernel_cuda triton_poi_fused__to_copy_t_3"),
+        ("elementwise, norms", "triton_per_fused__to_copy_add_native_layer_norm_2 aten::gelu"),
+        ("other", "aten::view"),
+    ],
+)
+def test_kernels_have_kinds(kind, names):
+    assert {kind_of(name) for name in names.split()} == {kind}
 
 
 @pytest.mark.parametrize("changes", [{}, {"window": 3}, tiny.SWITCHES], ids=str)

@@ -31,7 +31,7 @@ class BenchConfig:
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
     vs_dir: str = setting(".", "folder of the --vs command")
     logs: str | None = setting(None, "folder for the losses of the last runs, for tools.plot")
-    profile: bool = setting(False, "print the time of each operation of train.py or sample.py")
+    profile: bool = setting(False, "print where the time of a step of the script goes")
     count: bool = setting(False, "print the parameters and FLOPs of train.py's model")
 
 

@@ -73,11 +73,12 @@ def compare_commands(settings):
     print_medians(medians)
 
 
-def measure_command(command, folder=".", target=None, log=None):
+def measure_command(command, folder=".", target=None, log=None, output=None):
     """Runs a command in a folder, and returns its figures, {name: value}.
 
-    `target` is the validation loss of "to_target_s", `log` a file for write_log. Raises OSError if
-    the command cannot be started, and UserError if it fails.
+    `target` is the validation loss of "to_target_s", `log` a file for write_log, `output` a file to
+    which what the command prints is appended. Raises OSError if the command cannot be started, and
+    UserError if it fails.
     """
     start = time.perf_counter()
     lines = []  # of output, with the seconds since the start
@@ -90,6 +91,9 @@ def measure_command(command, folder=".", target=None, log=None):
     finally:
         child.terminate()  # has no effect if it has ended
     seconds = time.perf_counter() - start
+    if output:
+        with open(output, "a", encoding="utf-8") as file:
+            print(f"$ {shlex.join(command)}", *(line for _, line in lines), sep="\n", file=file)
     if code := os.waitstatus_to_exitcode(status):
         tail = " / ".join(line for _, line in lines[-5:])
         raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")

@@ -4,11 +4,11 @@
     python -m tools.bench.suite --vs_dir=../nanoGPT --parts=engines,losses
     python -m tools.bench.suite --dry_run=True
 
-suite.toml has the rows. What the commands print is read as in tools.bench. After each run, its
-figures are written to out-suite/runs.json. Runs of this commit that are there are not repeated, so
-a call continues where --minutes ended the last one. A command that fails is reported and skipped.
-nanoGPT needs the data of its Shakespeare recipe. The last line of output is a JSON object with the
-figures.
+suite.toml has the rows. What the commands print is read as in tools.bench, and appended to
+out-suite/output.txt. After each run, its figures are written to out-suite/runs.json. Runs of this
+commit that are there are not repeated, so a call continues where --minutes ended the last one. A
+command that fails is reported and skipped. nanoGPT needs the data of its Shakespeare recipe. The
+last line of output is a JSON object with the figures.
 """
 
 import json
@@ -138,8 +138,8 @@ def measure_once(command, number):
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     runs = saved.setdefault(describe_commit(), {}).setdefault(command, [])
     if number == len(runs):
-        runs.append(measure_command(command.split()))
         path.parent.mkdir(exist_ok=True)
+        runs.append(measure_command(command.split(), output=RESULTS / "output.txt"))
         with write_atomically(path) as [file]:
             file.write(json.dumps(saved, indent=1).encode())
     return runs[number]
