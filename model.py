@@ -57,12 +57,29 @@ class Linear(nn.Linear):
     def reset_parameters(self):
         pass
 
+    def forward(self, x):
+        """Computes in the dtype of x."""
+        return F.linear(x, self.weight.to(x.dtype), cast(self.bias, x.dtype))
+
 
 class Embedding(nn.Embedding):
     """nn.Embedding, which only GPT.init_weights initializes."""
 
     def reset_parameters(self):
         pass
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm, which computes in the dtype of its input."""
+
+    def forward(self, x):
+        weight, bias = self.weight.to(x.dtype), cast(self.bias, x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+def cast(tensor, dtype):
+    """Returns a tensor, or None, in a dtype."""
+    return None if tensor is None else tensor.to(dtype)
 
 
 class CausalSelfAttention(nn.Module):
@@ -139,7 +156,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT language model. Call init_weights() before training a new one."""
+    """A GPT language model. Call init_weights() before training a new one.
+
+    `dtype` is the data type of activations and matrix products; None is that of the weights.
+    Training sets it to bfloat16 or float16; weights and the loss stay float32 (Micikevicius et al.
+    2018, "Mixed Precision Training").
+    """
+
+    dtype = None
 
     def __init__(self, config):
         super().__init__()
@@ -195,7 +219,7 @@ class GPT(nn.Module):
 
     def loss(self, logits, targets):
         """Returns the mean cross-entropy of logits, (B, T, V), a scalar. See forward."""
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
     def logits(self, idx, temperature=1.0):
         """Returns the logits of the token after each position: (B, T) -> (B, T, V)."""
@@ -227,7 +251,7 @@ class GPT(nn.Module):
             x = self.transformer.context(self.embed, idx, positions)
         else:
             x = self.embed(idx[:, -positions.shape[-1] :], positions)  # all tokens in training
-        x = self.transformer.drop(x)  # (B, T', C)
+        x = self.transformer.drop(x.to(self.dtype or x.dtype))  # (B, T', C)
         rotation = None if self.rotary is None else self.rotary(positions)
         for layer, block in enumerate(self.transformer.h):
             attend_in_layer = partial(attend, layer) if attend is not None else None
@@ -272,8 +296,15 @@ NORMS = {"layernorm": F.layer_norm, "rmsnorm": F.rms_norm}
 def make_norm(config):
     """Returns the norm over the C values of each token."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd)
-    return nn.LayerNorm(config.n_embd, bias=config.bias)
+        return RMSNorm(config.n_embd)
+    return LayerNorm(config.n_embd, bias=config.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm, which computes in the dtype of its input."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 # activation

@@ -97,10 +97,10 @@ class TrainConfig:
 
     device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine", scope="machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "data type of matrix products; weights stay float32"
+        "auto", "data type of activations; weights stay float32"
     )
-    compile: Literal["auto", "reduce-overhead", "max-autotune"] | bool = setting(
-        "auto", "torch.compile; reduce-overhead and max-autotune use CUDA graphs", scope="machine"
+    compile: Literal["auto", "max-autotune"] | bool = setting(
+        "auto", "torch.compile; auto: on a GPU, except for short steps", scope="machine"
     )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", scope="machine"
@@ -135,6 +135,7 @@ import torch
 from folio.data.batches import Batches, dropout_seed, evaluation_iters, evaluation_starts, val_bytes
 from folio.distributed.sharding import clip_gradients, set_gradient_sync
 from folio.distributed.world import process_group
+from folio.hardware.compile import CudaGraph
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import sample_text
@@ -215,36 +216,43 @@ def train_step(run, micro_batches, step, lr):
     Both are scalar tensors and cover all processes. They are not read here, because reading waits
     for a GPU. After a stop signal, the loss is None, and no weight has changed.
     """
-    settings, scaler = run.settings, run.scaler
-    count = settings.gradient_accumulation_steps // run.world.size  # micro-batches of this process
+    settings = run.settings
     if settings.dropout:
         torch.manual_seed(dropout_seed(settings.seed, step, run.world.rank))
+    for optimizer in run.optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"].fill_(lr * group["lr_scale"])  # a tensor, for CUDA graphs
+            if "momentum" in group:  # Muon's
+                group["momentum"] = momentum_at(step, settings)
+    if not run.machine.cuda_graph:
+        needs_norm = settings.grad_clip or step % settings.log_interval == 0  # it takes time
+        return update_weights(run, micro_batches, needs_norm)
+    run.graph = run.graph or CudaGraph(lambda x, y: update_weights(run, [(x, y)]))
+    return run.graph(*next(micro_batches))
+
+
+def update_weights(run, micro_batches, needs_norm=True):
+    """Makes one step with the learning rates that are set. Returns the same as train_step."""
+    settings, scaler = run.settings, run.scaler
+    count = settings.gradient_accumulation_steps // run.world.size  # micro-batches of this process
 
     # Forward and backward: the gradient of the mean loss.
     loss = torch.zeros((), device=run.machine.device)
     for number, (x, y) in enumerate(micro_batches, start=1):
-        if run.is_stopped():
+        if number > 1 and run.is_stopped():
             return None, None
         # With several processes, the last backward pass averages the gradients over them.
         set_gradient_sync(run.forward, number == count)
-        with run.machine.autocast():
-            micro_loss = run.forward(x, y, settings.train_temperature) / count
+        micro_loss = run.forward(x, y, settings.train_temperature) / count
         scaler.scale(micro_loss).backward()  # the scale is 1, except in float16
         loss += micro_loss.detach()
 
     # Clip the gradient and update the weights.
     for optimizer in run.optimizers.values():
         scaler.unscale_(optimizer)
-    grad_norm = None  # takes time, so it is computed only if it is used
-    if settings.grad_clip or step % settings.log_interval == 0:
-        grad_norm = clip_gradients(run.model, settings.grad_clip)
+    grad_norm = clip_gradients(run.model, settings.grad_clip) if needs_norm else None
     for optimizer in run.optimizers.values():
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-            if "momentum" in group:  # Muon's
-                group["momentum"] = momentum_at(step, settings)
         scaler.step(optimizer)  # does nothing if a gradient has overflowed in float16
-        # DDP and CUDA graphs need the same gradient tensors in each step.
         optimizer.zero_grad(set_to_none=run.can_free_gradients)
     scaler.update()
     return run.world.mean(loss), grad_norm
@@ -321,8 +329,7 @@ def split_loss(run, split, iters):
             return None
         own_starts = starts[first + world.rank * B :][:B]
         x, y = split.windows(np.resize(own_starts, B), T)  # repeats them up to B
-        with run.machine.autocast():
-            loss = run.forward(x, y.masked_fill(rows >= len(own_starts), -1))
+        loss = run.forward(x, y.masked_fill(rows >= len(own_starts), -1))
         if len(own_starts):
             total += loss * len(own_starts)
     run.model.train()

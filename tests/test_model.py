@@ -163,6 +163,26 @@ def test_rotary_positions_equal_transformers():
     assert relative_error(logits_of(ours, idx), reference) < 1e-5
 
 
+# Data types
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_activations_of_16_bits_change_loss_and_gradients_little(changes, dtype):
+    exact, rounded = random_model(**changes), random_model(**changes)
+    rounded.dtype = dtype
+    idx = random_ids(exact)
+    assert rounded.trunk(idx).dtype == rounded.logits(idx).dtype == dtype
+    losses = [model(idx, idx) for model in (exact, rounded)]
+    assert losses[1].dtype == torch.float32
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.01)
+    for loss in losses:
+        loss.backward()
+    for ours, theirs in zip(rounded.parameters(), exact.parameters(), strict=True):
+        assert ours.grad.dtype == torch.float32
+        assert (ours.grad - theirs.grad).norm() < 0.05 * theirs.grad.norm()
+
+
 # Query-key normalization
 
 

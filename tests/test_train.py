@@ -348,7 +348,7 @@ def test_run_on_a_gpu_lowers_the_loss(verse, dtype):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("compile", [True, "reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("compile", [True, "max-autotune"])
 def test_compiled_run_on_a_gpu_is_close_to_uncompiled_run(verse, capsys, compile, dtype):
     from torch._dynamo.utils import counters  # slow to import
 
@@ -360,5 +360,4 @@ def test_compiled_run_on_a_gpu_is_close_to_uncompiled_run(verse, capsys, compile
         train.main(tiny.flags(out_dir=out_dir, compile=value, **settings))
         losses.append([event["loss"] for event in tiny.log_events(out_dir) if "loss" in event])
     assert "continuing without" not in capsys.readouterr().err
-    assert counters["inductor"]["cudagraph_skips"] == 0
     assert losses[1] == pytest.approx(losses[0], abs=5e-3)

@@ -31,9 +31,8 @@ def replicate(forward, world):
 def shard_model(model, world, dtype):
     """Shards a GPT on the meta device over the processes, in place. Weights stay uninitialized.
 
-    Before a block computes, its parameters are gathered in `dtype`, which is then also the dtype of
-    the residual stream and the norms. Gradients are averaged in float32 (Zhao et al. 2023, "PyTorch
-    FSDP").
+    Before a block computes, its parameters are gathered in `dtype`. Gradients are averaged in
+    float32 (Zhao et al. 2023, "PyTorch FSDP").
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -46,8 +45,7 @@ def shard_model(model, world, dtype):
     if model.rotary is not None:
         model.rotary.reset_parameters()  # its tables are not weights
     idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
-    mixed = torch.autocast(idx.device.type, DTYPES[dtype], enabled=dtype != "float32")
-    with torch.no_grad(), mixed:
+    with torch.no_grad():
         model(idx, idx)  # FSDP initializes itself in the first call
     model.reshard()
 

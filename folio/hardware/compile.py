@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from folio.cli.errors import cause_of
-from folio.hardware.device import device_type, uses_cuda_graphs
+from folio.hardware.device import device_type
 from folio.hardware.memory import is_out_of_memory
 
 PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or more rows
@@ -19,12 +19,9 @@ FUSIBLE = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("re
 def compile_model(model, machine, batch):
     """Returns `model` compiled for training and evaluation, or `model` if compilation fails.
 
-    With CUDA graphs, every parameter gets a gradient tensor, which must be kept. Otherwise autograd
-    would use the output of a graph as the gradient, which the next run of the graph overwrites.
-
     batch: the arguments of forward() in a training step; an evaluation passes the first two.
     """
-    mode = machine.compile if uses_cuda_graphs(machine.compile) else None
+    mode = "max-autotune-no-cudagraphs" if machine.compile == "max-autotune" else None
     # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.
     options = {"cpp_wrapper": True} if device_type(machine.device) == "cpu" and not mode else None
     forward, start = model, time.monotonic()
@@ -35,16 +32,14 @@ def compile_model(model, machine, batch):
         # some parameters gathered, and then zero_grad() misses their gradients.
         for training in (False, True):
             model.train(training)
-            with machine.autocast(), torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(training):
                 loss = compiled(*batch) if training else compiled(*batch[:2])
         loss.backward()
         forward = compiled
     if forward is not model:
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     model.train()
-    for parameter in model.parameters():
-        has_gradient = mode and parameter.requires_grad  # a teacher's parameters do not
-        parameter.grad = torch.zeros_like(parameter) if has_gradient else None
+    model.zero_grad()
     return forward
 
 
@@ -75,34 +70,53 @@ def step_accelerator(machine):
                 compiled = torch.compile(step)
                 compiled(*arguments)  # runs the compiler
                 fast = compiled
-        if on_cuda:
-            with continue_on_failure("CUDA graph capture"):
-                return capture_cuda_graph(fast, *arguments)
-        return fast
+        return CudaGraph(fast) if on_cuda else fast
 
     return accelerate
 
 
-def capture_cuda_graph(step, *arguments):
-    """Returns a function that runs `step` as a CUDA graph, which launches all kernels at once."""
-    inputs = [argument.clone() for argument in arguments]  # a graph always uses the same addresses
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # one-time initialization must not be captured
-        for _ in range(3):
-            step(*inputs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step(*inputs)
+class CudaGraph:
+    """Calls a function from the fourth call on as a CUDA graph, which launches all kernels at once.
 
-    def replay(*arguments):
-        for target, source in zip(inputs, arguments, strict=True):
+    The function takes and returns tensors. Each call must run the same operations with the same
+    Python numbers; values that change must be in tensors. The first calls, and all if capture
+    fails, call the function itself.
+    """
+
+    def __init__(self, function):
+        self.function, self.graph = function, None
+        self.warmup_calls = 3  # because one-time initialization must not be captured
+
+    def __call__(self, *arguments):
+        if self.warmup_calls:
+            self.warmup_calls -= 1
+            return self._call_on_other_stream(arguments)
+        if self.graph is None:
+            with continue_on_failure("CUDA graph capture"):
+                self._capture(arguments)
+        if not self.graph:  # capture has failed
+            return self.function(*arguments)
+        for target, source in zip(self.inputs, arguments, strict=True):
             target.copy_(source)
-        graph.replay()
-        return tuple(output.clone() for output in outputs)
+        self.graph.replay()
+        return tuple(output.clone() for output in self.outputs)
 
-    return replay
+    def _call_on_other_stream(self, arguments):
+        """Calls the function as in a capture, which uses another stream, too."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            outputs = self.function(*arguments)
+        torch.cuda.current_stream().wait_stream(stream)
+        return outputs
+
+    def _capture(self, arguments):
+        """Records the kernels of a call, without running them."""
+        self.inputs = [argument.clone() for argument in arguments]  # at fixed addresses
+        graph, self.graph = torch.cuda.CUDAGraph(), False
+        with torch.cuda.graph(graph):
+            self.outputs = self.function(*self.inputs)
+        self.graph = graph
 
 
 class PackedLinear(nn.Module):

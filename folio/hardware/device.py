@@ -4,7 +4,7 @@ import glob
 import os
 import re
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +21,7 @@ DTYPE_REASONS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_CORES_SHARE = 0.8  # of the time in which threads can run, the time that they have a core
 CORES_CHECK_INTERVAL_S = 3
+MAX_GRAPH_S = 5e-3  # of a step at peak speed; real steps take at least twice as long
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
 # Pattern of a card's name, and its peak for 16-bit and for float32 matrix products (TF32 if it has
@@ -49,8 +50,9 @@ class Machine:
 
     device: str
     dtype: str
-    compile: bool | str  # str: a mode of torch.compile
-    summary: str
+    compile: bool | str  # str: max-autotune
+    summary: str = ""
+    cuda_graph: bool = False  # a training step is one; see compile.CudaGraph
 
     @property
     def data_sheet_flops(self):
@@ -66,22 +68,18 @@ class Machine:
         """The FLOP/s of matrix products in `dtype`, which are measured for unknown cards."""
         return self.data_sheet_flops or _measure_peak(self.device, DTYPES[self.dtype])
 
-    def autocast(self):
-        """Returns a context in which matrix products run in `dtype`."""
-        if self.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(device_type(self.device), dtype=DTYPES[self.dtype])
-
     def synchronize(self):
         """Waits until the device has finished all queued work."""
         if device_type(self.device) != "cpu":
             torch.accelerator.synchronize(self.device)
 
 
-def choose_machine(device, dtype, compile):
+def choose_machine(device, dtype, compile, step_flops=None):
     """Returns the Machine for a resolved device and settings that may be "auto".
 
-    Allows TF32 for float32 products, where the device has it.
+    Allows TF32 for float32 products, where the device has it. `step_flops` are the FLOPs of a
+    training step that can be a CUDA graph. It is one if it is short, because launching its kernels
+    would take longer than running them.
     """
     torch.set_float32_matmul_precision("high")
     kind, name = device_type(device), "Apple GPU"
@@ -95,22 +93,23 @@ def choose_machine(device, dtype, compile):
     if dtype == "auto":
         dtype = default_dtype(device)
         dtype_reason = DTYPE_REASONS[dtype]
+    cuda_graph = False
+    if step_flops and kind == "cuda" and dtype != "float16":  # float16 can skip steps
+        cuda_graph = step_flops / Machine(device, dtype, False).peak_flops < MAX_GRAPH_S
     if compile == "auto":
         # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones,
         # which is more than short runs gain.
-        compile, compile_reason = kind == "cuda", f"default on {kind}"
-    elif uses_cuda_graphs(compile):
+        compile, compile_reason = kind == "cuda" and not cuda_graph, f"default on {kind}"
+        if cuda_graph:
+            compile_reason = "short steps"
+    elif compile == "max-autotune":
         compile_reason = compile
     summary = (
         f"{device} ({name}), {dtype} ({dtype_reason}), "
         f"{'compiled' if compile else 'not compiled'} ({compile_reason})"
+        f"{', each step a CUDA graph' if cuda_graph else ''}"
     )
-    return Machine(device, dtype, compile, summary)
-
-
-def uses_cuda_graphs(compile):
-    """Whether a value of the setting `compile` is a mode of torch.compile, with CUDA graphs."""
-    return isinstance(compile, str) and compile != "auto"
+    return Machine(device, dtype, compile, summary, cuda_graph)
 
 
 @contextmanager

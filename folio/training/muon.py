@@ -33,7 +33,10 @@ class Muon(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler sets found_inf
 
     def __init__(self, params, lr, weight_decay, dtype, world=SINGLE_PROCESS):
-        """`params` are matrices, sharded or not. `dtype` is that of the matrix products."""
+        """`params` are matrices, sharded or not. `dtype` is that of the matrix products.
+
+        `lr` is a scalar tensor on their device.
+        """
         self.dtype, self.world = dtype, world
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "lr_scale": 1.0}
         super().__init__(params, defaults)
@@ -66,14 +69,13 @@ class Muon(torch.optim.Optimizer):
 
     def _apply(self, group, updates):
         """Decays the weights and subtracts the scaled updates."""
-        parameters, lr = group["params"], group["lr"]
-        decay = lr * group["weight_decay"]
+        lr = group["lr"]
         if self.found_inf is not None:
-            keep = 1 - self.found_inf
-            updates, decay = torch._foreach_mul(updates, keep), decay * keep
-        weights = [local_shard(p) for p in parameters]
-        torch._foreach_mul_(weights, 1 - decay)
-        torch._foreach_add_(weights, updates, alpha=-UPDATE_RMS * lr)
+            lr = lr * (1 - self.found_inf)
+        weights = [local_shard(p) for p in group["params"]]
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        for weight, update in zip(weights, updates, strict=True):
+            weight.addcmul_(update, -UPDATE_RMS * lr)
 
 
 def orthogonalize(x):

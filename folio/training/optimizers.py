@@ -17,10 +17,11 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
     """Returns {"adamw": AdamW}, or {"adamw": AdamW, "muon": Muon} for optimizer="muon".
 
     Biases and the weights of norms are not decayed (Loshchilov and Hutter 2019). Each parameter
-    group has an `lr_scale`, a factor for the learning rate of a step. The dtype of the settings
+    group has an `lr_scale`, a factor for the learning rate of a step, and an `lr`, a scalar tensor
+    on the model's device, so that a CUDA graph of a step can read it. The dtype of the settings
     must be resolved.
     """
-    lr, decay = settings.learning_rate, settings.weight_decay
+    decay, device = settings.weight_decay, model.transformer.wte.weight.device
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     tables, hidden = [], []  # Muon takes the matrices of the blocks, AdamW the tables and the rest
@@ -36,10 +37,14 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
     ]
     if tables:
         groups.append({"params": tables, "weight_decay": decay, "lr_scale": EMBEDDING_LR_SCALE})
-    betas = settings.beta1, settings.beta2
-    optimizers = {"adamw": torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)}
+    for group in groups:
+        group["lr"] = torch.zeros((), device=device)
+    betas, capturable = (settings.beta1, settings.beta2), device.type == "cuda"
+    adamw = torch.optim.AdamW(groups, betas=betas, fused=True, capturable=capturable)
+    optimizers = {"adamw": adamw}
     if hidden:
         dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]
+        lr = torch.zeros((), device=device)
         optimizers["muon"] = Muon(hidden, lr, decay, dtype=dtype, world=world)
     grouped = [*others, *vectors, *tables, *hidden]
     assert sorted(map(id, grouped)) == sorted(map(id, model.parameters())), "not exactly one group"
@@ -80,5 +85,5 @@ def _restore(optimizer, saved, names, refusal):
             state[index][name] = shard_like(parameter, tensors[name])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
-        check_types(saved_group, {"lr": int | float}, refusal)
-        group["lr"] = saved_group["lr"]  # in case the state is saved before the next step
+        check_types(saved_group, {"lr": int | float | torch.Tensor}, refusal)
+        group["lr"].fill_(saved_group["lr"])  # in case the state is saved before the next step

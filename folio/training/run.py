@@ -13,7 +13,7 @@ from folio.cli.errors import UserError
 from folio.data.batches import evaluation_windows
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
-from folio.hardware.device import device_type, uses_cuda_graphs
+from folio.hardware.device import device_type
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.setup import make_forward, make_model
 
@@ -37,9 +37,9 @@ class Run:
         if plan.resumed:
             self._restore(plan.resumed)
         self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
-        # DDP and CUDA graphs keep their gradient tensors.
-        has_ddp = self.world.is_launched and not plan.is_sharded
-        self.can_free_gradients = not (has_ddp or uses_cuda_graphs(self.machine.compile))
+        # DDP needs the same gradient tensors in each step.
+        self.can_free_gradients = plan.is_sharded or not self.world.is_launched
+        self.graph = None  # a CudaGraph of update_weights, which train_step makes
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
         self.stop_flag = SharedFlag(self.world)
         self.clock()  # raises UserError if --minutes is over, before a folder is changed

@@ -20,7 +20,7 @@ from folio.data.dataset import Dataset, load_dataset
 from folio.distributed.sharding import assign, replicate, shard_model
 from folio.distributed.world import SINGLE_PROCESS, World
 from folio.hardware.compile import compile_model
-from folio.hardware.device import Machine, choose_machine, uses_cuda_graphs
+from folio.hardware.device import DTYPES, Machine, choose_machine
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import keep_freed_memory, memory_bytes, recompute_activations
 from folio.pretrained.load import checkpoint_tokenizer, crop, load_start
@@ -77,7 +77,8 @@ def _make_plan(settings, world):
     dataset = load_dataset(settings.dataset)
     resumed, initial = load_start(settings.init_from, run_dir)
     settings, config = plan_model(settings, dataset, resumed, initial)
-    machine = choose_machine(world.device or settings.device, settings.dtype, settings.compile)
+    device, step_flops = world.device or settings.device, graph_flops(config, settings, world)
+    machine = choose_machine(device, settings.dtype, settings.compile, step_flops)
     parallel = settings.parallel if world.is_launched else "ddp"  # fsdp shards over processes
     resolved = {"dtype": machine.dtype, "compile": machine.compile, "parallel": parallel}
     settings = dataclasses.replace(settings, **resolved)
@@ -100,6 +101,7 @@ def make_model(plan):
     """Returns the GPT of a Plan on its device, with random weights or those of its checkpoint."""
     keep_freed_memory()
     model = empty_model(plan.config, "meta" if plan.is_sharded else plan.machine.device)
+    model.dtype = DTYPES[plan.machine.dtype]
     use_fast_kernels(model)
     if plan.settings.activation_checkpointing:
         recompute_activations(model)
@@ -122,7 +124,8 @@ def make_forward(model, plan):
     """
     forward = model
     if plan.teachers:
-        forward = Distillation(model, plan.teachers).to(plan.machine.device)
+        teachers = [t.to(plan.machine.device, model.dtype) for t in plan.teachers]
+        forward = Distillation(model, teachers)
     if plan.machine.compile:
         settings, starts = plan.settings, np.zeros(plan.settings.batch_size, np.int64)
         x, y = plan.dataset.train.windows(starts, settings.block_size)
@@ -201,6 +204,18 @@ def _differences(checkpoint, config, settings, dataset, free):
 # Machine
 
 
+def graph_flops(config, settings, world):
+    """Returns the FLOPs of a step if it can be a CUDA graph, else None.
+
+    It cannot with several processes, which communicate, with several micro-batches, between which a
+    run can be stopped, and with a momentum that is a changing Python number.
+    """
+    is_single = settings.gradient_accumulation_steps == 1 and not world.is_launched
+    if not is_single or settings.momentum_warmup_iters:
+        return None
+    return empty_model(config, "meta").flops_per_token() * settings.tokens_per_step
+
+
 def check_parallel(settings, size):
     """Raises UserError if `size` processes cannot share the work of a step equally."""
     count = settings.gradient_accumulation_steps
@@ -209,8 +224,6 @@ def check_parallel(settings, size):
             f"gradient_accumulation_steps={count} cannot be divided by {size} processes: use "
             f"--gradient_accumulation_steps={-(-count // size) * size}"
         )
-    if settings.parallel == "fsdp" and uses_cuda_graphs(settings.compile):
-        raise UserError("parallel=fsdp has no CUDA graphs: use --compile=True or --parallel=ddp")
     if settings.parallel == "fsdp" and settings.dtype == "float16":
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 

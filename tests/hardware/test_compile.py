@@ -1,11 +1,16 @@
+import dataclasses
+from contextlib import contextmanager
+
 import pytest
 import tiny
 import torch
 from tiny import SHAPES, random_ids, random_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train
 from folio.data.batches import Batches
-from folio.hardware.compile import compile_model, optimize_for_inference
+from folio.hardware.compile import CudaGraph, compile_model, optimize_for_inference
 from folio.hardware.device import Machine
 from folio.training.run import Run
 from folio.training.setup import make_plan
@@ -68,22 +73,116 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
     assert counter.frame_count == 2
 
 
-def test_a_mode_with_cuda_graphs_keeps_the_gradients(verse, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model, **_: lambda *arguments: model(*arguments))
-    settings = tiny.settings(compile="reduce-overhead", gradient_accumulation_steps=2)
-    run, expected = Run(make_plan(settings)), tiny.new_run(gradient_accumulation_steps=2)
-    batches = Batches(run.dataset.train, settings)
-    addresses = [p.grad.data_ptr() for p in run.model.parameters()]
-    for step in range(3):
-        losses = [train.train_step(r, batches.at(step), step, 1e-3) for r in (run, expected)]
-        assert losses[0] == losses[1]
-        assert [p.grad.data_ptr() for p in run.model.parameters()] == addresses
-    assert tiny.equal(run.model.state_dict(), expected.model.state_dict())
+# CUDA graphs
+
+
+class RecordedGraph(TorchDispatchMode):
+    """A stand-in for torch.cuda.CUDAGraph that repeats operations on the same tensors of a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.has_run = [], False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **kwargs or {})
+        self.calls.append((function, args, kwargs or {}, outputs))
+        return outputs
+
+    @torch.no_grad()
+    def replay(self):
+        calls = self.calls if self.has_run else []  # unlike a GPU's, the capture runs them
+        self.has_run = True
+        for function, args, kwargs, outputs in calls:
+            new = function(*args, **kwargs)
+            if any(value.alias_info for value in function._schema.returns):
+                continue  # a view, or in place
+            for output, value in zip(tree_leaves(outputs), tree_leaves(new), strict=True):
+                if isinstance(output, torch.Tensor):
+                    output.copy_(value)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Replaces CUDA graphs. Returns a list of those that are made."""
+    made = []
+
+    @contextmanager
+    def capture(graph):
+        made.append(graph)
+        with graph:
+            yield
+
+    monkeypatch.setattr(CudaGraph, "_call_on_other_stream", lambda self, args: self.function(*args))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return made
+
+
+def losses_of_steps(run, count=7):
+    """Returns the losses and norms of steps with other rates, and of an evaluation after each."""
+    batches, losses = Batches(run.dataset.train, run.settings), []
+    for step in range(count):
+        values = train.train_step(run, batches.at(step), step, lr=1e-2 / (step + 1))
+        losses.append([*map(float, values), train.evaluate(run)["loss"]])
+    return losses
+
+
+def use_graph(run):
+    run.machine = dataclasses.replace(run.machine, cuda_graph=True)
+    return run
+
+
+STEPS = [
+    {},
+    {"dtype": "bfloat16", "dropout": 0.2},
+    {"optimizer": "muon", "grad_clip": 0.0, "dropout": 0.2, **tiny.SWITCHES},
+    {"optimizer": "muon", "teachers": "out-teacher", "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("settings", STEPS, ids=str)
+def test_a_graph_of_a_step_repeats_all_that_a_step_does(verse, graphs, settings):
+    train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
+    expected, run = tiny.new_run(**settings), use_graph(tiny.new_run(**settings))
+    assert losses_of_steps(run) == losses_of_steps(expected)
+    assert tiny.equal(run.state_dict(), expected.state_dict())
+    [graph] = graphs
+    assert len(graph.calls) > 100
+    names = {str(call[0]) for call in graph.calls}
+    assert "aten._local_scalar_dense.default" not in names  # reading a value waits for a GPU
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_run_continues_if_capture_fails(verse, monkeypatch, capsys):
+    expected, run = tiny.new_run(), use_graph(tiny.new_run())
+
+    def capture(graph):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    assert losses_of_steps(run) == losses_of_steps(expected)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("CUDA graph capture failed; continuing without it (operation not")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("compile", [False, True, "reduce-overhead"])
+@pytest.mark.parametrize("settings", STEPS, ids=str)
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_cuda_graph_of_a_step_is_close_to_the_step(verse, compile, settings):
+    train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
+    settings = {"device": "cuda", "compile": compile} | settings
+    run, expected = tiny.new_run(**settings), tiny.new_run(**settings)
+    assert run.machine.cuda_graph
+    expected.machine = dataclasses.replace(expected.machine, cuda_graph=False)
+    for ours, theirs in zip(losses_of_steps(run), losses_of_steps(expected), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3)
+    assert run.graph.graph
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("compile", [False, True])
 def test_gpu_dropout_depends_on_the_step_only(verse, compile):
     settings = tiny.settings(device="cuda", dtype="bfloat16", compile=compile, dropout=0.5)
     run = Run(make_plan(settings))

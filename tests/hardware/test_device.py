@@ -9,7 +9,6 @@ import torch
 from folio.cli.errors import UserError
 from folio.hardware import device
 from folio.hardware.device import (
-    DTYPES,
     Machine,
     SharedCores,
     choose_machine,
@@ -108,18 +107,29 @@ def test_the_peak_of_a_card_with_a_similar_name_is_measured(card, machine_with, 
     assert (machine.data_sheet_flops, machine.peak_flops) == (None, 1e12)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_matrix_products_run_in_the_machines_dtype(dtype):
-    with choose_machine("cpu", dtype, False).autocast():
-        assert (torch.eye(2) @ torch.eye(2)).dtype is DTYPES[dtype]
-
-
 @pytest.mark.parametrize(
     ("compile", "words"),
     [("auto", "not compiled (default on cpu)"), (False, "(compile=False)"), (True, "(as set)")],
 )
 def test_the_summary_says_why_a_model_is_compiled_or_not(compile, words):
     assert choose_machine("cpu", "float32", compile).summary.endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step_flops", "words"),
+    [
+        ("bfloat16", 4e12, "not compiled (short steps), each step a CUDA graph"),
+        ("bfloat16", 6e12, "compiled (default on cuda)"),
+        ("bfloat16", None, "compiled (default on cuda)"),
+        ("float16", 4e12, "compiled (default on cuda)"),
+    ],
+)
+def test_short_steps_on_a_gpu_are_cuda_graphs(dtype, step_flops, words, machine_with, monkeypatch):
+    machine_with(cards=1, card="NVIDIA H100 80GB HBM3")  # 989 TFLOP/s
+    machine = choose_machine("cuda", dtype, "auto", step_flops)
+    assert machine.summary.endswith(words)
+    assert machine.cuda_graph == ("graph" in words)
+    assert machine.compile == (not machine.cuda_graph)
 
 
 @pytest.mark.parametrize(("share", "threads"), [(0.95, 4), (0.77, 3), (0.1, 2)])

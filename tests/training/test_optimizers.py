@@ -129,7 +129,7 @@ def test_muon_equals_torchs(dtype, tolerance):
     torch.manual_seed(0)
     initial = [torch.randn(shape) for shape in SHAPES]
     ours, theirs = ([torch.nn.Parameter(x.clone()) for x in initial] for _ in range(2))
-    muon = Muon(ours, 0.02, weight_decay=0.1, dtype=dtype)
+    muon = Muon(ours, torch.tensor(0.02), weight_decay=0.1, dtype=dtype)
     reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(5):
         for our, their in zip(ours, theirs, strict=True):
