@@ -70,7 +70,7 @@ class PrepareConfig:
     vocab_size: int | None = setting(
         None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
     )
-    allow_special: bool = setting(False, "bpe and gpt2: <|endoftext|> in a text ends a document")
+    allow_special: bool = setting(False, "bpe and gpt2: read special tokens in a text")
     verify: bool = setting(False, "only check the files of an existing dataset")
 
     def __post_init__(self):
@@ -128,11 +128,13 @@ def main(argv=None):
             f"--text_key={settings.text_key} has no effect: {sources[0].name} is no table, whose "
             f"name ends with one of {', '.join(TABLE_SUFFIXES)}"
         )
-    corpus = Corpus(sources, settings.input or name, settings.allow_special)
+    tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
+    corpus = Corpus(sources, settings.input or name)
     corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
+    if settings.allow_special:
+        corpus.end_text = tokenizer.end_text if tokenizer else BPETokenizer.end_text
     if settings.input is not None:
         check_other_text(folder, corpus)
-    tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
     alphabet = corpus.scan()  # finds the boundary of the splits, too
     tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)

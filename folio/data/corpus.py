@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from folio.data.tokenizer import BLANK_LINE, END_OF_TEXT, Alphabet
+from folio.data.tokenizer import BLANK_LINE, Alphabet
 
 VAL_BYTES = 20_000_000
 MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
@@ -39,7 +39,7 @@ class Corpus:
     """The documents of Sources. scan() must precede read().
 
     name: of several sources, in messages and meta.json.
-    allow_special: END_OF_TEXT ends a document.
+    end_text: the text of a special token that ends a document; None: there is none.
     val_fraction: of the characters; None: the default.
     test_fraction: of the characters; they follow those of the validation split.
     max_characters: number of characters after which reading stops; None: all are read.
@@ -50,7 +50,7 @@ class Corpus:
 
     sources: list
     name: str
-    allow_special: bool = False
+    end_text: str | None = None
     val_fraction: float | None = None
     test_fraction: float = 0.0
     max_characters: int | None = None
@@ -147,7 +147,7 @@ class Corpus:
             for chunk in source.read():
                 if bucket is None:  # a document of several Chunks is hashed by the first
                     bucket = zlib.crc32(chunk.text.encode()) % BUCKETS
-                texts = chunk.text.split(END_OF_TEXT) if self.allow_special else [chunk.text]
+                texts = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
                 for text in texts[:-1]:
                     yield bucket, text, True
                 yield bucket, texts[-1], chunk.ends_document

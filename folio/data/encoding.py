@@ -20,8 +20,9 @@ def encode_corpus(corpus, tokenizer, writer):
     They do not depend on the number of cores. Returns the number of characters.
     """
     num_characters = 0
+    encode = partial(encode_pieces, tokenizer, corpus.end_text is not None)
     batches = batch_pieces(piece for piece in corpus.read() if piece.split in SPLITS)
-    for batch, encoded_splits in map_in_threads(partial(encode_pieces, tokenizer), batches):
+    for batch, encoded_splits in map_in_threads(encode, batches):
         for split, (ids, num_bytes) in encoded_splits.items():
             writer.append(split, ids, num_bytes)
         num_characters += sum(len(piece.text) for piece in batch)
@@ -41,7 +42,7 @@ def batch_pieces(pieces):
         yield batch
 
 
-def encode_pieces(tokenizer, pieces):
+def encode_pieces(tokenizer, allow_special, pieces):
     """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
     arrays, num_bytes = defaultdict(list), Counter()
     for split, separated, text in pieces:
@@ -49,7 +50,7 @@ def encode_pieces(tokenizer, pieces):
             arrays[split].append(tokenizer.encode(BLANK_LINE))
         elif separated:
             arrays[split].append(np.array([tokenizer.end], tokenizer.dtype))
-        arrays[split].append(tokenizer.encode(text))
+        arrays[split].append(tokenizer.encode(text, allow_special))
         num_bytes[split] += len(text) if text.isascii() else len(text.encode())
     return {split: (np.concatenate(arrays[split]), num_bytes[split]) for split in arrays}
 

@@ -24,10 +24,11 @@ class Tokenizer:
     vocab_size: number of token ids.
     padded_vocab_size: rows of a new model's embedding.
     end: id of the end-of-text token, or None.
+    end_text: its text.
     start: default prompt.
     """
 
-    end = None
+    end, end_text = None, END_OF_TEXT
     start = "\n"
 
     @property
@@ -202,7 +203,7 @@ class GPT2Tokenizer(Tokenizer):
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,) uint16.
 
-        END_OF_TEXT in it is ordinary text, or the end-of-text token if `allow_special`.
+        The text of a special token in it is ordinary text, or that token if `allow_special`.
         """
         special = {END_OF_TEXT} if allow_special else set()
         options = {"allowed_special": special, "disallowed_special": ()}
@@ -219,13 +220,13 @@ class BPETokenizer(Tokenizer):
 
     kind = "bpe"
 
-    def __init__(self, definition):
+    def __init__(self, definition, end_text=END_OF_TEXT):
         """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
-        self.definition = definition
+        self.definition, self.end_text = definition, end_text
         self._encoder = load_encoder(definition)
         with foreign_errors("the BPE tokenizer is damaged", KeyError, ValueError):
             self._token_bytes, added_ids = read_vocabulary(self._encoder)
-        self.vocab_size, self.end = len(self._token_bytes), added_ids.get(END_OF_TEXT)
+        self.vocab_size, self.end = len(self._token_bytes), added_ids.get(end_text)
 
     @classmethod
     def train(cls, texts, vocab_size=None):
@@ -233,7 +234,10 @@ class BPETokenizer(Tokenizer):
         return cls(train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
 
     def to_dict(self):
-        return {"kind": self.kind, "definition": self.definition}
+        data = {"kind": self.kind, "definition": self.definition}
+        if self.end_text != END_OF_TEXT:  # which older files do not have
+            data["end_text"] = self.end_text
+        return data
 
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,); see GPT2Tokenizer."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 
-from folio.cli.errors import UserError, import_optional
+from folio.cli.errors import UserError, foreign_errors, import_optional
 from folio.cli.files import read_text
 from folio.data.bpe import byte_characters, load_encoder
 from folio.data.tokenizer import (
@@ -40,7 +40,8 @@ def make_tokenizer_files(tokenizer):
         "clean_up_tokenization_spaces": False,  # would remove spaces before punctuation
     }
     if tokenizer.end is not None:
-        config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)  # as GPT-2's
+        names = "bos_token", "eos_token", "unk_token"  # one for all, as GPT-2's
+        config |= dict.fromkeys(names, tokenizer.end_text)
     return {
         TOKENIZER_FILE: make_definition(tokenizer),
         "tokenizer_config.json": json.dumps(config, indent=1),
@@ -100,12 +101,25 @@ def read_tokenizer(path):
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
     try:
-        return _tokenizer(load_encoder(read_text(path)))
+        return _tokenizer(load_encoder(read_text(path)), _end_text(path.parent))
     except UserError as error:
         raise UserError(f"{path}: {error}; only byte-level BPE, as of GPT-2, is read") from error
 
 
-def _tokenizer(built):
+def _end_text(folder):
+    """Returns the text of the end-of-text token that the files in a folder declare, or GPT-2's."""
+    for path in (folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")):
+        if not path.is_file():
+            continue
+        with foreign_errors(f"{path.name} cannot be read", AttributeError, ValueError):
+            token = json.loads(read_text(path)).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            return text
+    return END_OF_TEXT
+
+
+def _tokenizer(built, end_text):
     """Returns the tokenizer here that is equivalent to one of the library."""
     text = built.to_str()
     fields = json.loads(text)
@@ -119,7 +133,7 @@ def _tokenizer(built):
     fingerprint = hashlib.sha256("\n".join(tokens).encode()).hexdigest()
     if fingerprint == GPT2_VOCABULARY_SHA256 and len(fields["added_tokens"]) == 1:
         return GPT2Tokenizer()
-    tokenizer = BPETokenizer(text)
+    tokenizer = BPETokenizer(text, end_text)
     if tokenizer.decode(tokenizer.encode(SAMPLE_TEXT)) != SAMPLE_TEXT:
         raise UserError("the tokenizer changes the text")
     return tokenizer

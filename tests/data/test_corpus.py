@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from folio.data import sources
 from folio.data.corpus import Corpus
 from folio.data.sources import find_sources
+from folio.data.tokenizer import END_OF_TEXT
 
 VERSES = [f"{line} in May {line}.\n" for line in range(40)]
 
@@ -72,7 +73,7 @@ def test_split_keeps_every_character_and_gives_nine_tenths_to_training(documents
 
 def test_end_of_text_ends_a_document_if_it_is_allowed():
     plain = tiny.corpus("ab<|endoftext|>cde<|endoftext|>")
-    special = replace(plain, allow_special=True)
+    special = replace(plain, end_text=END_OF_TEXT)
     assert texts_of(read(plain), "train") == ["ab<|endoftext|>cde<|endoftext|>"[:27]]
     assert [piece[1:] for piece in read(special)] == [
         (False, "ab"), (True, "cd"), (False, "e"), (True, "")
@@ -80,12 +81,12 @@ def test_end_of_text_ends_a_document_if_it_is_allowed():
     assert special.train_characters == 4  # of 5
 
 
-@pytest.mark.parametrize("allow_special", [False, True])
-def test_a_text_in_chunks_has_the_same_splits(allow_special, folder, monkeypatch):
+@pytest.mark.parametrize("end_text", [None, END_OF_TEXT])
+def test_a_text_in_chunks_has_the_same_splits(end_text, folder, monkeypatch):
     text = "\ufeffé one <|endoftext|>two\nthree🦶 <|endoftext|><|endoftext|> four five\n" * 9
     Path("a.txt").write_text(text, encoding="utf-8")
     Path("b.txt").write_text("")
-    whole = Corpus(find_sources("*.txt", "text"), "texts", allow_special)
+    whole = Corpus(find_sources("*.txt", "text"), "texts", end_text)
     expected = documents_of(read(whole))
     for size in (1, 7, 64):
         monkeypatch.setattr(sources, "CHUNK_CHARACTERS", size)

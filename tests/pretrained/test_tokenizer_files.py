@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+import prepare
 from folio.cli.errors import UserError
+from folio.data.dataset import load_dataset
 from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
 from folio.pretrained.tokenizer_files import (
     TOKENIZER_FILE,
@@ -91,6 +94,36 @@ def test_transformers_reads_the_end_token_in_a_text(tokenizer, auto_tokenizer):
 def test_unknown_characters_become_question_marks(vocabulary, read, auto_tokenizer):
     theirs = auto_tokenizer(CharTokenizer(vocabulary))
     assert theirs.decode(theirs("aéb🦶")["input_ids"]) == read
+
+
+@pytest.mark.parametrize(
+    ("name", "eos_token"),
+    [("tokenizer_config.json", "</s>"), ("special_tokens_map.json", {"content": "</s>"})],
+)
+def test_special_tokens_in_a_corpus_are_those_of_transformers(name, eos_token, folder):
+    from transformers import PreTrainedTokenizerFast  # here because it is slow
+
+    built = Tokenizer.from_str(make_definition(bpe()))
+    built.add_special_tokens(["<s>", "</s>"])
+    Path("hf").mkdir()
+    built.save("hf/tokenizer.json")
+    Path("hf", name).write_text(json.dumps({"eos_token": eos_token}))
+    text = "<s>the cat</s><s>the dog</s>" * 30
+    Path("own.txt").write_text(text)
+    flags = ["--input=own.txt", "--dataset=own", "--tokenizer=hf", "--val_fraction=0.5"]
+    prepare.main([*flags, "--allow_special=True"])
+    data, size = load_dataset("own"), len(load_dataset("own").train)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=built)
+    expected = theirs(text)["input_ids"]
+    assert data.train.tolist() == expected[:size]
+    assert data.val.tolist() == expected[size + 1 :]  # without the separator between the splits
+    assert data.tokenizer.end == theirs.convert_tokens_to_ids("</s>") in expected
+    assert data.tokenizer.encode(text, allow_special=True).tolist() == expected
+    Path("two").mkdir()
+    for number in range(9):
+        Path(f"two/{number}.txt").write_text(f"tale {number}")
+    prepare.main(["--input=two", "--dataset=two", "--tokenizer=hf"])
+    assert load_dataset("two").train.tolist().count(data.tokenizer.end) in (7, 8)  # between documents
 
 
 # Reading
