@@ -232,11 +232,12 @@ def train_step(run, micro_batches, step, lr):
 
 
 def update_weights(run, micro_batches, needs_norm=True):
-    """Makes one step with the learning rates that are set. Returns the same as train_step."""
+    """Makes one step with the optimizers' learning rates. Returns the same as train_step."""
     settings, scaler = run.settings, run.scaler
     count = settings.gradient_accumulation_steps // run.world.size  # micro-batches of this process
 
     # Forward and backward: the gradient of the mean loss.
+    run.model.zero_grad(set_to_none=run.can_free_gradients)
     loss = torch.zeros((), device=run.machine.device)
     for number, (x, y) in enumerate(micro_batches, start=1):
         if number > 1 and run.is_stopped():
@@ -253,7 +254,6 @@ def update_weights(run, micro_batches, needs_norm=True):
     grad_norm = clip_gradients(run.model, settings.grad_clip) if needs_norm else None
     for optimizer in run.optimizers.values():
         scaler.step(optimizer)  # does nothing if a gradient has overflowed in float16
-        optimizer.zero_grad(set_to_none=run.can_free_gradients)
     scaler.update()
     return run.world.mean(loss), grad_norm
 

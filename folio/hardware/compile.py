@@ -76,45 +76,45 @@ def step_accelerator(machine):
 
 
 class CudaGraph:
-    """Calls a function from the fourth call on as a CUDA graph, which launches all kernels at once.
+    """A function of tensors whose kernels, from the fourth call on, are launched together.
 
-    The function takes and returns tensors. Each call must run the same operations with the same
-    Python numbers; values that change must be in tensors. The first calls, and all if capture
-    fails, call the function itself.
+    Each call must run the same operations with the same Python numbers; values that change must be
+    in tensors. If capture fails, calls continue to launch each kernel.
     """
 
     def __init__(self, function):
-        self.function, self.graph = function, None
-        self.warmup_calls = 3  # because one-time initialization must not be captured
+        self.function, self.graph, self.has_failed = function, None, False
+        self.warmup_calls = 3  # one-time initialization must not be captured
+        self.stream = torch.cuda.Stream()  # capture needs another one than the default
 
     def __call__(self, *arguments):
         if self.warmup_calls:
             self.warmup_calls -= 1
-            return self._call_on_other_stream(arguments)
-        if self.graph is None:
+            return self._call_on_stream(arguments)
+        if not (self.graph or self.has_failed):
+            self.has_failed = True
             with continue_on_failure("CUDA graph capture"):
                 self._capture(arguments)
-        if not self.graph:  # capture has failed
+                self.has_failed = False
+        if self.has_failed:
             return self.function(*arguments)
         for target, source in zip(self.inputs, arguments, strict=True):
             target.copy_(source)
         self.graph.replay()
         return tuple(output.clone() for output in self.outputs)
 
-    def _call_on_other_stream(self, arguments):
-        """Calls the function as in a capture, which uses another stream, too."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def _call_on_stream(self, arguments):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             outputs = self.function(*arguments)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return outputs
 
     def _capture(self, arguments):
         """Records the kernels of a call, without running them."""
         self.inputs = [argument.clone() for argument in arguments]  # at fixed addresses
-        graph, self.graph = torch.cuda.CUDAGraph(), False
-        with torch.cuda.graph(graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
             self.outputs = self.function(*self.inputs)
         self.graph = graph
 

@@ -52,7 +52,7 @@ class Machine:
     dtype: str
     compile: bool | str  # str: max-autotune
     summary: str = ""
-    cuda_graph: bool = False  # a training step is one; see compile.CudaGraph
+    cuda_graph: bool = False  # whether a training step is one; see compile.CudaGraph
 
     @property
     def data_sheet_flops(self):
@@ -78,8 +78,8 @@ def choose_machine(device, dtype, compile, step_flops=None):
     """Returns the Machine for a resolved device and settings that may be "auto".
 
     Allows TF32 for float32 products, where the device has it. `step_flops` are the FLOPs of a
-    training step that can be a CUDA graph. It is one if it is short, because launching its kernels
-    would take longer than running them.
+    training step, None if it cannot be a CUDA graph. A short step becomes one: launching its
+    kernels one by one would take about as long as running them.
     """
     torch.set_float32_matmul_precision("high")
     kind, name = device_type(device), "Apple GPU"
@@ -189,7 +189,7 @@ def resolve_device(name):
 
 
 def device_type(device):
-    """Returns a device's type, "cuda" for "cuda:1", as torch.autocast expects it."""
+    """Returns a device's type, such as "cuda" for "cuda:1"."""
     return torch.device(device).type
 
 

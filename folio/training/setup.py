@@ -207,11 +207,12 @@ def _differences(checkpoint, config, settings, dataset, free):
 def graph_flops(config, settings, world):
     """Returns the FLOPs of a step if it can be a CUDA graph, else None.
 
-    It cannot with several processes, which communicate, with several micro-batches, between which a
-    run can be stopped, and with a momentum that is a changing Python number.
+    It cannot be one with several processes (they communicate), several micro-batches (a run can
+    stop between them), activation checkpointing (it reads the state of the random generator) or a
+    momentum that changes (it is a Python number).
     """
     is_single = settings.gradient_accumulation_steps == 1 and not world.is_launched
-    if not is_single or settings.momentum_warmup_iters:
+    if not is_single or settings.activation_checkpointing or settings.momentum_warmup_iters:
         return None
     return empty_model(config, "meta").flops_per_token() * settings.tokens_per_step
 

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from tiny import SHAPES, random_ids, random_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 import train
@@ -107,12 +107,13 @@ def graphs(monkeypatch):
     made = []
 
     @contextmanager
-    def capture(graph):
+    def capture(graph, stream):
         made.append(graph)
         with graph:
             yield
 
-    monkeypatch.setattr(CudaGraph, "_call_on_other_stream", lambda self, args: self.function(*args))
+    monkeypatch.setattr(CudaGraph, "_call_on_stream", lambda self, args: self.function(*args))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     return made
@@ -155,11 +156,14 @@ def test_a_graph_of_a_step_repeats_all_that_a_step_does(verse, graphs, settings)
 @pytest.mark.usefixtures("graphs")
 def test_a_run_continues_if_capture_fails(verse, monkeypatch, capsys):
     expected, run = tiny.new_run(), use_graph(tiny.new_run())
+    clip_gradients = train.clip_gradients
 
-    def capture(graph):
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def clip_or_fail(model, max_norm):  # after the backward pass
+        if _get_current_dispatch_mode():
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return clip_gradients(model, max_norm)
 
-    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(train, "clip_gradients", clip_or_fail)
     assert losses_of_steps(run) == losses_of_steps(expected)
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("CUDA graph capture failed; continuing without it (operation not")

@@ -27,9 +27,9 @@ NAME_LENGTH = 70
 # Patterns of the names of a GPU's kernels and of a CPU's operations. The first match counts: the
 # name of a compiled kernel lists all operations in it.
 KINDS = {
-    "loss": r"log_softmax|nll_loss|cross_entropy",
+    "loss": r"log_?softmax|softmax_warp|cunn_softmax|nll_loss|cross_entropy",
     "attention": r"attention|flash|fmha|sdpa",
-    "products": r"gemm|nvjet|cutlass|cublas|aten::(mm|addmm|bmm|baddbmm)$",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|triton_tem|aten::(mm|addmm|bmm|baddbmm)$",
     "optimizer, clipping": r"multi_tensor|adam|foreach|vector_norm|Optimizer",
     "casts, copies": r"mem(cpy|set)|copy_kernel|CatArray|triton_poi_fused(__to_copy|_t|_view)+_\d+$"
     r"|aten::(copy_|_to_copy|cat|stack|contiguous|clone|fill_|zero_)$",
