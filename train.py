@@ -228,7 +228,7 @@ def train_step(run, micro_batches, step, lr):
         needs_norm = settings.grad_clip or step % settings.log_interval == 0  # it takes time
         return update_weights(run, micro_batches, needs_norm)
     run.graph = run.graph or CudaGraph(lambda x, y: update_weights(run, [(x, y)]))
-    return run.graph(*next(micro_batches))
+    return run.graph(*next(iter(micro_batches)))
 
 
 def update_weights(run, micro_batches, needs_norm=True):
