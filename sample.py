@@ -44,7 +44,9 @@ class SampleConfig:
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
     max_new_tokens: int = setting(500, "maximum number of tokens added to each prompt", "[1, inf)")
     stop: str | None = setting(
-        None, "end a text at this string, or at any string of a JSON list", is_text=True
+        None,
+        r"end a text at this string (\n, \t: newline, tab), or any of a JSON list",
+        is_text=True,
     )
     seed: int = setting(1337, "seed of each prompt's first text, then seed + 1", "[0, inf)")
     score: str | None = setting(None, "text file to score, or - for standard input")
@@ -87,7 +89,7 @@ class SampleConfig:
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.files import read_text, unify_line_ends
+from folio.cli.files import read_text, unescape, unify_line_ends
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.compiled import use_compiled_step
@@ -165,7 +167,7 @@ def parse_stop_texts(stop):
     if stop is None:
         return []
     try:
-        stop_texts = json.loads(stop) if stop.startswith("[") else [stop]
+        stop_texts = json.loads(stop) if stop.startswith("[") else [unescape(stop)]
     except (ValueError, RecursionError):
         stop_texts = [None]
     if not all(isinstance(text, str) and text for text in stop_texts):

@@ -96,6 +96,7 @@ def test_each_line_is_a_prompt_whatever_the_batch_size(capsys, monkeypatch, size
 def test_stop_texts_are_one_text_or_a_json_list(stop):
     assert sample.parse_stop_texts(stop) == [stop]
     assert sample.parse_stop_texts('["a", "\\n"]') == ["a", "\n"]
+    assert sample.parse_stop_texts(r"a\n\tb") == ["a\n\tb"]  # what a shell passes
     assert sample.parse_stop_texts("[]") == sample.parse_stop_texts(None) == []
 
 

@@ -113,3 +113,11 @@ def read_text(name):
 def unify_line_ends(text):
     """Returns a text in which each CR LF and each CR is a newline, as open() reads it."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def unescape(text):
+    """Returns a text in which backslash n is a newline, and backslash t a tab.
+
+    Most shells pass a backslash and n for '\\n'.
+    """
+    return text.replace("\\n", "\n").replace("\\t", "\t")
