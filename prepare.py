@@ -13,6 +13,7 @@ folio/data/corpus.py defines the validation split, folio/data/dataset.py the for
 import itertools
 import json
 import os
+import re
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from folio.cli import process
 from folio.cli.errors import UserError, suggest
-from folio.cli.settings import load_settings, setting
+from folio.cli.settings import load_settings, parse_arguments, setting
 
 PROVIDED_DATASETS = {  # name: default tokenizer
     "shakespeare_char": "char",
@@ -46,11 +47,18 @@ class PrepareConfig:
     )
     input: str | None = setting(
         None,
-        "your own UTF-8 text, JSON lines, CSV, TSV or Parquet: a file, folder or glob pattern, or "
-        "hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub; the validation split is the "
-        "last 10% of a text, or documents chosen by hash (10%, but about 20 MB of large corpora)",
+        "your own UTF-8 text, JSON lines, CSV, TSV, Parquet or Arrow: a file, folder or glob "
+        "pattern, or hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub; the validation "
+        "split is the last 10% of a text, or documents chosen by hash (10%, but about 20 MB of "
+        "large corpora)",
     )
-    text_key: str = setting("text", "column or field with the text in a table")
+    val_input: str | None = setting(
+        None, "your own validation text, like --input; hf: the split validation of a dataset"
+    )
+    text_key: str = setting(
+        "text",
+        r"column with the text in a table, or a template such as 'Q: {question}\nA: {answer}'",
+    )
     subset: str | None = setting(
         None, "hf: folder of the files, such as that of a configuration; None: the only one"
     )
@@ -77,6 +85,10 @@ class PrepareConfig:
         if self.input is not None and self.dataset is None:
             name = "".join(filter(str.isalnum, Path(self.input).resolve().stem)) or "own"
             raise ValueError(f"--input needs a name for the dataset, such as --dataset={name}")
+        if self.val_input is not None and (self.input is None or self.val_fraction):
+            raise ValueError("--val_input needs --input, and excludes --val_fraction")
+        if self.val_input is not None and self.test_fraction:
+            raise ValueError("--val_input excludes --test_fraction: keep the test text apart")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
         if (self.val_fraction or 0.1) + self.test_fraction >= 1:
@@ -101,7 +113,7 @@ class PrepareConfig:
 # Answers --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, PrepareConfig)
 
-from folio.cli.files import write_atomically
+from folio.cli.files import unescape, write_atomically
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder, load_dataset
 from folio.data.downloads import HUB_DATASETS, list_hub_sources, load_pydocs, load_shakespeare
@@ -113,6 +125,7 @@ from folio.data.writer import open_writer
 
 def main(argv=None):
     """Reads a corpus and writes a dataset: the token ids of both splits, then meta.json."""
+    check_flags(argv)
     settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
@@ -122,7 +135,7 @@ def main(argv=None):
         print(f"{folder} is intact: {train:,} training and {val:,} validation tokens")
         return
 
-    sources = select_sources(name, settings)
+    sources = select_sources(name, settings.input, settings.split, settings)
     if settings.text_key != "text" and not any(source.suffix for source in sources):
         raise UserError(
             f"--text_key={settings.text_key} has no effect: {sources[0].name} is no table, whose "
@@ -130,6 +143,8 @@ def main(argv=None):
         )
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
     corpus = Corpus(sources, settings.input or name)
+    if settings.val_input is not None:
+        corpus.val_sources = select_sources(name, settings.val_input, "validation", settings)
     corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
     if settings.allow_special:
         corpus.end_text = tokenizer.end_text if tokenizer else BPETokenizer.end_text
@@ -153,6 +168,8 @@ def main(argv=None):
     )
     if settings.test_fraction:
         print(f"test: python sample.py --out_dir=out-{name} --score={test_path}")
+    if corpus.empty_rows:
+        print(f"left out {corpus.empty_rows:,} rows without text")
     if corpus.line_ends:
         print(f"line ends: {' and '.join(corpus.line_ends)} became newlines")
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
@@ -167,17 +184,25 @@ def write_test(corpus, path):
                 file.write((BLANK_LINE * piece.separated + piece.text).encode())
 
 
-def select_sources(name, settings):
-    """Returns the Sources of --input or of a dataset that folio provides."""
-    split, text_key, max_tokens = settings.split, settings.text_key, settings.max_tokens
-    if settings.input is not None and settings.input.startswith("hf:"):
-        return list_hub_sources(settings.input, settings.subset, split, text_key, max_tokens)
-    if settings.input is not None:
+def check_flags(argv):
+    """Raises UserError if a text is given twice, of which only the last would be read."""
+    flags = [argument.name for argument in parse_arguments(PrepareConfig, argv)]
+    for name in ("input", "val_input"):
+        if flags.count(name) > 1:
+            raise UserError(f"--{name} is given twice: give a folder, or a pattern in quotes")
+
+
+def select_sources(name, address, split, settings):
+    """Returns the Sources of a value of --input, or of a dataset that folio provides for None."""
+    text_key, max_tokens = unescape(settings.text_key), settings.max_tokens
+    if address is not None and address.startswith("hf:"):
+        return list_hub_sources(address, settings.subset, split, text_key, max_tokens)
+    if address is not None:
         folder = dataset_folder(name)
-        is_inside = folder.resolve().is_relative_to(Path(settings.input).resolve())
-        if is_inside and os.path.isdir(settings.input):
+        is_inside = folder.resolve().is_relative_to(Path(address).resolve())
+        if is_inside and os.path.isdir(address):
             raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-        return find_sources(settings.input, text_key)
+        return find_sources(address, text_key)
     if name in HUB_DATASETS:
         return list_hub_sources(*HUB_DATASETS[name], split, text_key, max_tokens)
     if name in PROVIDED_DATASETS:
@@ -191,7 +216,8 @@ def check_other_text(folder, corpus):
     """Raises UserError if a folder has the tokens of a text with another name and content."""
     with suppress(OSError, KeyError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads((folder / "meta.json").read_bytes())
-        names = [text.partition(" (")[0] for text in (meta["source"], corpus.description)]
+        pattern = r" \(\d+ files\)"  # a number of files can change
+        names = [re.sub(pattern, "", text) for text in (meta["source"], corpus.description)]
         if names[0] != names[1] and meta["source_sha256"] != corpus.sha256():
             raise UserError(
                 f"{folder} has another text, {meta['source']}: choose another --dataset, or delete "
@@ -207,7 +233,11 @@ def training_arguments(name, kind, tokens):
     if kind == "gpt2":
         is_large = tokens >= MIN_GPT2_TOKENS
         preset = "gpt2_fast.py" if is_large else "finetune_shakespeare.py --init_from=gpt2"
-    return f"config/{preset} --dataset={shlex.quote(name)} --out_dir={shlex.quote('out-' + name)}"
+    command = (
+        f"config/{preset} --dataset={shlex.quote(name)} --out_dir={shlex.quote('out-' + name)}"
+    )
+    is_checkpoint = os.path.isfile(kind) and not kind.endswith(".json")
+    return f"{command} --init_from={shlex.quote(kind)}" if is_checkpoint else command
 
 
 def load_existing_tokenizer(kind):

@@ -120,7 +120,7 @@ def test_text_is_prepared_with_the_tokenizer_of_a_tokenizer_json_or_its_folder()
 
 
 @pytest.mark.slow
-def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint():
+def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint(capsys):
     """Otherwise, a model with its own vocabulary could not be trained further on another text."""
     write("new.txt", "fade" * 50)
     flags = ["--input=new.txt", "--dataset=new", "--tokenizer=out/ckpt.pt"]
@@ -129,9 +129,48 @@ def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint():
         main(["--input=old.txt", "--dataset=old"])
         train.main(tiny.flags(dataset="old", max_iters=1, eval_interval=1))
         main(flags)
+        assert "--init_from=out/ckpt.pt" in capsys.readouterr().out.splitlines()[-1]
         assert load_dataset("new").tokenizer.characters == "".join(sorted(text))
         assert text_of("new") == "fade" * 50
     train.main(tiny.flags(dataset="new", init_from="out/ckpt.pt", out_dir="out-new", max_iters=1))
+
+
+def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
+    write("train.txt", "the fox ran over the hill. " * 80)
+    write("val.jsonl", '{"text": "a heron stood."}\n{"text": ""}\n{"text": "until noon!"}\n')
+    flags = ["--input=train.txt", "--val_input=val.jsonl", "--dataset=own"]
+    main(flags)
+    data = load_dataset("own")
+    assert data.tokenizer.decode(data.train) == "the fox ran over the hill. " * 80
+    assert data.tokenizer.decode(data.val) == "a heron stood.\n\nuntil noon!"
+    assert "!" in data.tokenizer.characters
+    out = capsys.readouterr().out
+    assert "train.txt, validation text val.jsonl, vocabulary" in out
+    assert "left out 1 rows without text" in out
+    main([*flags, "--tokenizer=bpe", "--vocab_size=300"])
+    pieces = map(load_dataset("own").tokenizer.token_bytes, range(257, 280))
+    assert not any(b"heron" in piece for piece in pieces)  # trained on the training text only
+    write("val.jsonl", '{"text": "other"}\n')
+    main(flags)  # the same names: the dataset is replaced
+    write("other.jsonl", '{"text": "another"}\n')
+    assert "data/own has another text" in error_of(flags[0], flags[2], "--val_input=other.jsonl")
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_template_and_its_newlines_make_the_texts():
+    rows = (f'{{"question": "What is {i} plus 1?", "answer": "{i + 1}"}}\n' for i in range(40))
+    write("qa.jsonl", "".join(rows))
+    template = r"--text_key=Q: {question}\nA: {answer}"
+    main(["--input=qa.jsonl", "--dataset=qa", template])
+    data = load_dataset("qa")
+    assert data.tokenizer.decode(data.train).startswith("Q: What is 0 plus 1?\nA: 1\n\nQ: ")
+
+
+def test_files_whose_names_contain_numbers_in_parentheses_are_other_texts():
+    write("t (1).txt", "one " * 40)
+    write("t (2).txt", "two " * 40)
+    main(["--input=t (1).txt", "--dataset=own"])
+    assert "data/own has another text, t (1).txt" in error_of("--input=t (2).txt", "--dataset=own")
 
 
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
@@ -229,6 +268,10 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
         ("--allow_special=True", "--tokenizer=bpe or gpt2"),
         ("--split=test --input=a --dataset=b", "--split"),
         ("--subset=en --dataset=pydocs", "--subset"),
+        ("--val_input=a --dataset=b", "--val_input needs --input"),
+        ("--val_input=a --input=c --dataset=b --val_fraction=0.2", "excludes --val_fraction"),
+        ("--val_input=a --input=c --dataset=b --test_fraction=0.2", "excludes --test_fraction"),
+        ("--input=a --input=b --dataset=c", "--input is given twice"),
     ],
 )
 def test_error_names_the_flag_or_file(flags, message):

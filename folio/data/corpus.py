@@ -9,7 +9,7 @@ those in a bucket that is cut.
 
 import hashlib
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from folio.data.tokenizer import BLANK_LINE, Alphabet
 VAL_BYTES = 20_000_000
 MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
 BUCKETS = 2**16
+TRAIN_BUCKET, VAL_BUCKET = 0, 1  # if the validation text is given
 SAMPLE_CHARACTERS = 2**20  # enough to estimate the length of tokens
 
 
@@ -39,6 +40,8 @@ class Corpus:
     """The documents of Sources. scan() must precede read().
 
     name: of several sources, in messages and meta.json.
+    val_sources: those of the validation split. The others are then the training split, and
+        val_fraction and test_fraction have no effect.
     end_text: the text of a special token that ends a document; None: there is none.
     val_fraction: of the characters; None: the default.
     test_fraction: of the characters; they follow those of the validation split.
@@ -50,6 +53,7 @@ class Corpus:
 
     sources: list
     name: str
+    val_sources: list = field(default_factory=list)
     end_text: str | None = None
     val_fraction: float | None = None
     test_fraction: float = 0.0
@@ -61,19 +65,32 @@ class Corpus:
     @property
     def description(self):
         """The corpus as messages and meta.json name it."""
-        if len(self.sources) == 1:
-            return self.sources[0].name
-        return f"{self.name} ({len(self.sources)} files)"
+        name = self.sources[0].name
+        if len(self.sources) > 1:
+            name = f"{self.name} ({len(self.sources)} files)"
+        if self.val_sources:
+            more = ", …" * (len(self.val_sources) > 1)
+            name += f", validation text {self.val_sources[0].name}{more}"
+        return name
+
+    @property
+    def all_sources(self):
+        return [*self.val_sources, *self.sources]
+
+    @property
+    def empty_rows(self):
+        """The number of rows of tables without text, which reading has left out."""
+        return sum(len(source.empty_rows) for source in self.all_sources)
 
     @property
     def line_ends(self):
         """Names of the line ends that reading has replaced by newlines."""
-        found = set().union(*(source.line_ends for source in self.sources))
+        found = set().union(*(source.line_ends for source in self.all_sources))
         return [name for name, end in (("CRLF", "\r\n"), ("CR", "\r")) if end in found]
 
     def sha256(self):
         """Returns the hash of the source, or that of the hashes of several."""
-        hashes = [source.sha256() for source in self.sources]
+        hashes = [source.sha256() for source in self.all_sources]
         if len(hashes) == 1:
             return hashes[0]
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
@@ -97,6 +114,8 @@ class Corpus:
             val_share = min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
         total = int(sizes.sum())
         self.train_characters = int((1 - val_share - self.test_fraction) * total)
+        if self.val_sources:
+            self.train_characters = int(sizes[TRAIN_BUCKET])
         self._split_ends = {"train": self.train_characters, "val": total + 1}
         if self.test_fraction:
             self._split_ends |= {"val": int((1 - self.test_fraction) * total), "test": total + 1}
@@ -142,11 +161,14 @@ class Corpus:
 
     def _read_documents(self):
         """Yields the same as _read_texts, of all characters."""
-        for source in self.sources:
+        for source in self.all_sources:
             bucket = None
             for chunk in source.read():
                 if bucket is None:  # a document of several Chunks is hashed by the first
                     bucket = zlib.crc32(chunk.text.encode()) % BUCKETS
+                    if self.val_sources:
+                        is_val = any(source is each for each in self.val_sources)
+                        bucket = VAL_BUCKET if is_val else TRAIN_BUCKET
                 texts = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
                 for text in texts[:-1]:
                     yield bucket, text, True

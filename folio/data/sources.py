@@ -1,6 +1,6 @@
 """The files of a corpus: what a user names, and how the text of each is read in constant memory.
 
-A file of text is one document. A table (JSON lines, CSV or Parquet) has one per row.
+A file of text is one document. A table (JSON lines, CSV, Parquet or Arrow) has one per row.
 """
 
 import csv
@@ -13,7 +13,10 @@ import os
 import re
 import shlex
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,20 +26,31 @@ from folio.data.bpe import find_last_cut
 
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 TABLE_SUFFIXES = (
-    ".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst",
+    ".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst",
+    ".ndjson", ".ndjson.gz", ".ndjson.zst",
     ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
     *JSON_SUFFIXES,  # last, because repositories of datasets have other ones
 )  # fmt: skip
-UTF_16 = "it is UTF-16; to convert it: iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE"
+UTF_16 = "it is UTF-16; to convert it: {unpack}iconv -f UTF-16 -t UTF-8 {file}> NEW_FILE"
 FOREIGN_FORMATS = {  # {first bytes: what a file is}
     b"\xff\xfe": UTF_16,
     b"\xfe\xff": UTF_16,
     b"PK\3\4": "it is a ZIP archive or a document such as .docx; extract or save its text",
-    b"\x1f\x8b": "it is a compressed archive; extract its files",
-    b"BZh": "it is compressed; to decompress it: bunzip2 {path}",
-    b"\xfd7zXZ": "it is compressed; to decompress it: unxz {path}",
-    b"%PDF": "it is a PDF; to extract its text: pdftotext {path}",
+    b"\x1f\x8b": "it is compressed; to decompress it: gunzip {file}",
+    b"BZh": "it is compressed; to decompress it: bunzip2 {file}",
+    b"\xfd7zXZ": "it is compressed; to decompress it: unxz {file}",
+    b"%PDF": "it is a PDF; to extract its text: pdftotext {file}",
+    b"\x93NUMPY": "it is an array of NumPy; write a text",
+    b"\x80": "it is a pickle of Python; write a text",
+    b"SQLite": "it is a database of SQLite; export a table as CSV",
 }
+UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command}
+MAX_NULS = 100  # in the first 8 kB of a text
+FOREIGN_BYTE, FOREIGN_CHARACTER = r"[\udc80-\udcff]", r"[^\0-\x7f\udc80-\udcff]"
+COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
+DOCUMENTATION = ("README*", "LICENSE*", "*.md")
+ARROW_METADATA = ("dataset_info.json", "state.json")  # beside what datasets.save_to_disk writes
+SPLIT_NAMES = ("train", "val", "valid", "validation", "dev", "test")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 PARQUET_ROWS_PER_BATCH = 1000
@@ -54,10 +68,12 @@ class Chunk(NamedTuple):
 class Source:
     """A file of documents.
 
-    text_key: the column of a table that contains the text.
+    text_key: the column of a table that contains the text, or a template of columns in braces, such
+        as "{question} {answer}".
     label: its name in messages; None: the path.
     is_text: it is a text, whatever its name.
     line_ends: those in the part that has been read; each becomes a newline.
+    empty_rows: numbers of the rows without text in that part; they are no documents.
     """
 
     path: Path
@@ -65,6 +81,7 @@ class Source:
     label: str | None = None
     is_text: bool = field(default=False, kw_only=True)
     line_ends: set = field(default_factory=set, compare=False, kw_only=True)
+    empty_rows: set = field(default_factory=set, compare=False, kw_only=True)
 
     @property
     def name(self):
@@ -75,6 +92,11 @@ class Source:
         """The one of TABLE_SUFFIXES, or "" for a text."""
         name = "" if self.is_text else str(self.path).lower()
         return next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), "")
+
+    @property
+    def columns(self):
+        """The columns of a table that text_key names."""
+        return re.findall(COLUMN_IN_TEMPLATE, self.text_key) or [self.text_key]
 
     @property
     def size(self):
@@ -103,32 +125,66 @@ class Source:
 
 def _explain(source, error):
     """Returns what a file is that is not UTF-8 text, and what helps."""
-    path = shlex.quote(str(source.path))
-    with open(source.local_path(), "rb") as file:
-        start = file.read(8)
+    path, unpack = shlex.quote(str(source.path)), UNPACKERS.get(source.path.suffix.lower())
+    # A command reads the file itself, or what another command unpacks.
+    words = {"unpack": "", "file": f"{path} ", "stdin": f"< {path} "}
+    if unpack:
+        words = {"unpack": f"{unpack} {path} | ", "file": "", "stdin": ""}
+    with _open_bytes(source) as file:
+        start = file.read(2**13)
     for signature, explanation in FOREIGN_FORMATS.items():
         if start.startswith(signature):
-            return explanation.format(path=path)
-    byte = error.object[error.start]
-    if not byte:
-        return f"it contains a NUL byte; to remove it: tr -d '\\0' < {path} > NEW_FILE"
+            return explanation.format_map(words).strip()
+    if error.object[error.start]:
+        return _explain_encoding(source, error).format_map(words)
+    if start.count(0) > MAX_NULS:
+        return "it is a file of numbers or a program"
+    remove = "{unpack}tr -d '\\0' {stdin}> NEW_FILE".format_map(words)
+    return f"it contains a NUL byte; to remove it: {remove}"
+
+
+def _explain_encoding(source, error):
+    """Returns which bytes of a file are not UTF-8, and a template of the command that helps.
+
+    In a damaged text, characters of several bytes outnumber the bad bytes. In a text of another
+    encoding, hardly any bytes form such characters.
+    """
+    place, bad_bytes, characters, offset = None, 0, 0, 0
+    with _open_bytes(source) as file:
+        for number, line in enumerate(file, start=1):
+            text = line.decode("utf-8", "surrogateescape")
+            if (bad := re.findall(FOREIGN_BYTE, text)) and not place:
+                before = offset + len(text.partition(bad[0])[0].encode())
+                place = f"byte {before + 1:,}, in line {number:,}"
+            bad_bytes += len(bad)
+            characters += len(re.findall(FOREIGN_CHARACTER, text))
+            offset += len(line)
+    leave_out = "to leave it out: {unpack}iconv -f UTF-8 -t UTF-8 -c {file}> NEW_FILE"
+    if error.reason == "unexpected end of data" and characters + bad_bytes > 1:
+        return f"it ends within a character, {place}; {leave_out}"
+    if characters > bad_bytes:
+        return f"{bad_bytes:,} of its bytes are not, the first is {place}; {leave_out}"
     return (
-        f"it contains byte 0x{byte:02x}; its encoding can be WINDOWS-1252: "
-        f"iconv -f WINDOWS-1252 -t UTF-8 {path} > NEW_FILE"
+        f"{place}, is 0x{error.object[error.start]:02x}; its encoding can be WINDOWS-1252: "
+        "{unpack}iconv -f WINDOWS-1252 -t UTF-8 {file}> NEW_FILE"
     )
 
 
 # Text
 
 
+def _open_bytes(source):
+    """Opens a file, which may be compressed."""
+    path, suffix = source.local_path(), source.path.suffix.lower()
+    if suffix == ".zst":
+        pyarrow = import_optional("pyarrow", source.name)
+        return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
+    return gzip.open(path) if suffix == ".gz" else open(path, "rb")
+
+
 def _open_text(source, newline=None):
     """Opens a UTF-8 file, which may be compressed. A byte order mark is dropped."""
-    path, name = source.local_path(), str(source.path).lower()
-    if name.endswith(".zst"):
-        file = import_optional("pyarrow", source.name).CompressedInputStream(str(path), "zstd")
-        return io.TextIOWrapper(file, "utf-8-sig", newline=newline)
-    open_file = gzip.open if name.endswith(".gz") else open
-    return open_file(path, "rt", encoding="utf-8-sig", newline=newline)
+    return io.TextIOWrapper(_open_bytes(source), "utf-8-sig", newline=newline)
 
 
 def _read_text(source):
@@ -163,9 +219,12 @@ def _read_table(source):
     number = 0
     try:
         for number, row in enumerate(_read_rows(source), start=1):
-            if problem := _find_problem(row, source.text_key):
+            text, problem = _row_text(row, source)
+            if problem:
                 raise UserError(f"{source.name}, row {number:,} {problem}, or leave the row out")
-            text = row[source.text_key]
+            if not text.strip():
+                source.empty_rows.add(number)
+                continue
             source.line_ends.update(re.findall("\r\n|\r", text))
             yield Chunk(unify_line_ends(text), True)
     except (csv.Error, json.JSONDecodeError, RecursionError) as error:
@@ -175,27 +234,44 @@ def _read_table(source):
         raise UserError(f"{source.name}, row {number + 1:,} is damaged ({cause})") from error
 
 
-def _find_problem(row, text_key):
-    """Returns what is wrong with a row of a table and what helps, or None."""
+def _row_text(row, source):
+    """Returns the text of a row of a table, and what is wrong with it and what helps, or None."""
     if not isinstance(row, dict):
-        return f"is {row!r:.20}: write a JSON object per line"
+        return "", f"is {row!r:.20}: write a JSON object per line"
     if None in row:  # csv.DictReader's key
-        return "has more values than columns: put text with commas in double quotes"
-    text = row.get(text_key)
-    if not isinstance(text, str):
-        columns = f"{', '.join(row):.200}"
-        return f"has no text in column {text_key!r}: choose one with --text_key ({columns})"
+        return "", "has more values than columns: put text with commas in double quotes"
+    texts = {}
+    for column in source.columns:
+        if column not in row:
+            known = f"{', '.join(row):.200}"
+            return "", f"has no column {column!r}: choose one with --text_key ({known})"
+        value = row[column]
+        if value is None and source.suffix.startswith((".csv", ".tsv")):
+            return "", "has fewer values than columns"
+        if isinstance(value, bytes):  # as Spark and Hive write texts to Parquet
+            value = value.decode("utf-8", "surrogateescape")
+        if not isinstance(value, str | None):
+            kind = type(value).__name__
+            return "", f"has no text in column {column!r}, but a value of type {kind}"
+        texts[column] = value or ""
+    if not all(texts.values()):
+        return "", None
+    text = texts.get(source.text_key)
+    if text is None:  # a template
+        text = re.sub(COLUMN_IN_TEMPLATE, lambda match: texts[match[1]], source.text_key)
+    if "\0" in text:
+        return "", "has a NUL character: remove it"
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "has half of a surrogate pair, which is no character: replace it"
-    return None
+        return "", "has what is no character, such as half of a surrogate pair: replace it"
+    return text, None
 
 
 def _read_rows(source):
     """Yields the rows of a table as dicts, {column: value}; lines of JSON may have other types."""
-    if source.suffix == ".parquet":
-        yield from _read_parquet(source)
+    if source.suffix in (".parquet", ".arrow"):
+        yield from _read_arrow(source)
         return
     with _open_text(source, newline="") as file:  # a field of CSV can contain line ends
         if not source.suffix.startswith((".csv", ".tsv")):
@@ -204,23 +280,33 @@ def _read_rows(source):
             return
         csv.field_size_limit(MAX_FIELD_CHARACTERS)
         delimiter = "," if source.suffix.startswith(".csv") else "\t"
-        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-        if (reader.fieldnames or []).count(source.text_key) > 1:
-            raise csv.Error(f"there are several columns {source.text_key!r}")
+        lines = dropwhile(str.isspace, file)  # before the header
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        for column in source.columns:
+            if (reader.fieldnames or []).count(column) > 1:
+                raise csv.Error(f"there are several columns {column!r}")
         yield from reader
 
 
-def _read_parquet(source):
+def _read_arrow(source):
+    """Yields the rows of a file of Parquet, or of one of Arrow's two formats."""
     pyarrow = import_optional("pyarrow", source.name)
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(source.local_path()) as file:
-            columns = file.schema_arrow.names
-            if columns.count(source.text_key) != 1:
-                yield dict.fromkeys(columns)  # a row without the text
-                return
-            for batch in file.iter_batches(PARQUET_ROWS_PER_BATCH, columns=[source.text_key]):
+        with open(source.local_path(), "rb") as file:
+            if source.suffix == ".parquet":
+                table = parquet.ParquetFile(file)
+                has_columns = set(source.columns) <= set(table.schema_arrow.names)
+                columns = source.columns if has_columns else None  # all, for the message
+                batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns)
+            elif file.read(6) == b"ARROW1":
+                reader = pyarrow.ipc.open_file(file)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                file.seek(0)
+                batches = pyarrow.ipc.open_stream(file)
+            for batch in batches:
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{source.name} cannot be read ({cause_of(error)})") from error
@@ -232,14 +318,14 @@ def _read_parquet(source):
 def find_sources(name, text_key):
     """Returns the Sources of a file, of a folder or of a glob pattern, sorted by path.
 
-    In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
-    of several links to a file all but one. Any other file that is not UTF-8 text or a table is an
-    error when it is read. A .json file among texts is a text. Raises UserError if there are no
-    files.
+    In a folder, hidden files, caches of Python, links to folders, binary files and the
+    documentation of tables are skipped, and of several links to a file all but one. Any other file
+    that is not UTF-8 text or a table is an error when it is read. A .json file among texts is a
+    text. Raises UserError if there are no files.
     """
     paths = [Path(name)]
     if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-        paths = _skip_binary(_list_files(name))
+        paths = _select_files(name, list(_list_files(name)))
     elif glob.has_magic(name) and not os.path.exists(name):
         paths = [Path(path) for path in glob.glob(name, recursive=True)]
     files = sorted(path for path in paths if not os.path.isdir(path))
@@ -273,18 +359,44 @@ def _list_files(folder):
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
-def _skip_binary(paths):
-    """Returns the paths of files that are not binary, and prints the number of the others."""
-    texts, count = [], 0
-    for path in paths:
-        start = b""
-        if os.path.isfile(path) and not Source(path).suffix:
-            with os_errors("read", path), open(path, "rb") as file:
-                start = file.read(2**13)
-        if b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16
-            count += 1
-        else:
-            texts.append(path)
-    if count:
-        print(f"skipped {count:,} binary files")
-    return texts
+def _select_files(folder, paths):
+    """Returns the paths of texts and tables in a folder, and prints what is left out.
+
+    Prints a note, too, if names of files are those of splits. Raises UserError if
+    datasets.save_to_disk wrote several splits.
+    """
+    if os.path.isfile(Path(folder, "dataset_dict.json")):
+        splits = sorted({path.parent.name for path in paths if path.suffix == ".arrow"})
+        raise UserError(
+            f"{folder} has the splits {', '.join(splits)}: use --input={folder}/{splits[0]}, and "
+            "--val_input=FOLDER for a validation split"
+        )
+    splits = [path for path in sorted(paths) if path.name.split(".")[0] in SPLIT_NAMES]
+    if len(splits) > 1:
+        names = ", ".join(path.name for path in splits)
+        print(f"{names} become one text; --input and --val_input keep two apart")
+    has_tables = any(Source(path).suffix not in ("", ".json") for path in paths)
+    documentation = [path for path in paths if has_tables and _is_documentation(folder, path)]
+    binary = [path for path in paths if path not in documentation and _is_binary(path)]
+    for kind, left_out in (("documentation", documentation), ("binary", binary)):
+        if left_out:
+            names = ", ".join(path.name for path in left_out[:3])
+            print(f"left out {len(left_out):,} files, {kind}: {names}{', …' * (len(left_out) > 3)}")
+    return [path for path in paths if path not in {*documentation, *binary}]
+
+
+def _is_documentation(folder, path):
+    """Whether a file describes the tables in a folder, such as a clone of a hub's dataset."""
+    is_text = path.parent == Path(folder) and not Source(path).suffix
+    names = DOCUMENTATION if is_text else ARROW_METADATA
+    return any(fnmatch(path.name, name) for name in names)
+
+
+def _is_binary(path):
+    """Whether a file is neither a table nor a text, judged by its beginning."""
+    source, start = Source(path), b""
+    if os.path.isfile(path) and not source.suffix:
+        damaged = EOFError, zlib.error, gzip.BadGzipFile  # an error when it is read
+        with os_errors("read", path), suppress(*damaged), _open_bytes(source) as file:
+            start = file.read(2**13)
+    return b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16

@@ -86,7 +86,7 @@ def test_a_text_in_chunks_has_the_same_splits(end_text, folder, monkeypatch):
     text = "\ufeffé one <|endoftext|>two\nthree🦶 <|endoftext|><|endoftext|> four five\n" * 9
     Path("a.txt").write_text(text, encoding="utf-8")
     Path("b.txt").write_text("")
-    whole = Corpus(find_sources("*.txt", "text"), "texts", end_text)
+    whole = Corpus(find_sources("*.txt", "text"), "texts", end_text=end_text)
     expected = documents_of(read(whole))
     for size in (1, 7, 64):
         monkeypatch.setattr(sources, "CHUNK_CHARACTERS", size)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,18 +14,24 @@ from folio.data import sources
 from folio.data.sources import Source, find_sources
 
 TEXTS = ["one", "", "two 🦶\nlines", 'é "quoted", with a comma']
-TABLES = ["A.JSONL", "a.jsonl.gz", "a.ndjson.zst", "a.csv", "a.tsv", "a.parquet"]
+TABLES = ["A.JSONL", "a.jsonl.gz", "a.ndjson.zst", "a.csv", "a.tsv", "a.parquet", "a.arrow"]
 pytestmark = pytest.mark.usefixtures("folder")
 
 
 def write(name, texts, key="text"):
     """Writes a table in the format of a file name. Returns its Source."""
     pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import csv, parquet
+    from pyarrow import csv, ipc, parquet
 
     columns = {"n": [None, *range(len(texts) - 1)], key: texts}
     if name.endswith(".parquet"):
         parquet.write_table(pyarrow.table(columns), name, row_group_size=2)
+        return Source(Path(name), key)
+    if name.endswith(".arrow"):
+        table = pyarrow.table(columns)
+        new_writer = ipc.new_file if "file" in name else ipc.new_stream
+        with open(name, "wb") as file, new_writer(file, table.schema) as writer:
+            writer.write_table(table)
         return Source(Path(name), key)
     if ".csv" in name or ".tsv" in name:
         options = csv.WriteOptions(delimiter="\t" if ".tsv" in name else ",")
@@ -51,12 +58,59 @@ def error_of(source):
 def test_rows_of_a_table_are_documents(name):
     source = write(name, TEXTS, "body")
     chunks = list(source.read())
-    assert [(chunk.text, chunk.ends_document) for chunk in chunks] == [
-        (text, True) for text in TEXTS
-    ]
-    assert "--text_key" in error_of(Source(source.path))  # there is no such column
-    if "sv" not in name:  # CSV and TSV, which has no missing values
-        assert "row 2 has no text" in error_of(write(name, ["one", None]))
+    texts = [text for text in TEXTS if text]
+    assert chunks == [(text, True) for text in texts]
+    assert source.empty_rows == {1 + TEXTS.index("")}
+    message = error_of(Source(source.path))
+    assert "has no column 'text': choose one with --text_key (n, body)" in message
+    if "sv" not in name:  # CSV and TSV have no missing values
+        source = write(name, ["one", None, " \n"])
+        assert list(source.read()) == [("one", True)]
+        assert source.empty_rows == {2, 3}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_template_joins_columns(name):
+    source = Source(write(name, TEXTS, "body").path, "{n}: {body}")
+    if "JSON" in name.upper():  # an object is no text
+        Path(name).write_bytes(Path(name).read_bytes()[:0])
+    elif "sv" in name:  # where all values are texts
+        chunks = [f"{n}: {text}" for n, text in zip(range(3), TEXTS[1:], strict=True) if text]
+        assert [chunk.text for chunk in source.read()] == chunks
+    else:
+        assert "row 2 has no text in column 'n', but a value of type int" in error_of(source)
+
+
+def test_a_template_reads_questions_and_answers():
+    rows = [{"q": "1 plus 1?", "a": "2 {q}", "n": 1}, {"q": None, "a": "3"}, {"q": "", "a": "4"}]
+    Path("qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = Source(Path("qa.jsonl"), "Q: {q}\nA: {a}")
+    assert list(source.read()) == [("Q: 1 plus 1?\nA: 2 {q}", True)]
+    assert source.empty_rows == {2, 3}
+    message = error_of(Source(Path("qa.jsonl"), "{q} {answer}"))
+    assert "has no column 'answer': choose one with --text_key (q, a, n)" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ([b"one", "zwölf".encode()], None),
+        ([b"one", b"\xff"], "row 2 has what is no character"),
+        ([["one"], []], "row 1 has no text in column 'text', but a value of type list"),
+        ([{"a": 1}], "row 1 has no text in column 'text', but a value of type dict"),
+        ([1.5], "row 1 has no text in column 'text', but a value of type float"),
+    ],
+)
+def test_columns_of_other_types(values, part):
+    source = write("a.parquet", values)
+    if part:
+        assert part in error_of(source)
+    else:
+        assert [chunk.text for chunk in source.read()] == ["one", "zwölf"]
+
+
+def test_arrow_has_two_formats():
+    assert list(write("file.arrow", ["one", "two"]).read()) == [("one", True), ("two", True)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -73,12 +127,16 @@ def test_damaged_file_is_named(name):
     [
         (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each"),
         (b"[" * 10**5, "row 2 is damaged"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "row 2 has no text"),
-        (b'{"text": "\xff"}', "byte 0xff"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "row 2 has no column 'text'"),
+        (b'{"text": "\xff"}', "byte 28, in line 3, is 0xff"),
+        (b'{"text": "a\\u0000"}', "row 2 has a NUL character"),
         (b"null", "row 2 is None"),
         (b"[", "row 2 is damaged (Expecting value; each line must be a JSON object)"),
-        (b'{"text": 5, "a": "b"}', "row 2 has no text in column 'text': choose one with"),
-        (b'{"text": "\\ud800"}', "row 2 has half of a surrogate pair"),
+        (b'{"text": 5, "a": "b"}', "row 2 has no text in column 'text', but a value of type float"),
+        (
+            b'{"text": "\\ud800"}',
+            "row 2 has what is no character, such as half of a surrogate pair",
+        ),
     ],
 )
 def test_invalid_json_line_is_refused(line, part):
@@ -92,7 +150,7 @@ def test_invalid_json_line_is_refused(line, part):
         (b"id;text\n1;one\n", "(id;text)"),
         (b"text,text\n1,one\n", "several columns 'text'"),
         (b"id,text\n1,one, two\n", "more values than columns"),
-        (b"id,text\n1\n", "row 1 has no text"),
+        (b"id,text\n1\n", "row 1 has fewer values than columns"),
         (b'text\n"one', "row 1 is damaged"),
         (b'text\n"one" two\n', "row 1 is damaged"),
         (b"text\n\xe9t\xe9\n", "iconv -f WINDOWS-1252"),
@@ -107,6 +165,11 @@ def test_csv_has_long_texts_with_line_ends():
     text = "long " * 10**5
     Path("a.csv").write_bytes(f'\ufefftext,n\r\n"{text}\r\n""end""",1\r\n'.encode())
     assert [chunk.text for chunk in Source(Path("a.csv")).read()] == [text + '\n"end"']
+
+
+def test_blank_lines_before_the_header_of_csv_are_skipped():
+    Path("a.csv").write_text('\n \r\ntext\n"a\n\nb"\n')
+    assert list(Source(Path("a.csv")).read()) == [("a\n\nb", True)]
 
 
 def test_missing_package_is_a_user_error(monkeypatch):
@@ -131,13 +194,16 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
 @pytest.mark.parametrize(
     ("raw", "part"),
     [
-        (b"a" * 20_000 + b"\x80b", "byte 0x80"),
-        (b"abcd\xe2\x82", "byte 0xe2"),
+        (b"a" * 20_000 + b"\x80b", "byte 20,001, in line 1, is 0x80; its encoding can be WINDOWS"),
+        (b"abcd\xe2\x82", "it ends within a character, byte 5, in line 1"),
         (b"ab\0", "a NUL byte; to remove it: tr -d '\\0' < 'my text'"),
         ("é".encode("latin-1"), "iconv -f WINDOWS-1252 -t UTF-8 'my text'"),
         ("é".encode("utf-16"), "it is UTF-16; to convert it: iconv -f UTF-16"),
         (b"PK\3\4\x14\0", "a ZIP archive"),
-        (gzip.compress(b"tar", mtime=0), "a compressed archive"),
+        (gzip.compress(b"tar", mtime=0), "it is compressed; to decompress it: gunzip 'my text'"),
+        (b"\x93NUMPY\x01\x00", "it is an array of NumPy"),
+        (b"\x80\x04\x95", "it is a pickle"),
+        (b"a\0" * 200, "it is a file of numbers or a program"),
         (b"%PDF-1.7\n\xff", "pdftotext 'my text'"),
     ],
 )
@@ -150,9 +216,37 @@ def test_compressed_text_is_read():
     source, raw = Source(Path("a.txt.gz")), gzip.compress(b"one\r\ntwo\n")
     source.path.write_bytes(raw)
     assert "".join(chunk.text for chunk in source.read()) == "one\ntwo\n"
-    for damaged in (raw[:-9], b"one", gzip.compress(b"\xff")):
+    for damaged in (raw[:-9], b"one"):
         source.path.write_bytes(damaged)
         error_of(source)
+    source.path.write_bytes(gzip.compress(b"\xff"))
+    command = "gzip -dc a.txt.gz | iconv -f WINDOWS-1252 -t UTF-8 > NEW_FILE"
+    assert command in error_of(source)
+
+
+GERMAN = "Der Fluß trägt kühle Wörter\nüber die Brücke. " * 40
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        (GERMAN.encode() + "ß".encode()[:1], "it ends within a character, byte 2,041, in line 41;"),
+        (
+            GERMAN.encode()[:36] + b"\xe9" + GERMAN.encode()[36:],
+            "1 of its bytes are not, the first",
+        ),
+        (GERMAN.encode("cp1252"), "byte 8, in line 1, is 0xdf; its encoding can be WINDOWS-1252"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_the_command_for_a_damaged_text_restores_it(raw, part, suffix):
+    path = Path(f"a text.txt{suffix}")
+    path.write_bytes(gzip.compress(raw) if suffix else raw)
+    message = error_of(Source(path))
+    assert part in message
+    command = message.rpartition(": ")[2].replace("NEW_FILE", "new.txt")
+    subprocess.run(command, shell=True, stderr=subprocess.DEVNULL)  # iconv -c reports an error
+    assert Path("new.txt").read_text() == GERMAN
 
 
 # Finding files
@@ -184,11 +278,43 @@ def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
     Path("in/__pycache__/a.txt").touch()
     Path("in/picture").write_bytes(b"\x89PNG\0")
     assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt"]
-    assert capsys.readouterr().out == "skipped 1 binary files\n"
+    assert capsys.readouterr().out == "left out 1 files, binary: picture\n"
     assert names_of("in/*.*") == ["in/a.jsonl", "in/b.txt"]
     assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
     Path("in/[b].txt").write_text("")
     assert names_of("in/[b].txt") == ["in/[b].txt"]
+
+
+def test_compressed_texts_of_a_folder_are_read_and_binary_files_named(capsys):
+    Path("in").mkdir()
+    for number in range(5):
+        Path(f"in/{number}.gz").write_bytes(gzip.compress(b"a tale\n" if number < 2 else b"a\0"))
+        Path(f"in/{number}.png").write_bytes(b"\x89PNG\0")
+    assert names_of("in") == ["in/0.gz", "in/1.gz"]
+    assert "left out 8 files, binary: " in capsys.readouterr().out
+
+
+def test_documentation_and_metadata_of_tables_are_left_out(capsys):
+    Path("in/data").mkdir(parents=True)
+    write("in/data/train.parquet", ["one", "two"])
+    for name in ("README.md", "LICENSE", "state.json", "dataset_info.json"):
+        Path("in", name).write_text("{}")
+    assert names_of("in") == ["in/data/train.parquet"]
+    assert "left out 4 files, documentation: " in capsys.readouterr().out
+    Path("in/data/train.parquet").unlink()
+    Path("in/a.txt").write_text("a text")
+    assert len(names_of("in")) == 5
+
+
+def test_files_of_several_splits_are_named(capsys):
+    for name in ("in/train.txt", "in/val.txt", "saved/train/a.arrow", "saved/test/a.arrow"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("a text")
+    assert names_of("in") == ["in/train.txt", "in/val.txt"]
+    assert "train.txt, val.txt become one text; --input and --val_input" in capsys.readouterr().out
+    Path("saved/dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match="has the splits test, train: use --input=saved/test"):
+        names_of("saved")
 
 
 @pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "in/pipe", "x" * 300, "http://a"])

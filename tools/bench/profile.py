@@ -33,8 +33,8 @@ KINDS = {
     "optimizer, clipping": r"multi_tensor|adam|foreach|vector_norm|Optimizer",
     "casts, copies": r"mem(cpy|set)|copy_kernel|CatArray|triton_poi_fused(__to_copy|_t|_view)+_\d+$"
     r"|aten::(copy_|_to_copy|cat|stack|contiguous|clone|fill_|zero_)$",
-    "elementwise, norms": r"triton|elementwise|norm|GammaBeta|gelu|relu|silu|dropout|embedding|softmax|reduce"
-    r"|index|aten::(add|mul|sub|div|addcmul|lerp|random)_?$",
+    "elementwise, norms": r"triton|elementwise|norm|GammaBeta|gelu|relu|silu|dropout|embedding"
+    r"|softmax|reduce|index|aten::(add|mul|sub|div|addcmul|lerp|random)_?$",
 }
 
 
