@@ -163,7 +163,7 @@ def _explain_encoding(source, error):
     if error.reason == "unexpected end of data" and characters + bad_bytes > 1:
         return f"it ends within a character, {place}; {leave_out}"
     if characters > bad_bytes:
-        return f"{bad_bytes:,} of its bytes are not, the first is {place}; {leave_out}"
+        return f"bad bytes: {bad_bytes:,}, the first is {place}; {leave_out}"
     return (
         f"{place}, is 0x{error.object[error.start]:02x}; its encoding can be WINDOWS-1252: "
         "{unpack}iconv -f WINDOWS-1252 -t UTF-8 {file}> NEW_FILE"
@@ -244,7 +244,10 @@ def _row_text(row, source):
     for column in source.columns:
         if column not in row:
             known = f"{', '.join(row):.200}"
-            return "", f"has no column {column!r}: choose one with --text_key ({known})"
+            return (
+                "",
+                f"has no column {column!r}: name one, or several in braces, with --text_key ({known})",
+            )
         value = row[column]
         if value is None and source.suffix.startswith((".csv", ".tsv")):
             return "", "has fewer values than columns"

@@ -62,7 +62,9 @@ def test_rows_of_a_table_are_documents(name):
     assert chunks == [(text, True) for text in texts]
     assert source.empty_rows == {1 + TEXTS.index("")}
     message = error_of(Source(source.path))
-    assert "has no column 'text': choose one with --text_key (n, body)" in message
+    assert (
+        "has no column 'text': name one, or several in braces, with --text_key (n, body)" in message
+    )
     if "sv" not in name:  # CSV and TSV have no missing values
         source = write(name, ["one", None, " \n"])
         assert list(source.read()) == [("one", True)]
@@ -88,7 +90,10 @@ def test_a_template_reads_questions_and_answers():
     assert list(source.read()) == [("Q: 1 plus 1?\nA: 2 {q}", True)]
     assert source.empty_rows == {2, 3}
     message = error_of(Source(Path("qa.jsonl"), "{q} {answer}"))
-    assert "has no column 'answer': choose one with --text_key (q, a, n)" in message
+    assert (
+        "has no column 'answer': name one, or several in braces, with --text_key (q, a, n)"
+        in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ GERMAN = "Der Fluß trägt kühle Wörter\nüber die Brücke. " * 40
         (GERMAN.encode() + "ß".encode()[:1], "it ends within a character, byte 2,041, in line 41;"),
         (
             GERMAN.encode()[:36] + b"\xe9" + GERMAN.encode()[36:],
-            "1 of its bytes are not, the first",
+            "bad bytes: 1, the first is byte 37, in line 1",
         ),
         (GERMAN.encode("cp1252"), "byte 8, in line 1, is 0xdf; its encoding can be WINDOWS-1252"),
     ],
