@@ -244,10 +244,8 @@ def _row_text(row, source):
     for column in source.columns:
         if column not in row:
             known = f"{', '.join(row):.200}"
-            return (
-                "",
-                f"has no column {column!r}: name one, or several in braces, with --text_key ({known})",
-            )
+            advice = f"name one, or several in braces, with --text_key ({known})"
+            return "", f"has no column {column!r}: {advice}"
         value = row[column]
         if value is None and source.suffix.startswith((".csv", ".tsv")):
             return "", "has fewer values than columns"

@@ -238,7 +238,7 @@ GERMAN = "Der Fluß trägt kühle Wörter\nüber die Brücke. " * 40
         (GERMAN.encode() + "ß".encode()[:1], "it ends within a character, byte 2,041, in line 41;"),
         (
             GERMAN.encode()[:36] + b"\xe9" + GERMAN.encode()[36:],
-            "bad bytes: 1, the first is byte 37, in line 1",
+            "bad bytes: 1, the first is byte 37, in line 2",
         ),
         (GERMAN.encode("cp1252"), "byte 8, in line 1, is 0xdf; its encoding can be WINDOWS-1252"),
     ],
