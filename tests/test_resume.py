@@ -174,6 +174,44 @@ def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys)
         shutil.rmtree("out-copy")
 
 
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"batch_size": 2}, False),
+        ({"eval_iters": 3}, False),
+        ({"eval_iters": None, "eval_interval": 2}, False),
+        ({"eval_interval": 2}, True),  # the evaluations are as long as before
+        ({"batch_size": 2, "eval_iters": 4}, True),
+        ({"seed": 1}, True),
+    ],
+)
+def test_other_windows_of_the_validation_split_begin_the_comparison_again(
+    verse, monkeypatch, capsys, change, is_same
+):
+    def evaluate(run, steps=None):
+        return {"train_loss": 1.0, "perplexity": 1.0, "loss": next(losses)}
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    losses = iter([2.0, 1.0, 1.5])
+    train.main(tiny.flags(max_iters=6, eval_iters=2))
+    assert tiny.load("ckpt.pt")["iter_num"] == 3
+    losses = iter([3.0, 2.9, 2.8, 2.7, 2.6, 2.5])
+    change = {"eval_iters": 2} | change
+    train.main(tiny.flags(max_iters=12, init_from="resume", **change))
+    message = "cover other windows of the validation split; evaluating again"
+    assert (message in capsys.readouterr().out) == (not is_same)
+    assert tiny.load("ckpt.pt")["iter_num"] == (3 if is_same else 12)
+
+
+def test_a_finished_run_keeps_its_best_model_whatever_is_evaluated(verse, capsys):
+    train.main(tiny.flags())
+    before = contents()
+    train.main(tiny.flags(init_from="resume", batch_size=2))
+    train.main(tiny.flags(init_from="resume", batch_size=2, eval_only=True))
+    assert "evaluating again" not in capsys.readouterr().out
+    assert contents() == before
+
+
 # Changed settings
 
 

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import signal
 import time
+from types import SimpleNamespace
 
 import torch
 
 from folio.checkpoint.format import Checkpoint, Progress, load_weights
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.data.batches import evaluation_windows
+from folio.data.batches import evaluation_iters, evaluation_starts, evaluation_windows
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
 from folio.hardware.device import device_type
@@ -54,16 +55,32 @@ class Run:
         saved = checkpoint.settings
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
             self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
+        is_finished = self.progress.is_finished(self.settings)
+        if not (self.settings.eval_only or is_finished or self._has_windows_of(saved)):
+            self._compare_anew("the evaluations now cover other windows of the validation split")
+            return
         is_kept = saved.get("always_save_checkpoint") or self.settings.always_save_checkpoint
         best = None if is_kept else self._load_best()
         is_later = False  # than last.pt: it is written again when the run reaches its step
         if best and best.settings.get("out_dir") == saved.get("out_dir"):
             is_later = self.progress.step < best.progress.step <= self.settings.max_iters
         if not (self.settings.always_save_checkpoint or is_later or self._is_best(best)):
-            # ckpt.pt does not have the best model: an evaluation at once begins the comparison.
-            print(f"{self.run_dir.best} is not the best model of this run; evaluating again")
-            self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
-            self.progress.evaluations_since_best = 0
+            self._compare_anew(f"{self.run_dir.best} is not the best model of this run")
+
+    def _has_windows_of(self, saved):
+        """Whether evaluations have the validation windows of saved settings, a dict."""
+        old = SimpleNamespace(**dataclasses.asdict(self.settings) | saved)
+        counts = {
+            len(evaluation_starts(self.dataset.val, settings, evaluation_iters(settings)[1]))
+            for settings in (old, self.settings)
+        }
+        return len(counts) == 1  # the split and the block size are the same
+
+    def _compare_anew(self, reason):
+        """Makes an evaluation at once begin the search for the best model."""
+        print(f"{reason}; evaluating again")
+        self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
+        self.progress.evaluations_since_best = 0
 
     def _load_best(self):
         """Returns the Checkpoint in ckpt.pt, or None if there is none to be read. Collective."""
