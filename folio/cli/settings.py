@@ -54,6 +54,24 @@ def changed_settings(settings):
     return {f.name: value for f, value in pairs if f.name in given or value != f.default}
 
 
+def command_line(arguments, **changes):
+    """Returns the texts of parsed arguments in order, and then of the settings to change.
+
+    Of several flags for a setting, only the last has an effect, and is returned.
+    """
+    texts, names = [], set()
+    for argument in reversed([*arguments, *(Flag(*pair) for pair in changes.items())]):
+        if not isinstance(argument, Flag):
+            texts.append(str(argument))
+        elif argument.name not in names:
+            names.add(argument.name)
+            value = str(argument.value)
+            if isinstance(argument.value, float):
+                value = value.removesuffix(".0")
+            texts.append(f"--{argument.name}={value}")
+    return texts[::-1]
+
+
 def load_settings(settings_class, argv=None, resolvers=None, choose=None):
     """Builds `settings_class` from config files and flags, applied left to right.
 
@@ -81,7 +99,8 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None):
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
         raise UserError(str(error)) from error
-    object.__setattr__(settings, "given", set(given))  # frozen otherwise
+    for name, value in (("given", set(given)), ("arguments", arguments)):
+        object.__setattr__(settings, name, value)  # frozen otherwise
     return settings
 
 

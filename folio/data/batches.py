@@ -10,6 +10,8 @@ from folio.hardware.device import device_type
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part times 2^64
 MAX_RESIDENT_BYTES = 2**30  # copying a larger split to a GPU would delay the start
+# An evaluation's windows depend on them. When a run is resumed, they can change.
+EVALUATION_SETTINGS = {"batch_size", "eval_interval", "eval_iters", "gradient_accumulation_steps"}
 
 
 def window_starts(seed, first, count, num_starts):

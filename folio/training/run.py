@@ -176,7 +176,7 @@ class Run:
             return
         checkpoint = Checkpoint(
             progress=dataclasses.replace(self.progress, elapsed_s=self.elapsed_s()),
-            settings=dataclasses.asdict(self.settings),
+            settings=dataclasses.asdict(self.settings) | {"init_from": self.plan.origin},
             tokenizer=self.dataset.tokenizer.to_dict(),
             data=self.dataset.fingerprint,
             log_bytes=self.run_dir.log_size(),

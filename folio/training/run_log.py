@@ -1,12 +1,14 @@
 """The log of a training run: on the console, in log.jsonl and in experiment trackers."""
 
 import dataclasses
+import inspect
 import math
 import shlex
 import shutil
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -14,15 +16,19 @@ from tqdm import tqdm
 from folio.checkpoint.format import empty_model
 from folio.cli.files import lock_folder
 from folio.cli.process import SIGPIPE, print_error
-from folio.cli.settings import changed_settings, names_with_scope
+from folio.cli.settings import command_line, names_with_scope
+from folio.data.batches import EVALUATION_SETTINGS
 from folio.hardware.device import SharedCores
 from folio.hardware.memory import memory_bytes, peak_memory_gib
+from folio.pretrained.load import RESUME_NAMES
 from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
-MAX_LOSS_RISE_NATS = 0.02  # rise of the validation loss from its lowest value
-MIN_LOSS_FALL_NATS = 0.01  # of the validation loss in the last third of the evaluations
+MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
+MIN_LOSS_FALL_NATS = 0.02  # of the validation loss in the last third of the evaluations
+MIN_FALL_SHARE = 0.75  # of the training loss's fall in this third
 MAX_GAP_GROWTH_NATS = 0.1  # growth of the gap between validation and training loss
+MANY_PASSES = 2  # over the training text
 SLOW_STEP_S = 60
 
 
@@ -213,10 +219,8 @@ def format_losses(step, losses):
 
 
 def print_start(plan):
-    """Prints the changed settings, the dataset, the model's size, the machine and the memory."""
+    """Prints the arguments, the dataset, the model's size, the machine and the memory."""
     settings, dataset, machine, world = plan.settings, plan.dataset, plan.machine, plan.world
-    resolved, changed = ("device", "dtype", "compile"), changed_settings(settings)
-    pairs = [f"{name}={value}" for name, value in changed.items() if name not in resolved]
     peak, known = machine.peak_flops, machine.data_sheet_flops
     source = "data sheet" if known else "measured with a matrix product"
     model = empty_model(plan.config, "meta")
@@ -230,7 +234,7 @@ def print_start(plan):
     limit = f" of {available / 2**30:,.0f} GiB" if available else ""
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
     print(
-        f"settings: {' '.join(pairs) or 'defaults'}",
+        f"settings: {shlex.join(command_line(plan.arguments)) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
         f"model: {model.num_params():,} parameters; {work}",
@@ -267,20 +271,33 @@ def print_end(run, loss):
     if (peak := peak_memory_gib(run.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
     events = run.run_dir.read_events()
-    evaluations = [e for e in events if e["event"] == "val" and "train_loss" in e]
+    resumed = [i for i, e in enumerate(events) if EVALUATION_SETTINGS & e.get("changed", {}).keys()]
+    comparable = events[max(resumed, default=0) :]  # evaluations of the same windows
+    evaluations = [e for e in comparable if e["event"] == "val" and "train_loss" in e]
     epochs = progress.tokens / len(run.dataset.train)
     if advice := advice_on(evaluations, settings, epochs):
-        text, flag = advice
-        arguments = [a for a in sys.argv if not a.startswith("--init_from")]  # for a new run
-        print(f"{text}: python {shlex.join(arguments)} {flag}")
+        text, changes = advice
+        print(f"{text}: {next_command(run.plan, **changes)}" if changes else text)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
 
-def advice_on(evaluations, settings, epochs):
-    """Returns what would improve a model, and the flag for it; None with fewer than 3 evaluations.
+def next_command(plan, **changes):
+    """Returns the command of a new run like the one of a Plan, with some settings changed."""
+    if plan.settings.init_from in RESUME_NAMES:
+        changes = {"init_from": plan.origin} | changes
+    script = Path(inspect.getfile(type(plan.settings)))  # sys.argv has another one in a notebook
+    name = script.name if script.parent == Path.cwd() else str(script)
+    return f"python {shlex.join([name, *command_line(plan.arguments, **changes)])}"
 
-    A validation text of another kind makes a gap between the losses from the first evaluations on;
-    memorization makes it grow, and the validation loss stops falling.
+
+def advice_on(evaluations, settings, epochs):
+    """Returns what a log shows, and the settings that would improve the model, as a dict.
+
+    It is empty if the log does not decide. Returns None with fewer than 3 evaluations. That the
+    validation loss falls at the end says little, because a decaying learning rate always has this
+    effect. If it falls as the training loss does, the model still learns what holds for other
+    texts, too. A validation text of another kind makes a gap between the losses from the first
+    evaluations on; memorization makes it grow.
 
     Args:
         evaluations: their events in the log; the first is before any training.
@@ -290,25 +307,27 @@ def advice_on(evaluations, settings, epochs):
         return None
     best, last = min(evaluations, key=lambda event: event["loss"]), evaluations[-1]
     rise = last["loss"] - best["loss"]
-    first_gap, gap = (event["loss"] - event["train_loss"] for event in (evaluations[1], last))
-    more_dropout = f"--dropout={min(settings.dropout + 0.1, 0.5):.2g}"
     if rise > MAX_LOSS_RISE_NATS and last["train_loss"] > best["train_loss"]:
-        losses = f"both losses have risen since step {best['step']:,}"
-        return (
-            f"{losses}; use a lower learning rate",
-            f"--learning_rate={settings.learning_rate / 2:g}",
-        )
+        text = f"both losses have risen since step {best['step']:,}; use a lower learning rate"
+        return text, {"learning_rate": settings.learning_rate / 2}
     if rise > MAX_LOSS_RISE_NATS:
         text = (
             f"the validation loss has risen by {rise:.2f} since step {best['step']:,} (overfitting)"
         )
-        return f"{text}; use more text or more dropout", more_dropout
-    if last["step"] < settings.max_iters and settings.minutes:
-        return "more time would help most", f"--minutes={2 * settings.minutes:g}"
-    fall = evaluations[-1 - len(evaluations) // 3]["loss"] - last["loss"]
-    if fall < MIN_LOSS_FALL_NATS and epochs >= 1 and gap > first_gap + MAX_GAP_GROWTH_NATS:
-        text = f"the gap between the losses has grown from {first_gap:z.2f} to {gap:z.2f}"
-        return f"{text} (memorization); use more text or more dropout", more_dropout
-    remedy = "longer training" if epochs < 1 else "longer training or a larger model"
-    text = f"{epochs:.2g} passes over the text; {remedy} would help most"
-    return text, f"--max_iters={2 * settings.max_iters}"
+        dropout = round(min(settings.dropout + 0.1, 0.5), 3)
+        return f"{text}; use more text or more dropout", {"dropout": dropout}
+    losses = f"training loss {last['train_loss']:.2f}, validation loss {last['loss']:.2f}"
+    text = f"{epochs:.2g} passes over the text, {losses}"
+    earlier = evaluations[-1 - len(evaluations) // 3]
+    train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
+    if fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
+        names = {"minutes"}
+        if 2 * last["step"] > settings.max_iters:
+            names |= {"max_iters", "lr_decay_iters"}
+        values = {name: getattr(settings, name) for name in sorted(names)}
+        changes = {name: 2 * value for name, value in values.items() if value}
+        return f"{text}; longer training would help most", changes
+    first_gap, gap = (event["loss"] - event["train_loss"] for event in (evaluations[1], last))
+    if epochs >= MANY_PASSES and gap > first_gap + MAX_GAP_GROWTH_NATS:
+        text += " (memorization); use more text or more regularization, not more steps"
+    return text, {}

@@ -23,7 +23,7 @@ from folio.hardware.compile import compile_model
 from folio.hardware.device import DTYPES, Machine, choose_machine
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import keep_freed_memory, memory_bytes, recompute_activations
-from folio.pretrained.load import checkpoint_tokenizer, crop, load_start
+from folio.pretrained.load import RESUME_NAMES, checkpoint_tokenizer, crop, load_start
 from folio.training.distillation import Distillation, load_teachers
 from model import GPTConfig
 
@@ -50,6 +50,13 @@ class Plan:
     resumed: Checkpoint | None = None  # the run continues this one
     initial: Checkpoint | None = None  # or starts with the weights of this one
     teachers: list = dataclasses.field(default_factory=list)  # GPTs, for distillation
+    arguments: list = dataclasses.field(default_factory=list)  # config files and Flags
+
+    @property
+    def origin(self):
+        """The value of init_from with which the run has started, or the first of its processes."""
+        saved = self.resumed.settings.get("init_from") if self.resumed else self.settings.init_from
+        return "scratch" if saved in (None, *RESUME_NAMES) else saved
 
     @property
     def is_sharded(self):
@@ -63,6 +70,7 @@ def make_plan(settings, world=SINGLE_PROCESS):
     machine do not fit together.
     """
     plan = world.call_together(_make_plan, settings, world)
+    plan.arguments = settings.arguments
     values = dataclasses.asdict(plan.settings)
     for name in TRACKER_SETTINGS:
         del values[name]

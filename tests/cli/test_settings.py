@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folio.cli.errors import UserError
-from folio.cli.settings import changed_settings, check_value, load_settings, parse_value, setting
+from folio.cli.settings import (
+    changed_settings,
+    check_value,
+    command_line,
+    load_settings,
+    parse_value,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,17 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
     assert changed_settings(load_settings(Settings, order)) == expected
 
 
+def test_a_command_line_has_each_setting_once_and_changes_last():
+    config_file("steps = steps // 2\nrate = 0.25", "a.py")
+    argv = ["--steps=1", "--rate=0.5", "a.py", "--steps", "8", "--bias", "--name=a b"]
+    arguments = load_settings(Settings, argv).arguments
+    texts = command_line(arguments)
+    assert texts == ["--rate=0.5", "a.py", "--steps=8", "--bias=True", "--name=a b"]
+    assert load_settings(Settings, texts) == load_settings(Settings, argv)
+    texts = command_line(arguments, steps=9, rate=1.0, bias=False)
+    assert texts == ["a.py", "--name=a b", "--steps=9", "--rate=1", "--bias=False"]
+
+
 def resolve_device(device):
     if device == "cuda":
         raise UserError("no CUDA GPU")
@@ -241,6 +259,7 @@ def test_any_arguments_give_settings_or_a_user_error(argv):
         return
     flags = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
     assert load_settings(Settings, flags) == settings
+    assert load_settings(Settings, command_line(settings.arguments)) == settings
 
 
 # Help

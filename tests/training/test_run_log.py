@@ -3,8 +3,10 @@
 import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -20,12 +22,12 @@ TRAIN = str(Path(train.__file__))
 
 
 def test_console_has_the_settings_and_lines_in_nanogpts_format(verse, capsys):
-    train.main(tiny.flags(learning_rate=0.02))
+    Path("rate.py").write_text("learning_rate = 0.02")
+    train.main(["--seed=3", *tiny.flags(learning_rate=0.01, seed=4), "rate.py"])
     out, err = capsys.readouterr()
     settings, data, model, machine, memory = out.splitlines()[:5]
-    assert settings.startswith("settings: ")
-    assert " learning_rate=0.02 " in settings
-    assert "weight_decay" not in settings
+    flags = tiny.flags(learning_rate=0.01, seed=4)  # what was given, each setting once
+    assert settings == f"settings: {' '.join(flags)} rate.py"
     assert data == "dataset: verse, 1,458 training and 162 validation tokens, vocabulary 24"
     assert re.fullmatch(r"model: 3,\d{3} parameters; 6 steps of 32 tokens", model)
     assert machine.startswith("machine: cpu (")
@@ -55,7 +57,7 @@ def test_log_has_a_line_for_each_event(verse):
 def test_a_resumed_run_continues_the_time_and_is_judged_from_its_whole_log(verse, capsys):
     train.main(tiny.flags(stop_at=5))
     train.main(tiny.flags(init_from="resume"))
-    assert " passes over the text; longer training" in capsys.readouterr().out
+    assert re.search(r"^0.13 passes over the text, training loss", capsys.readouterr().out, re.M)
     times = [event["elapsed_s"] for event in tiny.log_events()]
     assert times == sorted(times)
 
@@ -150,39 +152,87 @@ def test_the_peak_memory_of_a_gpu_is_reported(verse, capsys):
 
 
 @pytest.mark.parametrize(
-    ("train_losses", "val_losses", "epochs", "text", "flag"),
+    ("train_losses", "val_losses", "epochs", "text", "changes"),
     [
-        ([4, 2, 1.5, 1.0], [4, 2.1, 1.7, 1.9], 9, "risen by 0.20 since step 200", "--dropout=0.3"),
-        ([4, 2, 1.5, 1.9], [4, 2.1, 1.7, 1.9], 9, "both losses have", "--learning_rate=0.005"),
-        ([4, 2, 1.2, 1.0], [4, 2.1, 1.4, 1.4], 9, "0.10 to 0.40 (memorization)", "--dropout=0.3"),
-        (
-            [4, 2, 1.5, 1.0],
-            [4, 2.1, 1.7, 1.4],
-            9,
-            "9 passes over the text; longer",
-            "--max_iters=600",
-        ),
-        ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.25, "0.25 passes over", "--max_iters=600"),
-        (
-            [4, 2, 1.5, 1.4],
-            [4, 2.8, 2.3, 2.2],
-            4,
-            "larger model",
-            "--max_iters=600",
-        ),  # a text of another kind
+        ([4, 2, 1.5, 1.0], [4, 2.1, 1.7, 1.9], 9, "risen by 0.20 since step 200", {"dropout": 0.3}),
+        ([4, 2, 1.5, 1.9], [4, 2.1, 1.7, 1.9], 9, "both losses have", {"learning_rate": 0.005}),
+        # memorization
+        ([4, 2, 1.2, 1.0], [4, 2.1, 1.4, 1.4], 9, "9 passes over the text, training loss 1.00", {}),
+        ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 9, "not more steps", {}),  # the rate has decayed
+        ([4, 2, 1.6, 1.5], [4, 2.1, 1.72, 1.75], 9, "validation loss 1.75", {}),  # noise
+        # not decided by the log
+        ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 1.4, "1.4 passes over", {}),
+        ([4, 2, 1.51, 1.5], [4, 2.1, 1.61, 1.6], 0.3, "0.3 passes over", {}),
+        # underfitting
+        ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.25, "longer", {"max_iters": 600}),
+        ([4, 2, 1.5, 1.4], [4, 2.8, 2.3, 2.2], 4, "longer", {"max_iters": 600}),  # another kind
     ],
 )
-def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text, flag):
+def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text, changes):
     evaluations = [
         {"step": 100 * number, "train_loss": train_loss, "loss": loss}
         for number, (train_loss, loss) in enumerate(zip(train_losses, val_losses, strict=True))
     ]
+    advise = partial(run_log.advice_on, evaluations, epochs=epochs)
     settings = tiny.settings(dropout=0.2, max_iters=300)
-    advice = run_log.advice_on(evaluations, settings, epochs)
-    assert text in advice[0]
-    assert advice[1] == flag
+    line, advised_changes = advise(settings)
+    assert text in line
+    assert advised_changes == changes
+    assert ("not more steps" in line) == (epochs == 9 and not changes)
     assert run_log.advice_on(evaluations[:2], settings, epochs) is None
-    if "--max_iters" in flag:
-        settings = tiny.settings(max_iters=900, minutes=2)
-        advice = run_log.advice_on(evaluations, settings, epochs)
-        assert advice == ("more time would help most", "--minutes=4")
+    if "max_iters" in changes:  # twice as many steps, for which there is time
+        assert advise(tiny.settings(max_iters=900, minutes=2))[1] == {"minutes": 4}
+        settings = tiny.settings(max_iters=310, minutes=2, lr_decay_iters=300)
+        assert advise(settings)[1] == {"minutes": 4, "max_iters": 620, "lr_decay_iters": 600}
+
+
+def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch):
+    compared = []
+    monkeypatch.setattr(run_log, "advice_on", lambda *args: compared.append(args[0]))
+    train.main(tiny.flags(max_iters=3))
+    train.main(tiny.flags(max_iters=6, init_from="resume"))
+    train.main(tiny.flags(max_iters=9, init_from="resume", batch_size=2))
+    steps = [[event["step"] for event in evaluations] for evaluations in compared]
+    assert steps == [[0, 3], [0, 3, 6], [6, 9]]
+
+
+def advised_arguments(capsys):
+    [line] = re.findall(r"^ADVICE: (.*)", capsys.readouterr().out, re.M)
+    python, script, *arguments = shlex.split(line)
+    assert (python, script) == ("python", TRAIN)  # not that of a test or a notebook
+    return arguments
+
+
+@pytest.mark.parametrize(
+    "processes",  # the arguments of each process of a run
+    [
+        [["a.py"]],
+        [["--minutes=3", "a.py", "--minutes=2.5", "--seed=7"]],
+        [["--batch_size=2", "a.py", "--init_from=old model/ckpt.pt"]],
+        [["a.py", "--init_from", "auto"]],
+        [["a.py", "--stop_at=1"], ["a.py", "--init_from", "resume"]],
+        [
+            ["a.py", "--stop_at=1", "--init_from=old model/ckpt.pt"],
+            ["a.py", "--stop_at=2", "--init_from=resume"],
+            ["--init_from=auto", "a.py"],
+        ],
+    ],
+)
+def test_the_advised_command_is_a_run_with_the_same_start(verse, capsys, monkeypatch, processes):
+    train.main(tiny.flags(out_dir="old model", seed=9, max_iters=1))
+    Path("a.py").write_text("".join(f"{n} = {v!r}\n" for n, v in tiny.SETTINGS.items()))
+    monkeypatch.setattr(run_log, "advice_on", lambda *_: ("ADVICE", {"max_iters": 8, "minutes": 5}))
+    for arguments in processes:
+        train.main(arguments)
+    arguments = advised_arguments(capsys)
+    assert "a.py" in arguments
+    assert arguments[-2:] == ["--max_iters=8", "--minutes=5"]
+    assert len(arguments) == len({argument.partition("=")[0] for argument in arguments})
+    train.main(arguments)
+    first, second = ([e for e in tiny.log_events(out) if "loss" in e] for out in ("out.1", "out"))
+    assert second[0]["loss"] == first[0]["loss"]
+    assert second[-1]["step"] == 8
+    logs = [tiny.log_events(out)[0] for out in ("out.1", "out")]
+    assert logs[0]["parameters"] == logs[1]["parameters"]
+    changed = {n for n, v in logs[1]["settings"].items() if v != logs[0]["settings"][n]}
+    assert changed == {"max_iters", "minutes"}
