@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import tiny
 
+import train
 from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
+from folio.cli.settings import load_settings
 from folio.data import dataset
 from folio.data.dataset import DATA_FOLDER, DatasetSize, dataset_size, load_dataset
 from folio.data.tokenizer import ByteTokenizer, CharTokenizer, from_dict
@@ -108,6 +110,15 @@ def test_error_for_a_missing_dataset_names_a_similar_one_or_all():
     write_text()
     assert "; did you mean own?; for " in error_of(load_dataset, "ovn")
     assert "data has own; for " in error_of(load_dataset, "other")
+
+
+def test_error_without_a_dataset_says_how_to_add_one():
+    write_text()
+    command = "for the default, openwebtext: python prepare.py --dataset=openwebtext"
+    expected = f"add --dataset=NAME; {Path('data').resolve()} has own; {command}"
+    load_preset = partial(load_settings, train.TrainConfig)
+    assert error_of(load_preset, ["config/own_text.py"]) == expected
+    assert error_of(load_dataset, load_preset([]).dataset) == expected
 
 
 def test_split_must_be_longer_than_the_context():
