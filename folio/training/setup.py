@@ -165,9 +165,15 @@ def plan_model(settings, dataset, resumed=None, initial=None):
         free = {"dropout"}
         advice = "resume with the run's own settings, or start a new run in another --out_dir"
     else:
-        free, old_size = {"dropout", "optimizer", "dataset"}, initial.config.block_size
-        if config.position == "rotary" or config.block_size < old_size:  # learned: only fewer
-            free.add("block_size")
+        free, old_size = (
+            {"dropout", "optimizer", "dataset", "block_size"},
+            initial.config.block_size,
+        )
+        if config.position == "learned" and config.block_size > old_size:
+            raise UserError(
+                f"{initial.path} has learned positions, which cannot grow (rotary ones can): use "
+                f"--block_size={old_size} or less"
+            )
         tokenizer = initial.path if initial.path.exists() else "gpt2"  # of models on the hub
         advice = f"omit the model's settings, and prepare the text with --tokenizer={tokenizer}"
     if differences := _differences(checkpoint, config, settings, dataset, free):
