@@ -239,10 +239,14 @@ def print_start(plan):
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
         f"model: {model.num_params():,} parameters; {work}",
         f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
-        f"memory: {size:,.1f} MiB{limit} for {values}",
+        f"memory: {size:,.1f} MiB{limit} for {values}; activations are not counted",
         sep="\n",
         flush=True,
     )
+    warmup, steps = settings.warmup_iters, settings.max_iters
+    if settings.decay_lr and warmup > steps and not settings.eval_only:
+        part = f"at the end, the learning rate is at {100 * steps / (warmup + 1):.0f}% of its peak"
+        print(f"warmup: {part}, because --warmup_iters={warmup} is above --max_iters={steps}")
     step_s = model.flops_per_token() * settings.tokens_per_step / peak / world.size
     if step_s > SLOW_STEP_S and not settings.eval_only:
         minutes = f"at least {step_s / 60:.0f} minutes"

@@ -17,6 +17,7 @@ import torch
 
 import train
 from folio.training import run_log
+from folio.training.setup import make_plan
 
 TRAIN = str(Path(train.__file__))
 
@@ -31,13 +32,34 @@ def test_console_has_the_settings_and_lines_in_nanogpts_format(verse, capsys):
     assert data == "dataset: verse, 1,458 training and 162 validation tokens, vocabulary 24"
     assert re.fullmatch(r"model: 3,\d{3} parameters; 6 steps of 32 tokens", model)
     assert machine.startswith("machine: cpu (")
-    assert re.fullmatch(r"memory: [\d.,]+ MiB of [\d,]+ GiB for .* moments", memory)
+    assert re.fullmatch(
+        r"memory: [\d.,]+ MiB of [\d,]+ GiB for .*; activations are not counted", memory
+    )
     steps = re.findall(r"^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}", out, re.M)
     iters = re.findall(r"^iter (\d+): loss \d+\.\d{4}, time \d+\.\d\dms, mfu [\d.]+%", out, re.M)
     assert steps == ["0", "3", "6"]
     assert iters == ["0", "1", "2", "3", "4", "5"]
     assert "|" not in out + err  # no progress bar outside a terminal
     assert "peak memory" not in out  # on a GPU only
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_short"),
+    [
+        ({"warmup_iters": 19}, True),
+        ({"warmup_iters": 6}, False),
+        ({"warmup_iters": 19, "decay_lr": False}, False),
+        ({"warmup_iters": 19, "eval_only": True}, False),
+    ],
+)
+def test_a_warmup_that_is_longer_than_the_run_is_reported_at_the_start(
+    verse, capsys, changes, is_short
+):
+    run_log.print_start(make_plan(tiny.settings(**changes)))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warmup: ")]
+    part = "the learning rate is at 30% of its peak, because --warmup_iters=19 is above"
+    assert lines == [f"warmup: at the end, {part} --max_iters=6"] * is_short
+    assert train.learning_rate_at(5, tiny.settings(warmup_iters=19)) == pytest.approx(0.3 * 1e-2)
 
 
 def test_log_has_a_line_for_each_event(verse):
