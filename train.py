@@ -28,6 +28,9 @@ class TrainConfig:
     eval_iters: int | None = setting(None, "batches per evaluation; None: 5% of time", "[1, inf)")
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
+    keep_checkpoints: bool = setting(
+        False, "keep the weights of each evaluation in ckpt-STEP.pt", scope="display"
+    )
     checkpoint_interval: int | None = setting(
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
@@ -178,7 +181,8 @@ def train(run):
                     if losses := evaluate(run):  # None after a stop signal
                         is_best = progress.record(losses["loss"], clock)
                         log.evaluation(losses, lr)
-                        run.save(best=is_best or settings.always_save_checkpoint)
+                        is_best = is_best or settings.always_save_checkpoint
+                        run.save(is_best, settings.keep_checkpoints)
             elif run.is_save_due():  # by checkpoint_interval
                 with log.pause():
                     run.save()

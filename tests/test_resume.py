@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
 from functools import partial
@@ -12,6 +13,7 @@ import tiny
 import torch
 from filelock import FileLock
 
+import sample
 import train
 from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
@@ -355,6 +357,46 @@ def test_a_run_whose_folder_was_taken_away_does_not_write_to_a_new_one(verse, aw
         with pytest.raises(UserError, match="out was deleted or moved while"):
             train.main(tiny.flags())
     assert tiny.load("last.pt")["iter_num"] == 1
+
+
+# Checkpoints of several steps
+
+
+def test_the_weights_of_each_evaluation_are_kept(verse, capsys):
+    train.main(tiny.flags(out_dir="out-whole"))
+    train.main(tiny.flags(keep_checkpoints=True, stop_at=4, out_dir="out-4"))
+    interrupted(*tiny.flags(keep_checkpoints=True), calls=4)
+    train.main(tiny.flags(keep_checkpoints=True, init_from="resume"))
+    assert run_files() == ["ckpt-0.pt", "ckpt-3.pt", "ckpt-6.pt", *RUN_FILES]
+    assert tiny.differences("out", "out-whole") == ["log.jsonl"]  # it has the settings
+    assert tiny.untimed_log("out")[1:] == tiny.untimed_log("out-whole")[1:]
+    assert run_files("out-4") == ["ckpt-0.pt", "ckpt-3.pt", *RUN_FILES]
+    kept, best = tiny.load("ckpt-3.pt"), tiny.load("ckpt.pt", "out-4")
+    assert kept["iter_num"] == best["iter_num"] == 3
+    assert tiny.equal(kept["model"], best["model"])
+    assert kept["optimizer"] is None
+    line = re.search(
+        r"^checkpoints: ([\d,]+) bytes .* out/ckpt-STEP.pt$", capsys.readouterr().out, re.M
+    )
+    size = int(line[1].replace(",", ""))
+    assert size == 4 * tiny.log_events()[0]["parameters"]
+    assert size < Path("out/ckpt-3.pt").stat().st_size < size + 20_000  # names and settings
+
+
+def test_kept_weights_can_be_sampled_and_trained_and_leave_with_their_run(verse, capsys):
+    train.main(tiny.flags(keep_checkpoints=True))
+    sample.main(["--init_from=out/ckpt-3.pt", "--device=cpu", "--max_new_tokens=3"])
+    assert capsys.readouterr().err.startswith("out/ckpt-3.pt: step 3")
+    first_loss = tiny.log_events()[1]["loss"]
+    assert tiny.log_events()[5]["step"] == 3
+    loss = tiny.log_events()[5]["loss"]
+    Path("out/ckpt-mine.pt").touch()
+    train.main(tiny.flags(init_from="out/ckpt-3.pt", keep_checkpoints=True, max_iters=1))
+    assert tiny.log_events()[1]["loss"] == loss != first_loss
+    assert run_files("out.1") == ["ckpt-0.pt", "ckpt-3.pt", "ckpt-6.pt", *RUN_FILES]
+    assert run_files() == ["ckpt-0.pt", "ckpt-1.pt", "ckpt-mine.pt", *RUN_FILES]
+    train.main(tiny.flags(init_from="out/ckpt-1.pt", overwrite=True, max_iters=1))
+    assert run_files() == ["ckpt-mine.pt", *RUN_FILES]
 
 
 # Full disks

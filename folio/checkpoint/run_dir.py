@@ -2,9 +2,11 @@
 
 ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
 one), which sample.py loads. last.pt is the newest state, from which a run resumes. log.jsonl has
-one event of the run per line, a JSON object.
+one event of the run per line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of
+each evaluation.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -49,6 +51,11 @@ class RunDir:
         """Whether there is a checkpoint."""
         return os.path.isfile(self.last) or os.path.isfile(self.best)
 
+    def files(self):
+        """Returns the paths of a run's files, not all of which exist."""
+        kept = [p for p in self.folder.glob("ckpt-*.pt") if p.stem.removeprefix("ckpt-").isdigit()]
+        return [self.best, self.last, self.log, *kept]
+
     # Reading
 
     def load_best(self):
@@ -84,9 +91,9 @@ class RunDir:
                     os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
                 return None
             if settings.overwrite:
-                for path in (self.best, self.last, self.log):
+                for path in self.files():
                     path.unlink(missing_ok=True)
-            return move_aside(self.folder, (BEST, LAST, LOG))
+            return move_aside(self.folder, [path.name for path in self.files()])
 
     def check_lock(self):
         """Raises UserError if the folder is no longer the locked one: another run may use it."""
@@ -131,6 +138,12 @@ class RunDir:
         if not settings.has_final_evaluation or not progress.is_finished(settings):
             return progress.is_finished(settings)
         return [event["event"] for event in self.read_events()[-1:]] == ["final"]
+
+    def keep(self, checkpoint):
+        """Writes ckpt-STEP.pt, with the weights only. Raises UserError if writing fails."""
+        self.check_lock()
+        path = self.folder / f"ckpt-{checkpoint.progress.step}.pt"
+        save_checkpoint(path, dataclasses.replace(checkpoint, optimizers={}, scaler=None))
 
     def save(self, checkpoint, best):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.

@@ -159,8 +159,10 @@ class Run:
         step, interval = self.progress.step, self.settings.checkpoint_interval
         return interval is not None and step % interval == 0 and self.saved_step != step
 
-    def save(self, best=False):
+    def save(self, best=False, keep=False):
         """Writes the state to last.pt or, if it is the best, to ckpt.pt. Collective.
+
+        `keep`: first writes the weights to another file, which the run never replaces.
 
         Raises UserError if a weight is not finite, or if writing fails. The files then have the
         earlier state.
@@ -168,10 +170,10 @@ class Run:
         norm = torch.nn.utils.get_total_norm(self.model.state_dict().values())
         self.check_finite(norm_of_the_weights=full_tensor(norm))
         state = gather_on_cpu(self.state_dict(), self.world.is_main)
-        self.world.call_together(self._write, state, best)
+        self.world.call_together(self._write, state, best, keep)
         self.saved_step = self.progress.step
 
-    def _write(self, state, best):
+    def _write(self, state, best, keep):
         if not self.world.is_main:
             return
         checkpoint = Checkpoint(
@@ -182,6 +184,8 @@ class Run:
             log_bytes=self.run_dir.log_size(),
             **state,
         )
+        if keep:
+            self.run_dir.keep(checkpoint)
         self.run_dir.save(checkpoint, best)
 
     def state_dict(self):

@@ -243,6 +243,9 @@ def print_start(plan):
         sep="\n",
         flush=True,
     )
+    if settings.keep_checkpoints and not settings.eval_only:
+        files = Path(settings.out_dir, "ckpt-STEP.pt")
+        print(f"checkpoints: {4 * model.num_params():,} bytes at each evaluation, in {files}")
     warmup, steps = settings.warmup_iters, settings.max_iters
     if settings.decay_lr and warmup > steps and not settings.eval_only:
         part = f"at the end, the learning rate is at {100 * steps / (warmup + 1):.0f}% of its peak"
