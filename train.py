@@ -181,8 +181,7 @@ def train(run):
                     if losses := evaluate(run):  # None after a stop signal
                         is_best = progress.record(losses["loss"], clock)
                         log.evaluation(losses, lr)
-                        is_best = is_best or settings.always_save_checkpoint
-                        run.save(is_best, settings.keep_checkpoints)
+                        run.save(best=is_best or settings.always_save_checkpoint)
             elif run.is_save_due():  # by checkpoint_interval
                 with log.pause():
                     run.save()

@@ -139,19 +139,18 @@ class RunDir:
             return progress.is_finished(settings)
         return [event["event"] for event in self.read_events()[-1:]] == ["final"]
 
-    def keep(self, checkpoint):
-        """Writes ckpt-STEP.pt, with the weights only. Raises UserError if writing fails."""
-        self.check_lock()
-        path = self.folder / f"ckpt-{checkpoint.progress.step}.pt"
-        save_checkpoint(path, dataclasses.replace(checkpoint, optimizers={}, scaler=None))
-
-    def save(self, checkpoint, best):
+    def save(self, checkpoint, best, keep=False):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.
+
+        If `keep`, first writes ckpt-STEP.pt, without optimizer state.
 
         Raises UserError if writing fails. If only the link fails, last.pt stays older, and a
         resumed run repeats the steps since then.
         """
         self.check_lock()
+        if keep:
+            path = self.folder / f"ckpt-{checkpoint.progress.step}.pt"
+            save_checkpoint(path, dataclasses.replace(checkpoint, optimizers={}))
         best = best or not os.path.isfile(self.best)  # somebody has deleted it
         save_checkpoint(self.best if best else self.last, checkpoint)
         if best:

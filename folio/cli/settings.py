@@ -55,21 +55,15 @@ def changed_settings(settings):
 
 
 def command_line(arguments, **changes):
-    """Returns the texts of parsed arguments in order, and then of the settings to change.
-
-    Of several flags for a setting, only the last has an effect, and is returned.
-    """
-    texts, names = [], set()
-    for argument in reversed([*arguments, *(Flag(*pair) for pair in changes.items())]):
-        if not isinstance(argument, Flag):
-            texts.append(str(argument))
-        elif argument.name not in names:
-            names.add(argument.name)
-            value = str(argument.value)
-            if isinstance(argument.value, float):
-                value = value.removesuffix(".0")
-            texts.append(f"--{argument.name}={value}")
-    return texts[::-1]
+    """Returns the texts of parsed arguments, each setting once, and then of the changes."""
+    texts = {}
+    for argument in [*arguments, *map(Flag._make, changes.items())]:
+        key, text = argument, str(argument)
+        if isinstance(argument, Flag):
+            key, text = argument.name, f"--{argument.name}={argument.value}"
+        texts.pop(key, None)  # of several flags for a setting, the last has an effect
+        texts[key] = text
+    return list(texts.values())
 
 
 def load_settings(settings_class, argv=None, resolvers=None, choose=None):
@@ -99,8 +93,8 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None):
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
         raise UserError(str(error)) from error
-    for name, value in (("given", set(given)), ("arguments", arguments)):
-        object.__setattr__(settings, name, value)  # frozen otherwise
+    object.__setattr__(settings, "given", set(given))  # frozen otherwise
+    object.__setattr__(settings, "arguments", arguments)
     return settings
 
 

@@ -63,10 +63,9 @@ def _count_windows(split, settings, iters):
 
 
 def evaluation_windows(dataset, settings, steps=None):
-    """Returns how many windows of both splits an evaluation has; see evaluation_iters."""
-    train_iters, val_iters = evaluation_iters(settings, steps)
-    count = _count_windows(dataset.train, settings, train_iters)
-    return count + _count_windows(dataset.val, settings, val_iters)
+    """Returns how many windows of each split an evaluation has; see evaluation_iters."""
+    pairs = zip((dataset.train, dataset.val), evaluation_iters(settings, steps), strict=True)
+    return [_count_windows(split, settings, iters) for split, iters in pairs]
 
 
 def val_bytes(dataset, settings, iters):

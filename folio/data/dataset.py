@@ -25,7 +25,6 @@ from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, fr
 FORMAT = 1
 SPLITS = ("train", "val")
 DATA_FOLDER = Path("data")
-DEFAULT_DATASET = "openwebtext"  # nanoGPT's
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_VOCAB_SIZE = 2**24
 MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on loading
@@ -171,7 +170,7 @@ def _read_ids(path, dtype):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
-        if name == DEFAULT_DATASET:  # nobody may have typed it
+        if name == "openwebtext":  # the default of train.py, which nobody may have typed
             how = f"for the default, {name}: python prepare.py --dataset={name}"
             raise UserError(f"add --dataset=NAME{hint}; {how}")
         raise UserError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from folio.checkpoint.format import load_checkpoint
 from folio.checkpoint.run_dir import BEST
 from folio.cli.errors import UserError, suggest
-from folio.data.dataset import DEFAULT_DATASET, load_tokenizer
+from folio.data.dataset import load_tokenizer
 from folio.data.downloads import open_hub
 from folio.data.tokenizer import from_dict
 from folio.pretrained.huggingface import read_pretrained
@@ -68,10 +68,7 @@ def crop(checkpoint, block_size):
 
 def checkpoint_tokenizer(checkpoint):
     """Returns the tokenizer of a checkpoint. nanoGPT's have none: theirs is that of the dataset."""
-    size, dataset = (
-        checkpoint.config.vocab_size,
-        checkpoint.settings.get("dataset", DEFAULT_DATASET),
-    )
+    dataset, size = checkpoint.settings.get("dataset", "openwebtext"), checkpoint.config.vocab_size
     saved = checkpoint.tokenizer
     try:
         tokenizer = from_dict(saved) if saved else load_tokenizer(dataset)

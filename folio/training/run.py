@@ -11,7 +11,7 @@ import torch
 from folio.checkpoint.format import Checkpoint, Progress, load_weights
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.data.batches import evaluation_iters, evaluation_starts, evaluation_windows
+from folio.data.batches import evaluation_windows
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
 from folio.hardware.device import device_type
@@ -55,32 +55,22 @@ class Run:
         saved = checkpoint.settings
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
             self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
-        is_finished = self.progress.is_finished(self.settings)
-        if not (self.settings.eval_only or is_finished or self._has_windows_of(saved)):
-            self._compare_anew("the evaluations now cover other windows of the validation split")
-            return
         is_kept = saved.get("always_save_checkpoint") or self.settings.always_save_checkpoint
         best = None if is_kept else self._load_best()
         is_later = False  # than last.pt: it is written again when the run reaches its step
         if best and best.settings.get("out_dir") == saved.get("out_dir"):
             is_later = self.progress.step < best.progress.step <= self.settings.max_iters
-        if not (self.settings.always_save_checkpoint or is_later or self._is_best(best)):
-            self._compare_anew(f"{self.run_dir.best} is not the best model of this run")
-
-    def _has_windows_of(self, saved):
-        """Whether evaluations have the validation windows of saved settings, a dict."""
-        old = SimpleNamespace(**dataclasses.asdict(self.settings) | saved)
-        counts = {
-            len(evaluation_starts(self.dataset.val, settings, evaluation_iters(settings)[1]))
-            for settings in (old, self.settings)
-        }
-        return len(counts) == 1  # the split and the block size are the same
-
-    def _compare_anew(self, reason):
-        """Makes an evaluation at once begin the search for the best model."""
-        print(f"{reason}; evaluating again")
-        self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
-        self.progress.evaluations_since_best = 0
+        old, reason = SimpleNamespace(**dataclasses.asdict(self.settings) | saved), None
+        windows = [evaluation_windows(self.dataset, s)[1] for s in (old, self.settings)]
+        is_over = self.settings.eval_only or self.progress.is_finished(self.settings)
+        if windows[0] != windows[1] and not is_over:
+            reason = "the evaluations now cover other windows of the validation split"
+        elif not (self.settings.always_save_checkpoint or is_later or self._is_best(best)):
+            reason = f"{self.run_dir.best} is not the best model of this run"
+        if reason:  # an evaluation at once begins the comparison
+            print(f"{reason}; evaluating again")
+            self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
+            self.progress.evaluations_since_best = 0
 
     def _load_best(self):
         """Returns the Checkpoint in ckpt.pt, or None if there is none to be read. Collective."""
@@ -123,7 +113,7 @@ class Run:
     def evaluation_steps(self, final_step=None):
         """Returns how many steps take as long as an evaluation; see evaluation_iters."""
         windows = evaluation_windows(self.dataset, self.settings, final_step)
-        tokens = windows * self.settings.block_size
+        tokens = sum(windows) * self.settings.block_size
         return FORWARD_SHARE * tokens / self.settings.tokens_per_step
 
     def is_evaluation_due(self, clock):
@@ -159,10 +149,8 @@ class Run:
         step, interval = self.progress.step, self.settings.checkpoint_interval
         return interval is not None and step % interval == 0 and self.saved_step != step
 
-    def save(self, best=False, keep=False):
+    def save(self, best=False):
         """Writes the state to last.pt or, if it is the best, to ckpt.pt. Collective.
-
-        `keep`: first writes the weights to another file, which the run never replaces.
 
         Raises UserError if a weight is not finite, or if writing fails. The files then have the
         earlier state.
@@ -170,10 +158,10 @@ class Run:
         norm = torch.nn.utils.get_total_norm(self.model.state_dict().values())
         self.check_finite(norm_of_the_weights=full_tensor(norm))
         state = gather_on_cpu(self.state_dict(), self.world.is_main)
-        self.world.call_together(self._write, state, best, keep)
+        self.world.call_together(self._write, state, best)
         self.saved_step = self.progress.step
 
-    def _write(self, state, best, keep):
+    def _write(self, state, best):
         if not self.world.is_main:
             return
         checkpoint = Checkpoint(
@@ -184,9 +172,8 @@ class Run:
             log_bytes=self.run_dir.log_size(),
             **state,
         )
-        if keep:
-            self.run_dir.keep(checkpoint)
-        self.run_dir.save(checkpoint, best)
+        is_evaluated = self.progress.evaluated_step == self.progress.step
+        self.run_dir.save(checkpoint, best, self.settings.keep_checkpoints and is_evaluated)
 
     def state_dict(self):
         """Returns references to the state. Tensors are sharded if the model is."""

@@ -25,9 +25,9 @@ from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
 MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
-MIN_LOSS_FALL_NATS = 0.02  # of the validation loss in the last third of the evaluations
-MIN_FALL_SHARE = 0.75  # of the training loss's fall in this third
-MAX_GAP_GROWTH_NATS = 0.1  # growth of the gap between validation and training loss
+MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
+MIN_FALL_SHARE = 2 / 3  # of the training loss's fall in this half
+MAX_GAP_GROWTH_NATS = 0.1  # in this half, of the gap between the losses
 MANY_PASSES = 2  # over the training text
 SLOW_STEP_S = 60
 
@@ -243,15 +243,17 @@ def print_start(plan):
         sep="\n",
         flush=True,
     )
-    if settings.keep_checkpoints and not settings.eval_only:
+    if settings.eval_only:
+        return
+    if settings.keep_checkpoints:
         files = Path(settings.out_dir, "ckpt-STEP.pt")
         print(f"checkpoints: {4 * model.num_params():,} bytes at each evaluation, in {files}")
     warmup, steps = settings.warmup_iters, settings.max_iters
-    if settings.decay_lr and warmup > steps and not settings.eval_only:
+    if settings.decay_lr and warmup > steps:
         part = f"at the end, the learning rate is at {100 * steps / (warmup + 1):.0f}% of its peak"
         print(f"warmup: {part}, because --warmup_iters={warmup} is above --max_iters={steps}")
     step_s = model.flops_per_token() * settings.tokens_per_step / peak / world.size
-    if step_s > SLOW_STEP_S and not settings.eval_only:
+    if step_s > SLOW_STEP_S:
         minutes = f"at least {step_s / 60:.0f} minutes"
         print(f"time: a step takes {minutes}; config/own_text.py has a smaller model", flush=True)
 
@@ -303,8 +305,7 @@ def advice_on(evaluations, settings, epochs):
     It is empty if the log does not decide. Returns None with fewer than 3 evaluations. That the
     validation loss falls at the end says little, because a decaying learning rate always has this
     effect. If it falls as the training loss does, the model still learns what holds for other
-    texts, too. A validation text of another kind makes a gap between the losses from the first
-    evaluations on; memorization makes it grow.
+    texts, too. If the gap between them grows, it memorizes; whether more steps help is then open.
 
     Args:
         evaluations: their events in the log; the first is before any training.
@@ -318,23 +319,19 @@ def advice_on(evaluations, settings, epochs):
         text = f"both losses have risen since step {best['step']:,}; use a lower learning rate"
         return text, {"learning_rate": settings.learning_rate / 2}
     if rise > MAX_LOSS_RISE_NATS:
-        text = (
-            f"the validation loss has risen by {rise:.2f} since step {best['step']:,} (overfitting)"
-        )
+        text = f"the validation loss has risen by {rise:.2f} since step {best['step']:,}"
         dropout = round(min(settings.dropout + 0.1, 0.5), 3)
-        return f"{text}; use more text or more dropout", {"dropout": dropout}
+        return f"{text} (overfitting); use more text or more dropout", {"dropout": dropout}
     losses = f"training loss {last['train_loss']:.2f}, validation loss {last['loss']:.2f}"
     text = f"{epochs:.2g} passes over the text, {losses}"
-    earlier = evaluations[-1 - len(evaluations) // 3]
+    earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
     if fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
-        names = {"minutes"}
-        if 2 * last["step"] > settings.max_iters:
-            names |= {"max_iters", "lr_decay_iters"}
-        values = {name: getattr(settings, name) for name in sorted(names)}
-        changes = {name: 2 * value for name, value in values.items() if value}
+        names = ["minutes", "max_iters", "lr_decay_iters"]
+        if settings.max_iters >= 2 * last["step"]:
+            names = ["minutes"]  # which have ended the run
+        changes = {name: 2 * getattr(settings, name) for name in names if getattr(settings, name)}
         return f"{text}; longer training would help most", changes
-    first_gap, gap = (event["loss"] - event["train_loss"] for event in (evaluations[1], last))
-    if epochs >= MANY_PASSES and gap > first_gap + MAX_GAP_GROWTH_NATS:
-        text += " (memorization); use more text or more regularization, not more steps"
+    if epochs >= MANY_PASSES and train_fall - fall > MAX_GAP_GROWTH_NATS:
+        text += " (memorization); more text would help most"
     return text, {}

@@ -165,17 +165,13 @@ def plan_model(settings, dataset, resumed=None, initial=None):
         free = {"dropout"}
         advice = "resume with the run's own settings, or start a new run in another --out_dir"
     else:
-        free, old_size = (
-            {"dropout", "optimizer", "dataset", "block_size"},
-            initial.config.block_size,
-        )
-        if config.position == "learned" and config.block_size > old_size:
-            raise UserError(
-                f"{initial.path} has learned positions, which cannot grow (rotary ones can): use "
-                f"--block_size={old_size} or less"
-            )
+        free, old_size = {"dropout", "optimizer", "dataset"}, initial.config.block_size
         tokenizer = initial.path if initial.path.exists() else "gpt2"  # of models on the hub
         advice = f"omit the model's settings, and prepare the text with --tokenizer={tokenizer}"
+        if config.position == "rotary" or config.block_size <= old_size:
+            free.add("block_size")
+        else:
+            advice = f"learned positions cannot grow (rotary ones can): {advice}"
     if differences := _differences(checkpoint, config, settings, dataset, free):
         text = "; ".join(differences)
         raise UserError(f"{checkpoint.path} does not match the settings: {text}; {advice}")

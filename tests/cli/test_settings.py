@@ -168,7 +168,7 @@ def test_a_command_line_has_each_setting_once_and_changes_last():
     assert texts == ["--rate=0.5", "a.py", "--steps=8", "--bias=True", "--name=a b"]
     assert load_settings(Settings, texts) == load_settings(Settings, argv)
     texts = command_line(arguments, steps=9, rate=1.0, bias=False)
-    assert texts == ["a.py", "--name=a b", "--steps=9", "--rate=1", "--bias=False"]
+    assert texts == ["a.py", "--name=a b", "--steps=9", "--rate=1.0", "--bias=False"]
 
 
 def resolve_device(device):
