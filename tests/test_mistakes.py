@@ -74,7 +74,7 @@ MISTAKES_BY_SCRIPT = {
     "prepare.py": (
         (None, [], "text.txt"),
         (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), [], "text.txt is not UTF-8"),
-        (None, ["--input=https://x.org/a.txt"], "x.org/a.txt"),
+        (None, ["--input=https://x.org/a.txt"], "--input is given twice"),
         (lambda: put("text.txt", tiny.VERSE), ["--dataset=../new"], "../new"),
         (lambda: (put("text.txt", tiny.VERSE), put("data/new")), [], "data/new"),
     ),

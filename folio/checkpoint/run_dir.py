@@ -16,6 +16,7 @@ from pathlib import Path
 from folio.checkpoint.format import load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, os_errors, suggest
 from folio.cli.files import LOCK_FILE, move_aside, replace_by_link
+from folio.cli.settings import check_folder
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 LOSS_NUMBERS = ("step", "tokens", "loss", "elapsed_s")
@@ -71,6 +72,7 @@ class RunDir:
 
     def _load(self, path, optimizers=True):
         if not os.path.isfile(path):
+            check_folder(path)
             runs = {str(run) for run in self.find() if os.path.isfile(run / path.name)}
             known = ", ".join(sorted(runs)) or "none; first run python train.py CONFIG_FILE"
             hint = f"; available: {known}"

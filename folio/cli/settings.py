@@ -26,6 +26,12 @@ from folio.cli.errors import UserError, foreign_errors, os_errors, script_name, 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 
 
+def check_folder(path):
+    """Raises UserError if a relative path exists in the repository's folder, but not here."""
+    if not os.path.exists(path) and os.path.exists(ROOT / path):
+        raise UserError(f"there is no {path} here, but in folio's folder: first cd {ROOT}")
+
+
 def setting(default, explanation, bounds=None, *, group=None, scope="run", is_text=False):
     """Declares a dataclass field, with the line that `--help` prints for it.
 
@@ -94,7 +100,7 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None):
     except ValueError as error:
         raise UserError(str(error)) from error
     object.__setattr__(settings, "given", set(given))  # frozen otherwise
-    object.__setattr__(settings, "arguments", arguments)
+    object.__setattr__(settings, "parsed_arguments", arguments)
     return settings
 
 

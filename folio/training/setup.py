@@ -70,7 +70,7 @@ def make_plan(settings, world=SINGLE_PROCESS):
     machine do not fit together.
     """
     plan = world.call_together(_make_plan, settings, world)
-    plan.arguments = settings.arguments
+    plan.arguments = settings.parsed_arguments
     values = dataclasses.asdict(plan.settings)
     for name in TRACKER_SETTINGS:
         del values[name]

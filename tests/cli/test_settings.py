@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from folio.cli import settings as settings_module
 from folio.cli.errors import UserError
 from folio.cli.settings import (
     changed_settings,
@@ -163,7 +164,7 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
 def test_a_command_line_has_each_setting_once_and_changes_last():
     config_file("steps = steps // 2\nrate = 0.25", "a.py")
     argv = ["--steps=1", "--rate=0.5", "a.py", "--steps", "8", "--bias", "--name=a b"]
-    arguments = load_settings(Settings, argv).arguments
+    arguments = load_settings(Settings, argv).parsed_arguments
     texts = command_line(arguments)
     assert texts == ["--rate=0.5", "a.py", "--steps=8", "--bias=True", "--name=a b"]
     assert load_settings(Settings, texts) == load_settings(Settings, argv)
@@ -259,7 +260,7 @@ def test_any_arguments_give_settings_or_a_user_error(argv):
         return
     flags = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
     assert load_settings(Settings, flags) == settings
-    assert load_settings(Settings, command_line(settings.arguments)) == settings
+    assert load_settings(Settings, command_line(settings.parsed_arguments)) == settings
 
 
 # Help
@@ -279,3 +280,13 @@ def test_help_has_each_group_and_setting_and_defaults_are_valid_arguments(capsys
     assert "      whether to compile (auto, True or False)" in lines
     argv = [word for line in lines if line.startswith("  --") for word in shlex.split(line)]
     assert load_settings(Settings, argv) == Settings()
+
+
+def test_a_path_that_is_only_in_the_folder_of_folio_is_an_error(folder, monkeypatch):
+    monkeypatch.setattr(settings_module, "ROOT", folder / "folio")
+    Path("folio/data").mkdir(parents=True)
+    settings_module.check_folder(Path("other"))
+    with pytest.raises(UserError, match="there is no data here, .* first cd .*/folio"):
+        settings_module.check_folder(Path("data"))
+    Path("data").mkdir()
+    settings_module.check_folder(Path("data"))
