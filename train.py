@@ -130,7 +130,7 @@ class TrainConfig:
 
 
 # Answers --help and reports wrong flags before the slow imports. main() parses again.
-process.start(__name__, TrainConfig)
+process.start(__name__, TrainConfig, distributed=True)
 
 import numpy as np
 import torch

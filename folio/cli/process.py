@@ -36,19 +36,23 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def start(module_name, settings_class, only_help=False, **environment):
+def start(module_name, settings_class, only_help=False, distributed=False, **environment):
     """Answers `--help` and reports wrong flags before a script imports torch.
 
     A script passes its `__name__`. If it is imported by another module, nothing happens.
 
     Args:
         only_help: flags are not checked, because `settings_class` lacks some settings.
+        distributed: the processes that torchrun starts are one run. For other scripts, its
+            variables are removed.
         environment: variables that torch reads when it is imported, and their defaults.
     """
     if module_name != "__main__":
         return
     for name, value in environment.items():
         os.environ.setdefault(name, value)
+    for name in () if distributed else LAUNCH_VARIABLES:
+        os.environ.pop(name, None)
     argv = sys.argv[1:]
     if only_help:
         argv = [argument for argument in argv if argument in ("-h", "--help")]
@@ -131,11 +135,8 @@ def printable(text):
 
 
 def is_launched():
-    """Whether torchrun has started this process, which it does with train.py only.
-
-    Other programs may set the variables, too, or RANK alone, such as Kubernetes.
-    """
-    return os.environ.keys() >= LAUNCH_VARIABLES and script_name() == "train.py"
+    """Whether torchrun has started this process. Kubernetes, for example, sets RANK alone."""
+    return os.environ.keys() >= LAUNCH_VARIABLES
 
 
 def is_main():

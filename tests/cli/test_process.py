@@ -17,6 +17,7 @@ from folio.cli.settings import ROOT
 pytest.importorskip("fcntl")  # POSIX
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 START = "import dataclasses as d\nprocess.start('__main__', d.make_dataclass('Settings', []))"
+DISTRIBUTED = START.replace("))", "), distributed=True)")
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 
 
@@ -68,9 +69,10 @@ def test_an_error_of_a_file_that_no_user_has_named_keeps_its_traceback():
 
 @posix
 def test_only_processes_of_torchrun_leave_printing_to_rank_0():
-    def fail(script, rank, **variables):
+    def fail(script, rank, start=DISTRIBUTED, **variables):
         lines = [
             f"sys.argv = ['{script}']",
+            start,
             "process.EXIT_DELAY_S = 0",
             "def main():",
             " print('x')",
@@ -82,7 +84,8 @@ def test_only_processes_of_torchrun_leave_printing_to_rank_0():
     assert fail("train.py", "1") == (2, "train.py: wrong\n")  # as on Kubernetes
     assert fail("train.py", "0", **launched) == (2, "train.py: wrong\n")
     assert fail("train.py", "1", **launched) == (2, "")
-    assert fail("sample.py", "1", **launched) == (2, "sample.py: wrong\n")
+    assert fail("a_copy.py", "1", **launched) == (2, "")
+    assert fail("sample.py", "1", START, **launched) == (2, "sample.py: wrong\n")
 
 
 @posix

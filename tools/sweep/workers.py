@@ -12,7 +12,7 @@ import torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import lock_folder
-from folio.cli.process import LAUNCH_VARIABLES, Interrupted, StopSignal, printable
+from folio.cli.process import Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import Group, read_run
 from train import TrainConfig
@@ -66,9 +66,7 @@ def start_worker(folder, settings, number, jobs):
 
     What it prints is appended to OUTPUT_FILE.
     """
-    # A worker is no process of torchrun, even if the sweep has its variables.
-    env = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
-    env |= worker_environment(settings.device, number, jobs)
+    env = os.environ | worker_environment(settings.device, number, jobs)
     with lock_folder(folder, SAVING_TIMEOUT_S):  # a worker of a killed sweep may still be saving
         command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
     end = end_with_parent if sys.platform == "linux" else None
