@@ -6,6 +6,20 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
+OTHER_NAMES = {  # {setting: its usual names in other programs}
+    "learning_rate": "lr",
+    "max_iters": "epochs steps iters",
+    "batch_size": "batch",
+    "device": "gpu cuda",
+    "init_from": "model checkpoint",
+    "start": "prompt",
+    "max_new_tokens": "length max_length max_tokens",
+    "block_size": "context length max_length",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_embd": "dim",
+}
+
 
 class UserError(Exception):
     """A user's mistake or a system error, reported in one line with exit status 2."""
@@ -16,7 +30,13 @@ class RankError(UserError):
 
 
 def suggest(name, known, otherwise="", similarity=0.6):
-    """Returns '; did you mean NAME?' with the most similar name in `known`, or else `otherwise`."""
+    """Returns '; did you mean NAME?' with the most similar name in `known`, or else `otherwise`.
+
+    The setting that other programs call `name` comes before similar names.
+    """
+    for setting, other_names in OTHER_NAMES.items():
+        if setting in known and name.replace("-", "_") in other_names.split():
+            return f"; did you mean {setting}?"
     matches = difflib.get_close_matches(name, list(known), 1, similarity)
     return f"; did you mean {matches[0]}?" if matches else otherwise
 

@@ -3,7 +3,7 @@
 import os
 import reprlib
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -223,7 +223,7 @@ def test_settings_that_contradict_each_other_are_an_error():
     ("argument", "names"),
     [
         ("--stepz=1", ["--stepz", "steps?"]),
-        ("--lr=1", ["--help", "usage: ", "[CONFIG_FILE ...]"]),
+        ("--lrr=1", ["--help", "usage: ", "[CONFIG_FILE ...]"]),
         ("--steps", ["--steps=VALUE"]),
         ("notes.txt", ["notes.txt", ".py"]),
         ("steps=5", ["steps=5", "--name=value"]),
@@ -236,6 +236,27 @@ def test_an_unknown_argument_is_an_error_with_a_hint(argument, names):
     Path("notes.txt").touch()
     message = error_of(argument)
     assert all(name in message for name in names)
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [
+        ("--gpu=0", "device"),
+        ("--prompt=a", "start"),
+        ("--max-length=9", "max_new_tokens"),  # before block_size
+        ("--context=9", "block_size"),
+        ("a.py", "learning_rate"),
+        ("--dim=9", None),  # the class has no n_embd
+    ],
+)
+def test_the_usual_names_of_other_programs_lead_to_a_setting(argument, name):
+    names = ("device", "start", "max_new_tokens", "block_size", "learning_rate")
+    other = make_dataclass("Other", [(name, str, setting("", "")) for name in names])
+    config_file("lr = 1e-3")
+    with pytest.raises(UserError) as caught:
+        load_settings(other, [argument])
+    hint = str(caught.value).partition("; did you mean ")[2]
+    assert hint == (f"{name}?" if name else "")
 
 
 def test_other_spellings_of_an_assignment_are_errors():
