@@ -158,6 +158,20 @@ def test_weights_without_a_tokenizer_need_a_vocabulary_of_their_size(run):
         new_run(dataset="other")
 
 
+def test_a_folder_without_a_tokenizer_trains_with_that_of_the_dataset(verse):
+    model = tiny.random_model(vocab_size=24)
+    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
+    write_pretrained("hf", checkpoint, verse.tokenizer)
+    Path("hf/tokenizer.json").unlink()
+    train.main(flags("hf"))
+    assert tiny.load(out_dir="out-b")["tokenizer"] == verse.tokenizer.to_dict()
+    with pytest.raises(UserError, match="hf has no tokenizer.json"):
+        sample.main(["--init_from=hf"])
+    tiny.prepare_verse("other", "abcdefghijk" * 50)
+    with pytest.raises(UserError, match="vocab_size is 24 in the checkpoint and 11 in the"):
+        new_run(init_from="hf", dataset="other")
+
+
 # Sampling
 
 
