@@ -24,6 +24,7 @@ from folio.training.setup import Plan, make_plan
 from model import GPT, GPTConfig
 
 VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:5a\nsize 12345\n"
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8}
 SETTINGS = {
     **SHAPE,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from folio.cli.errors import UserError, cause_of, check_types, foreign_errors, os_errors
-from folio.cli.files import write_atomically
+from folio.cli.files import check_lfs, write_atomically
 from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
@@ -162,8 +162,18 @@ def load_checkpoint(path, optimizers=True):
 
 def _read(path, mapped):
     """Returns the content of a file of torch.save, also in its format before version 1.6."""
+    check_lfs(path)
     with os_errors("read", path), open(path, "rb") as file:
-        is_zip = file.read(2) == b"PK"
+        start = file.read(2)
+    is_zip = start == b"PK"
+    if not (is_zip or start.startswith(pickle.PROTO)):
+        raise UserError(
+            f"{path} is not a checkpoint: give a file of torch.save, such as ckpt.pt of a run, or "
+            "the folder of a Hugging Face model"
+        )
+    if is_zip and not zipfile.is_zipfile(path):  # its end is missing
+        advice = "copy or download it again, or use the run's other checkpoint"
+        raise UserError(f"{path} is incomplete: {advice}")
     try:
         if is_zip:
             _check_archive(path)  # torch.load verifies no checksums

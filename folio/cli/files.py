@@ -4,6 +4,7 @@ Standard library and filelock only, so that `--help` does not wait for torch.
 """
 
 import os
+import shlex
 import shutil
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from folio.cli.errors import UserError, foreign_errors, os_errors
 
 LOCK_FILE = ".lock"
+LFS_POINTER = b"version https://git-lfs"  # begins the file that stands for one in Git LFS
 
 
 @contextmanager
@@ -104,10 +106,23 @@ def read_text(name):
     A byte order mark is dropped.
     """
     source = "standard input" if name == "-" else name
+    check_lfs(name)
     with os_errors("read", source):
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    with foreign_errors(f"{source} is not UTF-8 text, convert it", UnicodeDecodeError):
+    command = f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(name))} > NEW_FILE"
+    refusal = f"{source} is not UTF-8 text; if it is WINDOWS-1252: {command}"
+    with foreign_errors(refusal, UnicodeDecodeError):
         return unify_line_ends(raw.decode().removeprefix("\ufeff"))
+
+
+def check_lfs(path):
+    """Raises UserError for a Git LFS pointer, which Git writes for a file if it lacks Git LFS."""
+    if not os.path.isfile(path):  # a pipe can be read only once
+        return
+    with os_errors("read", path), open(path, "rb") as file:
+        start = file.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise UserError(f"{path} is a Git LFS pointer: install Git LFS, and run git lfs pull there")
 
 
 def unify_line_ends(text):

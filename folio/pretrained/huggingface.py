@@ -23,7 +23,7 @@ from folio.checkpoint.format import (
     match_head,
 )
 from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
-from folio.cli.files import read_text, write_atomically
+from folio.cli.files import check_lfs, read_text, write_atomically
 from folio.pretrained.tokenizer_files import (
     TOKENIZER_FILE,
     make_tokenizer_files,
@@ -141,6 +141,7 @@ def _read_tensors(path):
             "AutoModelForCausalLM.from_pretrained(FOLDER)"
             ".save_pretrained(NEW_FOLDER, max_shard_size='50GB')"
         )
+    check_lfs(path)
     library = import_optional("safetensors", path)
     from safetensors.torch import load_file
 

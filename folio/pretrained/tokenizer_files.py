@@ -100,8 +100,9 @@ def read_tokenizer(path):
             f"{path.parent} has no {path.name}; write it in Python with transformers: "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
+    definition = read_text(path)
     try:
-        return _tokenizer(load_encoder(read_text(path)), _end_text(path.parent))
+        return _tokenizer(load_encoder(definition), _end_text(path.parent))
     except UserError as error:
         raise UserError(f"{path}: {error}; only byte-level BPE, as of GPT-2, is read") from error
 

@@ -182,6 +182,23 @@ def test_compressed_files_are_refused():
         load_checkpoint("zipped", optimizers=False)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (tiny.LFS_POINTER, "is a Git LFS pointer: .* git lfs pull"),
+        (b"To be, or not to be", "is not a checkpoint"),
+        (b"\n\x0e\n\x05<unk>\x15", "is not a checkpoint"),  # of sentencepiece
+        (b"\x48\0\0\0\0\0\0\0{}", "is not a checkpoint: .* the folder of a Hugging Face"),
+        (b"", "is not a checkpoint"),
+        (b"PK\3\4\0\0", "is incomplete: copy or download it again"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_named(content, words):
+    Path("ckpt.pt").write_bytes(content)
+    with pytest.raises(UserError, match=f"^ckpt.pt {words}"):
+        load_checkpoint("ckpt.pt")
+
+
 @pytest.mark.parametrize("value", [torch.zeros(16, 8), torch.zeros(())])
 def test_weights_of_another_model_are_refused(value):
     path = rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})

@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+import tiny
 
 from folio.cli.errors import UserError
 from folio.cli.files import (
     LOCK_FILE,
+    check_lfs,
     lock_folder,
     move_aside,
     read_text,
@@ -106,5 +108,18 @@ def test_text_keeps_its_line_endings_and_must_be_utf8():
     Path("text").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(UserError, match="text .* byte 0xe9 in position 3"):
         read_text("text")
+    with pytest.raises(
+        UserError, match="if it is WINDOWS-1252: iconv -f WINDOWS-1252 -t UTF-8 text >"
+    ):
+        read_text("text")
     with pytest.raises(UserError, match="none"):
         read_text("none")
+
+
+@pytest.mark.parametrize("check", [check_lfs, read_text])
+def test_a_pointer_of_git_lfs_is_refused(check):
+    Path("text").write_bytes(tiny.LFS_POINTER)
+    with pytest.raises(UserError, match="text is a Git LFS pointer: .* git lfs pull"):
+        check("text")
+    Path("text").write_bytes(b"version https://git")
+    check("text")

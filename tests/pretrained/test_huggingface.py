@@ -176,6 +176,13 @@ def test_truncated_files_are_refused(name):
     assert refused(path, str(path))
 
 
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
+def test_pointers_of_git_lfs_are_refused(name):
+    path = save(transformers_model())
+    (path / name).write_bytes(tiny.LFS_POINTER)
+    assert refused(path, f"{path / name} is a Git LFS pointer: ", "git lfs pull")
+
+
 def test_missing_and_pickled_weights_are_refused():
     assert refused("absent", "absent/config.json")
     path = save(transformers_model())

@@ -53,7 +53,7 @@ def run(verse):
         ("../model", "init_from=../model"),
         ("out", "use out/ckpt.pt"),
         ("gpt2", "gpt2/config.json"),  # a folder comes before the hub
-        ("data/verse/train.bin", "train.bin is damaged"),
+        ("data/verse/train.bin", "train.bin is not a checkpoint"),
     ],
 )
 def test_mistakes_in_init_from(init_from, words, verse):
