@@ -15,7 +15,7 @@ import json
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -124,10 +124,11 @@ def main(argv=None):
             completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
             start, first_token_s, tokens = time.monotonic(), None, 0
             while batch := list(islice(completions, batch_size)):
-                for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
-                    first_token_s = first_token_s or time.monotonic() - process.STARTED
-                    if settings.stream:
-                        print_new(batch[0])
+                with print_when_interrupted(batch[0], settings):
+                    for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
+                        first_token_s = first_token_s or time.monotonic() - process.STARTED
+                        if settings.stream:
+                            print_new(batch[0])
                 for completion in batch:
                     print_completion(completion, settings)
                     tokens += len(completion.ids)
@@ -223,6 +224,18 @@ def print_new(completion):
     text = completion.stable_text()
     print(text[completion.printed :], end="", flush=True)
     completion.printed = len(text)
+
+
+@contextmanager
+def print_when_interrupted(completion, settings):
+    """A context that, if a signal ends it, prints what there is of a text."""
+    try:
+        yield
+    except process.Interrupted:
+        if not (settings.json or settings.logprobs):
+            print_new(completion)
+            print()
+        raise
 
 
 def print_completion(completion, settings):

@@ -129,6 +129,26 @@ def test_streamed_output_is_the_same(capsys):
     assert stdout_of(capsys, *flags, "--stream") == stdout_of(capsys, *flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "printed"), [([], 2 + 16), (["--stream"], 2), (["--json"], 0), (["--logprobs"], 0)]
+)
+def test_ctrl_c_prints_what_there_is_of_the_first_text(capsys, monkeypatch, flags, printed):
+    def interrupted(*args):
+        steps = complete(*args)
+        yield next(steps)  # the first token
+        if not args[-1]:  # without --stream, tokens come in groups
+            yield next(steps)
+        raise Interrupted(signal.SIGINT)
+
+    (whole,) = texts(capsys)
+    complete = sample.complete
+    monkeypatch.setattr(sample, "complete", interrupted)
+    with pytest.raises(Interrupted):
+        sample.main([*QUICK, "--num_samples=2", *flags])
+    expected = whole[:printed] + "\n" if printed else ""
+    assert capsys.readouterr().out == expected
+
+
 def test_json_and_logprobs_describe_the_tokens(capsys):
     flags = ["--start=Shall I", "--seed=9"]
     (sampled,) = objects(capsys, *flags)
