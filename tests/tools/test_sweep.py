@@ -129,6 +129,20 @@ def test_mistakes_are_reported_before_training(argv, message, verse):
     assert not Path("out-sweep").exists()
 
 
+def test_a_folder_of_a_sweep_takes_more_values_but_no_other_settings(verse, monkeypatch):
+    tiny.write_run("out-sweep/dropout=0.1,seed=1", [3])
+    started = {}
+    monkeypatch.setattr(sweep, "train_runs", lambda runs, jobs: started.update(runs) or [*runs])
+    with pytest.raises(UserError, match="runs failed"):
+        sweep.main([*flags(), "--dropout=0.1,0.2", "--seed=1,2"])
+    assert len(started) == 4
+    for argv in (["--dropout=0.1,0.2"], ["--dropout=0,0.1", "--seed=1,2", "--n_layer=1,2"]):
+        with pytest.raises(
+            UserError, match="^out-sweep/dropout=0.1,seed=1 is .* --sweep_dir=out-s"
+        ):
+            sweep.main([*flags(), *argv])
+
+
 # Processes
 
 

@@ -68,6 +68,7 @@ def main(argv=None):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
     grid = Grid(SweepConfig, argv)
     sweep, runs = grid.first, grid.runs()
+    check_same_grid(sweep.sweep_dir, grid)
     datasets = {settings.dataset for settings in runs.values()}
     fingerprints = {name: load_dataset(name).fingerprint for name in datasets}
     unfinished = {}
@@ -83,6 +84,17 @@ def main(argv=None):
     if failed:
         outputs = f"see output.txt in {failed[0]}; to try again, run the same command"
         raise UserError(f"{len(failed)} of {len(runs)} runs failed: {outputs}")
+
+
+def check_same_grid(sweep_dir, grid):
+    """Raises UserError if a folder has runs that vary in other settings. Tables would mix them."""
+    for folder in RunDir.find(sweep_dir):
+        names = re.findall(r"(?:^|,)(\w+)=", folder.name)
+        if names and set(names) != set(grid.names):
+            raise UserError(
+                f"{folder} is a run of another sweep: use another --sweep_dir, such as "
+                f"--sweep_dir={sweep_dir}-{'-'.join(grid.names)}"
+            )
 
 
 def has_finished(folder, settings, fingerprint):
