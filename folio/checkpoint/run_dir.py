@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,6 +48,15 @@ class RunDir:
         """Returns the run directories in `parent`, sorted."""
         paths = Path(parent).glob("*/*")
         return sorted({path.parent for path in paths if path.name in (BEST, LOG)})
+
+    @staticmethod
+    def parse_list(folders):
+        """Returns the RunDirs of folders that are separated by commas.
+
+        A comma before NAME= belongs to the name of a run of a sweep, such as seed=1,n_layer=4.
+        """
+        names = re.split(r",(?!\w+=)", folders)
+        return [RunDir(os.path.expanduser(name.strip())) for name in names]
 
     def exists(self):
         """Whether there is a checkpoint."""

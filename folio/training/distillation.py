@@ -5,8 +5,8 @@ generalizes better if it also learns the mean prediction of other models of that
 and Tastet 2023, "Baby Llama").
 """
 
-import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -53,18 +53,18 @@ def load_teachers(settings, config, tokenizer):
 
     Raises UserError if a run is missing, or if its context or tokenizer does not fit.
     """
-    folders = [folder.strip() for folder in settings.teachers.split(",") if settings.teachers]
-    if settings.eval_only or not folders:
+    if settings.eval_only or not settings.teachers:
         return []
     if settings.parallel == "fsdp":
         raise UserError("parallel=fsdp does not support teachers: use --parallel=ddp")
-    if os.path.realpath(settings.out_dir) in map(os.path.realpath, folders):
+    run_dirs = RunDir.parse_list(settings.teachers)
+    if Path(settings.out_dir).resolve() in [run_dir.folder.resolve() for run_dir in run_dirs]:
         raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
-    return [_load_teacher(folder, config, tokenizer) for folder in folders]
+    return [_load_teacher(run_dir, config, tokenizer) for run_dir in run_dirs]
 
 
-def _load_teacher(folder, config, tokenizer):
-    checkpoint = RunDir(folder).load_best()
+def _load_teacher(run_dir, config, tokenizer):
+    checkpoint = run_dir.load_best()
     size = checkpoint.config.block_size
     if size < config.block_size:
         raise UserError(f"teachers: {checkpoint.path} has only block_size={size}")

@@ -66,3 +66,19 @@ def test_last_pt_is_a_link_to_the_best_checkpoint_until_the_next_save():
     steps = [load_checkpoint(path).progress.step for path in (run_dir.best, run_dir.last)]
     assert steps == [1, 2]
     assert not list(run_dir.folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "folders"),
+    [
+        ("out", ["out"]),
+        ("out-a, out-b/", ["out-a", "out-b"]),
+        (
+            "s/seed=1,n_layer=4,out,s/seed=2,n_layer=4",
+            ["s/seed=1,n_layer=4", "out", "s/seed=2,n_layer=4"],
+        ),
+        ("seed=1, seed=2", ["seed=1", "seed=2"]),
+    ],
+)
+def test_a_list_of_folders_can_have_runs_of_a_sweep(text, folders):
+    assert [str(run_dir.folder) for run_dir in RunDir.parse_list(text)] == folders

@@ -129,6 +129,7 @@ def test_tokens_are_those_of_the_tokenizer(kind, folder, request):
         (["--to=page.html"], "more than 0: use --dtype=int8"),
         (["--to=page.html", "--dtype=int8"], "more than 0: use fewer runs or a smaller model"),
         (["--to=page.html", "--out_dir=out,other"], "there is no checkpoint other"),
+        (["--to=page.html", "--out_dir=out,s/a=1,b=2"], "there is no checkpoint s/a=1,b=2/"),
     ],
 )
 def test_mistakes_leave_no_file(flags, message, folder, monkeypatch):

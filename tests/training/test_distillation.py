@@ -1,5 +1,7 @@
 """Training on the predictions of other models: the loss, runs, and teachers that do not fit."""
 
+from pathlib import Path
+
 import pytest
 import tiny
 import torch
@@ -53,7 +55,8 @@ def test_a_run_evaluates_and_saves_only_the_model(teacher):
 
 
 def test_a_run_with_teachers_resumes_exactly(teacher):
-    settings = {"teachers": "out-teacher, out-teacher", "dropout": 0.2}
+    Path("out-teacher").rename("lr=1,seed=2")  # as in a sweep
+    settings = {"teachers": "lr=1,seed=2, ./lr=1,seed=2", "dropout": 0.2}
     train.main(tiny.flags(out_dir="out-whole", **settings))
     train.main(tiny.flags(stop_at=2, **settings))
     train.main(tiny.flags(init_from="resume", **settings))

@@ -8,7 +8,6 @@ and app.js what the page does. There is no build step.
 
 import json
 import math
-import os
 from base64 import b64encode
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -55,10 +54,10 @@ from folio.pretrained.load import checkpoint_tokenizer
 
 def main(argv=None):
     settings = load_settings(PageConfig, argv)
-    folders = [RunDir(os.path.expanduser(name.strip())) for name in settings.out_dir.split(",")]
-    if len({run_dir.folder.resolve().name for run_dir in folders}) < len(folders):
+    run_dirs = RunDir.parse_list(settings.out_dir)
+    if len({run_dir.folder.resolve().name for run_dir in run_dirs}) < len(run_dirs):
         raise UserError(f"two folders of --out_dir={settings.out_dir} have the same name")
-    runs = [describe_run(run_dir, settings.dtype) for run_dir in folders]
+    runs = [describe_run(run_dir, settings.dtype) for run_dir in run_dirs]
     page = make_page(runs).encode()
     size = len(page) / 1e6
     if size > MAX_MB:
