@@ -224,7 +224,7 @@ def test_each_line_is_continued_with_the_next_seed(interact, capsys):
     first = texts(capsys, "--start=Shall I")[0].removeprefix("Shall I")
     second = texts(capsys, "--start=thee", "--seed=1338")[0].removeprefix("thee")
     assert captured.out == f"{first}\n{second}\n\n"
-    assert "\ncharacter 'k' (U+006B) " in captured.err
+    assert " 1 × 'k' (U+006B), " in captured.err
 
 
 def test_empty_line_continues_the_text(interact, capsys):

@@ -4,6 +4,9 @@ Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json a
 """
 
 import codecs
+import re
+import shlex
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
@@ -114,14 +117,24 @@ class CharTokenizer(Tokenizer):
         raw = text.encode().translate(self._table) if text.isascii() else b"\xff"
         if b"\xff" not in raw:  # fast
             return np.frombuffer(raw, np.uint8).astype(self.dtype)
-        ids = self._ids[_code_points(text)]
+        points = _code_points(text)
+        ids = self._ids[points]
         if len(ids) and ids.min() < 0:
-            character = text[int(np.argmax(ids < 0))]
-            raise UserError(
-                f"character {character!r} (U+{ord(character):04X}) is not among the "
-                f"{self.vocab_size} characters of the vocabulary; tokenizers byte and bpe have all"
-            )
+            raise UserError(self._describe_unknown(Counter(map(chr, points[ids < 0].tolist()))))
         return ids.astype(self.dtype)
+
+    def _describe_unknown(self, counts):
+        """Returns a message about characters that the vocabulary lacks, {character: count}."""
+        frequent = [f"{n:,} × {c!r} (U+{ord(c):04X})" for c, n in counts.most_common(10)]
+        unknown = ascii(f"[{re.escape(''.join(counts))}]")
+        code = f'import re, sys; print(re.sub({unknown}, "", sys.stdin.read()), end="")'
+        command = f", or remove them with: python -c {shlex.quote(code)} < FILE > NEW_FILE"
+        return (
+            f"the vocabulary of {self.vocab_size:,} characters lacks {len(counts):,} that the text "
+            f"has (occurrences: {counts.total():,}): {', '.join(frequent)}; train a new model, "
+            "with --tokenizer=byte or bpe for any text, or replace these characters"
+            f"{command if len(command) < 800 else ''}"
+        )
 
     def token_bytes(self, token):
         """Returns the bytes of a token, for other tokenizers possibly an incomplete character."""

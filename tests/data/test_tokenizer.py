@@ -1,7 +1,10 @@
 """Tests of folio/data/tokenizer.py. The first part holds for every entry of TOKENIZERS."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -85,10 +88,30 @@ def test_attributes_are_consistent(kind):
 # Characters
 
 
-@pytest.mark.parametrize("text", ["abé", "ab🦶é", "ab\udfff"])
-def test_first_unknown_character_is_named(text):
-    with pytest.raises(UserError, match=f"U\\+{ord(text[2]):04X}"):
+@pytest.mark.parametrize("text", ["abé", "ab🦶", "ab\udfff", "abc"])
+def test_unknown_characters_are_counted_and_named(text):
+    with pytest.raises(UserError, match=f"lacks 1 .* 1 × '.*' .U\\+{ord(text[2]):04X}.;"):
         CharTokenizer("ab").encode(text)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize("vocabulary", ["a]^-\\'\"\n é", "".join(map(chr, range(32, 256)))])
+def test_the_command_for_unknown_characters_removes_them(vocabulary, folder):
+    unknown = "\u3000🦶\t—" + "".join(map(chr, range(0x410, 0x42A))) + "bcd]-^\\\\'\""
+    unknown = "".join(c for c in unknown if c not in vocabulary)
+    known = vocabulary.replace("\r", "").replace("\x85", "")
+    text = known + unknown * 2 + known + "🦶"
+    with pytest.raises(UserError) as caught:
+        CharTokenizer(vocabulary).encode(text)
+    message = " ".join(str(caught.value).split())  # as it is printed
+    assert (
+        f"lacks {len(unknown)} that the text has (occurrences: {2 * len(unknown) + 1}): 3 × '🦶'"
+        in message
+    )
+    assert message.count(" × ") == 10
+    Path("FILE").write_text(text, encoding="utf-8")
+    subprocess.run(["bash", "-c", message.partition("with: ")[2]], check=True)
+    assert Path("NEW_FILE").read_text(encoding="utf-8") == 2 * known
 
 
 def test_ids_of_characters_are_their_positions_in_the_vocabulary():
