@@ -104,7 +104,8 @@ def compile_for_later(trained, path, batch_size):
     ):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         output = Path(folder, path.name)
-        with limit_threads(batch_size * model.num_params()), redirect_stderr(io.StringIO()):
+        products = batch_size * model.flops_per_token() / 6
+        with limit_threads(products), redirect_stderr(io.StringIO()):
             program = DecodeStep(model.requires_grad_(False), batch_size).export()
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(output), inductor_configs=INDUCTOR_OPTIONS

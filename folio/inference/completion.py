@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from folio.checkpoint.format import empty_model
 from folio.cli.process import print_error
 from folio.distributed.sharding import unshard
 from folio.hardware.compile import step_accelerator
@@ -94,11 +95,12 @@ def complete(trained, completions, controls, stream=False):
         step_accelerator(trained.machine),
         trained.decode,
     )
-    step_size = len(completions) * trained.model.num_params()  # multiplications
+    # The layers of the model can be packed, and most parameters of n-grams take no multiplication.
+    products = empty_model(trained.model.config, "meta").flops_per_token() / 6
     cores = SharedCores(trained.machine)
     count = 1  # the first token is yielded immediately
     while not all(completion.stopped for completion in completions):
-        with limit_threads(step_size):
+        with limit_threads(len(completions) * products):
             new_tokens = list(islice(steps, count))
             if message := cores.check():
                 print_error(message)

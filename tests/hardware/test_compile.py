@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from folio.data.batches import Batches
+from folio.hardware import compile
 from folio.hardware.compile import CudaGraph, compile_model, optimize_for_inference
 from folio.hardware.device import Machine
 from folio.training.run import Run
@@ -206,9 +207,20 @@ def test_gpu_dropout_depends_on_the_step_only(verse, compile):
 @pytest.mark.parametrize(
     "changes", [*SHAPES, *({"activation": name} for name in ACTIVATIONS)], ids=str
 )
+@pytest.mark.parametrize("min_weights", [0, 10**9])
 @torch.no_grad()
-def test_optimizing_for_inference_keeps_the_logits(changes):
+def test_optimizing_for_inference_keeps_the_logits(changes, min_weights, monkeypatch):
+    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", min_weights)
     model, optimized = random_model(**changes), random_model(dropout=0.5, **changes).train()
     idx = random_ids(model)
     logits = optimize_for_inference(optimized).logits(idx)
     assert torch.allclose(logits, model.logits(idx), atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
+def test_only_large_layers_are_packed_in_float32(monkeypatch):
+    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 16 * 48)
+    mlp = optimize_for_inference(random_model()).transformer.h[0].mlp  # 16 x 64
+    attn = optimize_for_inference(random_model()).transformer.h[0].attn  # 16 x 48 and 16 x 16
+    layers = [mlp.c_fc, mlp.c_proj, attn.c_attn, attn.c_proj]
+    assert [isinstance(layer, compile.PackedLinear) for layer in layers] == [True] * 3 + [False]

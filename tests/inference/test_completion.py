@@ -1,8 +1,14 @@
 """Tests of folio/inference/completion.py: completions of prompts as text."""
 
+from contextlib import nullcontext
+
 import pytest
+import tiny
 
 from folio.data.tokenizer import CharTokenizer
+from folio.hardware import compile
+from folio.hardware.compile import optimize_for_inference
+from folio.inference import completion
 from folio.inference.completion import Completion, complete, max_batch_size
 from folio.inference.sampling import Controls
 
@@ -71,6 +77,18 @@ def test_generation_ends_when_all_texts_have(trained):
     batch = [make_completion("a", tokenizer, tokenizer.characters) for _ in range(2)]
     assert len(list(complete(trained, batch, Controls(max_new_tokens=10_000)))) == 1
     assert [completion.text for completion in batch] == ["", ""]
+
+
+def test_threads_are_chosen_by_the_multiplications_of_a_step(trained, monkeypatch):
+    model, products = tiny.random_model(ngrams=4), []
+    expected = model.flops_per_token() / 6
+    assert expected < model.num_params() / 2  # most are rows of tables
+    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 0)
+    trained.model = optimize_for_inference(model)
+    monkeypatch.setattr(completion, "limit_threads", lambda n: products.append(n) or nullcontext())
+    batch = [make_completion("a", trained.tokenizer) for _ in range(3)]
+    list(complete(trained, batch, Controls(max_new_tokens=5)))
+    assert set(products) == {3 * expected}
 
 
 @pytest.mark.parametrize(("memory", "size"), [(7.99, 1), (8, 2), (0.001, 1)])
