@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from folio.cli.errors import UserError, cause_of, import_optional, os_errors
-from folio.cli.files import unify_line_ends
+from folio.cli.files import check_lfs, unify_line_ends
 from folio.data.bpe import find_last_cut
 
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
@@ -116,6 +116,7 @@ class Source:
         """Yields the Chunks of the file. Raises UserError for content that is not text."""
         try:
             with os_errors("read", self.name):
+                check_lfs(self.local_path())
                 yield from _read_table(self) if self.suffix else _read_text(self)
         except (EOFError, zlib.error) as error:
             raise UserError(f"{self.name} is damaged ({cause_of(error)})") from error

@@ -177,6 +177,12 @@ def test_blank_lines_before_the_header_of_csv_are_skipped():
     assert list(Source(Path("a.csv")).read()) == [("a\n\nb", True)]
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "a.csv", "a.txt.gz"])
+def test_a_pointer_of_git_lfs_is_named(name):
+    Path(name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    assert "is a Git LFS pointer" in error_of(Source(Path(name)))
+
+
 def test_missing_package_is_a_user_error(monkeypatch):
     Path("a.parquet").write_bytes(b"{}")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
