@@ -1,6 +1,7 @@
 """Device, data type and peak speed of the machine, and what `auto` means for each setting."""
 
 import glob
+import math
 import os
 import re
 import time
@@ -21,6 +22,8 @@ DTYPE_REASONS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_CORES_SHARE = 0.8  # of the time in which threads can run, the time that they have a core
 CORES_CHECK_INTERVAL_S = 3
+CORES_TRIAL_S = 1
+CORES_RETRY_S = 30, 600  # before more threads are tried: at first, and at most; it doubles
 MAX_GRAPH_S = 5e-3  # of a step at peak speed; real steps take at least twice as long
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
@@ -131,7 +134,7 @@ def limit_threads(products):
 
 
 class SharedCores:
-    """Reduces the number of torch's threads, for the rest of the process, if cores are shared.
+    """Adapts the number of torch's threads, for the rest of the process, if cores are shared.
 
     The threads of an operation wait for each other. If one of them has no core, because another
     program uses it, the others spin, and take the time of the core that it needs.
@@ -141,26 +144,51 @@ class SharedCores:
         # Compiled code has a fixed number of threads. Only Linux reports the times of threads.
         is_cpu = device_type(machine.device) == "cpu" and not machine.compile
         self.is_used = is_cpu and os.path.exists("/proc/self/schedstat")
-        self.checked_at, self.times = time.perf_counter(), _thread_times()
+        self.most, self.before_trial = torch.get_num_threads(), None
+        self.retry_s, self.retry_at = CORES_RETRY_S[0], math.inf
+        self.checked_at, self.times, self.calls = time.perf_counter(), _thread_times(), 0
 
     def check(self):
         """Measures, every CORES_CHECK_INTERVAL_S, what part of their time threads had a core.
 
-        Returns a message if it has reduced their number, or None.
+        Each call must follow about the same work. Reduces the number of threads, and later tries
+        more of them for CORES_TRIAL_S. Returns a message if another number is kept, or None.
         """
         now, threads = time.perf_counter(), torch.get_num_threads()
-        if not self.is_used or threads == 1 or now - self.checked_at < CORES_CHECK_INTERVAL_S:
+        interval = CORES_TRIAL_S if self.before_trial else CORES_CHECK_INTERVAL_S
+        self.calls += 1
+        if not self.is_used or now - self.checked_at < interval:
             return None
-        earlier, self.checked_at, self.times = self.times, now, _thread_times()
+        speed, share = self.calls / (now - self.checked_at), self._share()
+        self.checked_at, self.calls = now, 0
+        if self.before_trial:
+            fewer, earlier_speed = self.before_trial
+            self.before_trial = None
+            if speed > earlier_speed and share >= MIN_CORES_SHARE:
+                self.retry_at = now if threads < self.most else math.inf
+                return f"more threads are faster again: continuing with {threads} of {self.most}"
+            self._reduce(fewer, now)
+        elif threads > 1 and share < MIN_CORES_SHARE:
+            fewer = max(1, threads // 2, int(share * threads))
+            self._reduce(fewer, now)
+            return f"other programs use the cores: continuing with {fewer} of {threads} threads"
+        elif now >= self.retry_at:
+            self.before_trial = threads, speed
+            torch.set_num_threads(min(2 * threads, self.most))
+        return None
+
+    def _share(self):
+        """Returns what part of their time since the last call threads had a core."""
+        earlier, self.times = self.times, _thread_times()
         # A thread that has ended is left out, because the time before the last check is unknown.
         since = [times - earlier.get(path, 0) for path, times in self.times.items()]
         running, waiting = sum(since, np.zeros(2))
-        share = running / max(running + waiting, 1)
-        if share >= MIN_CORES_SHARE:
-            return None
-        fewer = max(1, threads // 2, int(share * threads))
-        torch.set_num_threads(fewer)
-        return f"other programs use the cores: continuing with {fewer} of {threads} threads"
+        return running / max(running + waiting, 1)
+
+    def _reduce(self, threads, now):
+        torch.set_num_threads(threads)
+        self.retry_at = now + self.retry_s
+        self.retry_s = min(2 * self.retry_s, CORES_RETRY_S[1])
 
 
 def _thread_times():

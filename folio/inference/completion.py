@@ -10,7 +10,7 @@ from folio.checkpoint.format import empty_model
 from folio.cli.process import print_error
 from folio.distributed.sharding import unshard
 from folio.hardware.compile import step_accelerator
-from folio.hardware.device import SharedCores, limit_threads
+from folio.hardware.device import limit_threads
 from folio.hardware.kernels import disable_cudnn_attention
 from folio.hardware.memory import memory_bytes
 from folio.inference.generate import generate
@@ -97,12 +97,11 @@ def complete(trained, completions, controls, stream=False):
     )
     # The layers of the model can be packed, and most parameters of n-grams take no multiplication.
     products = empty_model(trained.model.config, "meta").flops_per_token() / 6
-    cores = SharedCores(trained.machine)
     count = 1  # the first token is yielded immediately
     while not all(completion.stopped for completion in completions):
         with limit_threads(len(completions) * products):
             new_tokens = list(islice(steps, count))
-            if message := cores.check():
+            if message := trained.cores.check():
                 print_error(message)
         if not new_tokens:
             break

@@ -7,7 +7,7 @@ import torch
 
 from folio.checkpoint.format import build_model
 from folio.hardware.compile import optimize_for_inference
-from folio.hardware.device import DTYPES, Machine, choose_machine, device_type
+from folio.hardware.device import DTYPES, Machine, SharedCores, choose_machine, device_type
 from folio.hardware.memory import keep_freed_memory
 from folio.inference.generate import decode_one
 from folio.pretrained.load import checkpoint_tokenizer
@@ -22,6 +22,9 @@ class TrainedModel:
     machine: Machine
     checkpoint: Any  # Checkpoint, without weights
     decode: Any = decode_one  # or a faster function
+
+    def __post_init__(self):
+        self.cores = SharedCores(self.machine)
 
 
 def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):

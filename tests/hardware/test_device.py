@@ -1,6 +1,7 @@
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -132,24 +133,55 @@ def test_short_steps_on_a_gpu_are_cuda_graphs(dtype, step_flops, words, machine_
     assert machine.compile == (not machine.cuda_graph)
 
 
-@pytest.mark.parametrize(("share", "threads"), [(0.95, 4), (0.77, 3), (0.1, 2)])
-def test_threads_without_cores_are_given_up(monkeypatch, share, threads):
+@pytest.fixture
+def simulate(monkeypatch):
+    """A function that makes steps for some seconds. Returns their number, threads and messages.
+
+    share(threads) is the part of the time for which threads have a core. A step takes 1 s of
+    one thread. Without a core, threads wait for each other, so that the step takes longer.
+    """
     clock, current = SimpleNamespace(now=0.0), SimpleNamespace(threads=4)
+    run = np.zeros(2)
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
-
-    def times():
-        return {"": clock.now * np.array([share, 1 - share])}
-
-    monkeypatch.setattr(device, "_thread_times", times)
+    monkeypatch.setattr(device, "_thread_times", lambda: {"": 1e9 * run})
     monkeypatch.setattr(torch, "get_num_threads", lambda: current.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(current, "threads", n))
-    cores, messages = SharedCores(Machine("cpu", "float32", False, "")), []
+    cores = SharedCores(Machine("cpu", "float32", False, ""))
     cores.is_used = True
-    for _ in range(5):
-        clock.now += 1
-        messages.append(cores.check())
-    assert current.threads == threads
-    assert sum(message is not None for message in messages) == (threads < 4)
+
+    def simulate(seconds, share):
+        count, messages, end = 0, [], clock.now + seconds
+        while clock.now < end:
+            part = share(current.threads)
+            duration = 1 / current.threads / part**2
+            clock.now += duration
+            run[:] += duration * np.array([part, 1 - part])
+            count += 1
+            messages.append(cores.check())
+        return count, current.threads, list(filter(None, messages))
+
+    return simulate
+
+
+@pytest.mark.parametrize(("share", "threads"), [(0.95, 4), (0.77, 3), (0.1, 2)])
+def test_threads_without_cores_are_given_up(simulate, share, threads):
+    _, left, messages = simulate(3 if share > 0.5 else 20, lambda n: share if n == 4 else 1)
+    assert left == threads
+    assert len(messages) == (threads < 4)
+
+
+def test_threads_are_used_again_after_a_disturbance(simulate):
+    assert simulate(10, lambda n: 0.5 if n > 1 else 1)[1:] == (1, ANY)
+    _, threads, messages = simulate(100, lambda n: 1)
+    assert threads == 4
+    assert messages == [f"more threads are faster again: continuing with {n} of 4" for n in (2, 4)]
+
+
+def test_beside_a_steady_rival_trying_more_threads_costs_little(simulate):
+    simulate(20, lambda n: 0.4 if n == 4 else 1)
+    count, threads, messages = simulate(3600, lambda n: 0.4 if n == 4 else 1)
+    assert (threads, messages) == (2, [])
+    assert 0.98 * 2 * 3600 < count < 2 * 3600
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")
