@@ -74,7 +74,7 @@ class SampleConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of the weights"
     )
-    compile: bool = setting(False, "compile the model; on a CPU after the text, for later runs")
+    compile: bool = setting(False, "compile the model before the first token")
 
     def __post_init__(self):
         for names in EXCLUSIVE_SETTINGS:
@@ -92,7 +92,6 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import read_text, unescape, unify_line_ends
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
-from folio.inference.compiled import use_compiled_step
 from folio.inference.completion import Completion, complete, max_batch_size
 from folio.inference.scoring import score_text
 from folio.inference.trained_model import load_trained
@@ -117,22 +116,21 @@ def main(argv=None):
         batch_size = min(len(prompts) * settings.num_samples, max_batch_size(trained.model))
         if settings.stream or settings.interactive:
             batch_size = 1
-        with use_compiled_step(trained, settings.compile, batch_size):
-            if settings.interactive:
-                converse(trained, stop_texts, settings)
-                return
-            completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
-            start, first_token_s, tokens = time.monotonic(), None, 0
-            while batch := list(islice(completions, batch_size)):
-                with print_when_interrupted(batch[0], settings):
-                    for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
-                        first_token_s = first_token_s or time.monotonic() - process.STARTED
-                        if settings.stream:
-                            print_new(batch[0])
-                for completion in batch:
-                    print_completion(completion, settings)
-                    tokens += len(completion.ids)
-            print_speed(tokens, time.monotonic() - start, first_token_s)
+        if settings.interactive:
+            converse(trained, stop_texts, settings)
+            return
+        completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
+        start, first_token_s, tokens = time.monotonic(), None, 0
+        while batch := list(islice(completions, batch_size)):
+            with print_when_interrupted(batch[0], settings):
+                for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
+                    first_token_s = first_token_s or time.monotonic() - process.STARTED
+                    if settings.stream:
+                        print_new(batch[0])
+            for completion in batch:
+                print_completion(completion, settings)
+                tokens += len(completion.ids)
+        print_speed(tokens, time.monotonic() - start, first_token_s)
 
 
 # Prompts

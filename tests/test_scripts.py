@@ -15,7 +15,6 @@ import tiny
 import model
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tools import settings_table
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -127,11 +126,6 @@ def test_help_and_invalid_flags_are_answered_without_torch(script, argument, sta
 
 
 # Settings
-
-
-def test_the_page_of_settings_has_the_tables_of_the_scripts():
-    page = settings_table.PAGE.read_text(encoding="utf-8")
-    assert settings_table.with_tables(page) == page, "run python -m tools.settings_table"
 
 
 def test_the_settings_of_the_model_are_those_of_gptconfig():

@@ -300,21 +300,6 @@ def _run_config_file(path, fields, readable, choose):
 # Help
 
 
-def describe_settings(settings_class):
-    """Returns a tuple (group, name, default, type, explanation) of texts for each setting.
-
-    `group` is None, unless the setting starts a new heading. Operands have no tuple.
-    """
-    descriptions = []
-    for name, field in _fields_by_name(settings_class).items():
-        if name == getattr(settings_class, "OPERANDS", None):
-            continue
-        group, explanation, bounds = map(field.metadata.get, ("group", "explanation", "bounds"))
-        kind = _type_name(field) + (f" in {bounds}" if bounds else "")
-        descriptions.append((group, name, repr(field.default), kind, explanation))
-    return descriptions
-
-
 def _usage(settings_class):
     """Returns the usage line of a script: 'usage: train.py [CONFIG_FILE ...] …'."""
     arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
@@ -323,10 +308,14 @@ def _usage(settings_class):
 
 def _help_text(settings_class):
     lines = [_usage(settings_class), "", inspect.getdoc(settings_class)]
-    for group, name, default, kind, explanation in describe_settings(settings_class):
+    for name, field in _fields_by_name(settings_class).items():
+        if name == getattr(settings_class, "OPERANDS", None):
+            continue
+        group, explanation, bounds = map(field.metadata.get, ("group", "explanation", "bounds"))
         if group:
             lines += ["", group]
-        lines += [f"  --{name}={default}", f"      {explanation} ({kind})"]
+        kind = _type_name(field) + (f" in {bounds}" if bounds else "")
+        lines += [f"  --{name}={field.default!r}", f"      {explanation} ({kind})"]
     description = sys.modules[settings_class.__module__].__doc__ or ""
     commands = [line for line in description.splitlines() if line.startswith("    python")]
     return "\n".join([*lines, "", "Examples", *commands[:2]])

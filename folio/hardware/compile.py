@@ -139,15 +139,15 @@ class PackedLinear(nn.Module):
 
 
 @torch.no_grad()
-def optimize_for_inference(model):
+def optimize_for_inference(model, can_pack=True):
     """Makes a GPT faster for inference, in place, and unfit for training. Returns the model.
 
-    Removes dropout and, on a CPU, packs linear layers.
+    Removes dropout and, on a CPU, packs linear layers, which cannot be compiled.
     """
     model.eval()
     activation = FUSIBLE.get(model.config.activation)
     for block in model.transformer.h:
-        if activation and should_pack(block.mlp.c_fc):
+        if can_pack and activation and should_pack(block.mlp.c_fc):
             block.mlp.c_fc = PackedLinear(block.mlp.c_fc, *activation)
             block.mlp.activation = identity
     for module in list(model.modules()):
@@ -155,7 +155,7 @@ def optimize_for_inference(model):
             if isinstance(child, nn.Dropout):
                 delattr(module, name)  # a function is called in less time than a module
                 setattr(module, name, identity)
-            elif isinstance(child, nn.Linear) and should_pack(child):
+            elif can_pack and isinstance(child, nn.Linear) and should_pack(child):
                 setattr(module, name, PackedLinear(child))
     return model
 

@@ -93,7 +93,6 @@ def complete(trained, completions, controls, stream=False):
         controls,
         trained.tokenizer.vocab_size,
         step_accelerator(trained.machine),
-        trained.decode,
     )
     # The layers of the model can be packed, and most parameters of n-grams take no multiplication.
     products = empty_model(trained.model.config, "meta").flops_per_token() / 6

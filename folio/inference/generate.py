@@ -63,7 +63,7 @@ def prefill(model, cache, idx, rows):
         model.trunk(idx[start : start + rows_per_pass], attend=attend)
 
 
-def decode_one(model, cache, tail, position, length=None, kernel=F.scaled_dot_product_attention):
+def decode_one(model, cache, tail, position, length=None):
     """Processes one token per row and returns the logits of the next: (B, vocab_size).
 
     Args:
@@ -73,7 +73,6 @@ def decode_one(model, cache, tail, position, length=None, kernel=F.scaled_dot_pr
             the same for all rows, else (B,) int64.
         length: for a tensor of positions, the number of cache positions that the mask covers.
             Default: all, so that all calls have the same shapes.
-        kernel: computes attention, as the default does. Its mask is None if the position is an int.
     """
     device, mask = tail.device, None
     if isinstance(position, int):
@@ -90,7 +89,8 @@ def decode_one(model, cache, tail, position, length=None, kernel=F.scaled_dot_pr
         cache.write(layer, rows, position, k, v)
         keys = cache.keys[layer].narrow(2, start, count)
         values = cache.values[layer].narrow(2, start, count)
-        return kernel(q.to(cache.dtype), keys, values, attn_mask=mask).to(q.dtype)
+        y = F.scaled_dot_product_attention(q.to(cache.dtype), keys, values, attn_mask=mask)
+        return y.to(q.dtype)
 
     return model.head(model.trunk(tail, positions, attend)[:, 0])
 
@@ -137,7 +137,7 @@ class Context:
 
 
 @torch.inference_mode()
-def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, decode=decode_one):
+def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None):
     """Yields the next token of each text, step by step: ids (B,) int64, log-probabilities (B,).
 
     The model sees at most the last block_size tokens of each text. When the context of a row is
@@ -150,16 +150,12 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
         seeds: for each text an int.
         vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
         accelerate: accelerate(step, *arguments) returns a faster step.
-        decode: replaces decode_one. It is called with a tensor of positions and a cache of
-            block_size + 1 positions.
     """
     config, weight = model.config, model.transformer.wte.weight
     vocab_size, stride = vocab_size or config.vocab_size, stride_of(model, controls.context_stride)
-    is_compiled = decode is not decode_one
-    fixed_shapes = is_compiled or accelerate is not None
+    fixed_shapes = accelerate is not None
     context = Context(prompts, config.block_size, controls.max_new_tokens, weight.device)
-    length = config.block_size + 1 if is_compiled else context.ids.shape[1]
-    cache = KVCache(model, len(prompts), length)
+    cache = KVCache(model, len(prompts), context.ids.shape[1])
     present = None
     if controls.repetition_penalty != 1:
         present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=weight.device)
@@ -167,7 +163,7 @@ def generate(model, prompts, seeds, controls, vocab_size=None, accelerate=None, 
             row[prompt] = True
 
     def step(tail, position, uniform, length=None):
-        logits = decode(model, cache, tail, position, length)[:, :vocab_size].float()
+        logits = decode_one(model, cache, tail, position, length)[:, :vocab_size].float()
         ids = sample_next(logits, uniform, controls, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 

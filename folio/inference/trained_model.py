@@ -7,9 +7,8 @@ import torch
 
 from folio.checkpoint.format import build_model
 from folio.hardware.compile import optimize_for_inference
-from folio.hardware.device import DTYPES, Machine, SharedCores, choose_machine, device_type
+from folio.hardware.device import DTYPES, Machine, SharedCores, choose_machine
 from folio.hardware.memory import keep_freed_memory
-from folio.inference.generate import decode_one
 from folio.pretrained.load import checkpoint_tokenizer
 
 
@@ -21,7 +20,6 @@ class TrainedModel:
     tokenizer: Any
     machine: Machine
     checkpoint: Any  # Checkpoint, without weights
-    decode: Any = decode_one  # or a faster function
 
     def __post_init__(self):
         self.cores = SharedCores(self.machine)
@@ -31,10 +29,9 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
     """Returns the TrainedModel of a Checkpoint. Raises UserError if it cannot be loaded."""
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
-    on_cpu = device_type(device) == "cpu"  # where folio/inference/compiled.py compiles
-    machine = choose_machine(device, dtype, compile and not on_cpu)
+    machine = choose_machine(device, dtype, compile)
     model = build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
-    model = optimize_for_inference(model)
+    model = optimize_for_inference(model, can_pack=not machine.compile)
     torch.backends.cuda.enable_cudnn_sdp(False)  # see disable_cudnn_attention
     return TrainedModel(model, tokenizer, machine, checkpoint)

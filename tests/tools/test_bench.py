@@ -142,21 +142,3 @@ def test_sampling_is_measured_and_profiled(verse, capsys):
 )
 def test_kernels_have_kinds(kind, names):
     assert {kind_of(name) for name in names.split()} == {kind}
-
-
-@pytest.mark.parametrize("changes", [{}, {"window": 3}, tiny.SWITCHES], ids=str)
-def test_counts_of_parts_add_up(folder, capsys, changes):
-    bench.main(["--count", "--", *tiny.flags(dataset="none", **changes)])
-    head, _, columns, _, *rows = capsys.readouterr().out.splitlines()
-    assert "vocabulary of 50,304 (gpt2 tokenizer)" in head
-    assert re.match(r"\| part +\| parameters \| FLOPs per token \|", columns)
-    cells = [[cell.strip().replace(",", "") for cell in row.split("|")[2:4]] for row in rows]
-    *parts, total = [list(map(int, row)) for row in cells]
-    assert list(map(sum, zip(*parts, strict=True))) == total
-    model = tiny.random_model(**tiny.SHAPE, **changes, vocab_size=50_304, bias=False)
-    assert total == [model.num_params(), model.flops_per_token() / 3]
-
-
-def test_the_vocabulary_of_counts_is_that_of_the_dataset(verse, capsys):
-    bench.main(["--count", "--", *tiny.flags()])
-    assert "vocabulary of 24 (char tokenizer)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""tools.bench.suite: its commands, and a part at toy size; the other engines of tools.bench."""
+"""tools.bench.suite: its commands, and a part at toy size."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-import sample
-import train
 from folio.cli.errors import UserError
 from folio.data.tokenizer import GPT2Tokenizer
-from tools import export
-from tools.bench import engines, suite
+from tools.bench import suite
 
 NANOGPT = [  # what a stand-in for its train.py prints
     "tokens per iteration will be: 160",
@@ -64,31 +61,3 @@ def test_rows_are_measured_and_only_failed_commands_are_repeated(verse, capsys, 
     assert "no time left for step: a step" in capsys.readouterr().out
     with pytest.raises(UserError, match="--parts has 'none'"):
         suite.main(["--parts=none"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", engines.PACKAGES)
-def test_engines_generate_the_greedy_text_of_sample(engine, verse, capsys):
-    for package in engines.PACKAGES[engine].split():
-        pytest.importorskip(package.replace("-cpp-python", "_cpp"))
-    shape = {"n_embd": 32, "n_head": 2, "block_size": 16, "bias": True}
-    train.main(tiny.flags(**shape, activation="gelu_tanh", max_iters=60))
-    export.main(["--out_dir=out", "--to=hf"])
-    capsys.readouterr()
-    sample.main(["--temperature=0", "--max_new_tokens=40", "--num_samples=1", "--json"])
-    expected = json.loads(capsys.readouterr().out)["ids"]
-    flags = [f"--engine={engine}", "--model=hf", "--num_samples=2", "--max_new_tokens=40"]
-    engines.main([*flags, "--greedy=True"])
-    ids, speed = capsys.readouterr().out.splitlines()[-2:]
-    assert json.loads(ids) == [expected] * 2
-    assert speed.startswith("80 tokens in ")
-
-
-def test_a_missing_engine_or_model_is_named(folder, monkeypatch):
-    with pytest.raises(UserError, match="there is no hf.config.json"):
-        engines.main(["--model=hf"])
-    Path("hf").mkdir()
-    Path("hf/config.json").write_text("{}")
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install llama-cpp-python gguf"):
-        engines.main(["--engine=llama.cpp", "--model=hf"])

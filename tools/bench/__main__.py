@@ -5,7 +5,6 @@
     python -m tools.bench --runs=1 --logs=runs --vs="python train.py ..." --vs_dir=../nanoGPT -- ...
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
-    python -m tools.bench --count -- config/shakespeare_char.py
 
 Commands run alternately as whole processes, and the figures are medians over the runs.
 """
@@ -32,21 +31,17 @@ class BenchConfig:
     vs_dir: str = setting(".", "folder of the --vs command")
     logs: str | None = setting(None, "folder for the losses of the last runs, for tools.plot")
     profile: bool = setting(False, "print where the time of a step of the script goes")
-    count: bool = setting(False, "print the parameters and FLOPs of train.py's model")
 
 
 process.start(__name__, BenchConfig)  # --help must not wait for torch
 
-from tools.bench.count import print_counts
 from tools.bench.measure import compare_commands, describe_machine
 from tools.bench.profile import profile_sampling, profile_training
 
 
 def main(argv=None):
     settings = load_settings(BenchConfig, argv)
-    if settings.count:
-        print_counts(settings.arguments)
-    elif settings.profile:
+    if settings.profile:
         print(describe_machine())
         profile = profile_sampling if settings.script == "sample" else profile_training
         profile(settings.arguments)

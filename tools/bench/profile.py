@@ -11,7 +11,6 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
 from folio.data.batches import Batches
 from folio.hardware.device import device_type, resolve_device
-from folio.inference.compiled import use_compiled_step
 from folio.inference.completion import complete
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
@@ -67,9 +66,7 @@ def profile_sampling(arguments):
         for _ in complete(trained, batch, settings, settings.stream):
             pass
 
-    batch_size = len(prompts) * settings.num_samples
-    with use_compiled_step(trained, settings.compile, batch_size):
-        print_profile(trained.machine, generate, settings.max_new_tokens)
+    print_profile(trained.machine, generate, settings.max_new_tokens)
 
 
 def time_steps(machine, run_steps, steps):

@@ -1,7 +1,7 @@
 """The figures of docs/results.md on this machine: folio and other programs, alternately.
 
     python -m tools.bench.suite --vs_dir=../nanoGPT
-    python -m tools.bench.suite --vs_dir=../nanoGPT --parts=engines,losses
+    python -m tools.bench.suite --vs_dir=../nanoGPT --parts=step,losses
     python -m tools.bench.suite --dry_run=True
 
 suite.toml has the rows. What the commands print is read as in tools.bench, and appended to
@@ -31,7 +31,6 @@ from folio.cli.files import write_atomically
 from folio.cli.settings import ROOT, load_settings, setting
 from folio.hardware.device import resolve_device
 from sample import SampleConfig
-from tools.bench.engines import EngineConfig
 from tools.bench.measure import describe_commit, describe_machine, format_figure, measure_command
 from tools.plot.table import format_table
 from train import TrainConfig
@@ -42,7 +41,6 @@ PARTS = {**TABLE["cpu"], **TABLE["long"], **TABLE["gpu"]}
 CONFIGS = {  # of scripts, as they are named in a command
     str(ROOT / "train.py"): TrainConfig,
     str(ROOT / "sample.py"): SampleConfig,
-    "tools.bench.engines": EngineConfig,
 }
 RANDOM_DATASET_VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}
 
