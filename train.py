@@ -5,7 +5,8 @@
     python train.py config/shakespeare_char.py --init_from=resume --max_iters=8000
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-This file has, in order: the settings, the training loop, the learning rate and the evaluation.
+This file has, in order: the settings, what a run is made of, the training loop, a step and its
+learning rate. folio/training/evaluation.py has the evaluation.
 Checkpoints and log.jsonl go to out_dir.
 """
 
@@ -135,14 +136,25 @@ process.start(__name__, TrainConfig, distributed=True)
 import numpy as np
 import torch
 
-from folio.data.batches import Batches, dropout_seed, evaluation_iters, evaluation_starts, val_bytes
-from folio.distributed.sharding import clip_gradients, set_gradient_sync
+from folio.checkpoint.format import empty_model, load_weights
+from folio.data.batches import Batches, dropout_seed
+from folio.distributed.sharding import (
+    assign,
+    clip_gradients,
+    replicate,
+    set_gradient_sync,
+    shard_model,
+)
 from folio.distributed.world import process_group
-from folio.hardware.compile import CudaGraph
-from folio.hardware.device import resolve_device
-from folio.hardware.memory import explain_out_of_memory
+from folio.hardware.compile import CudaGraph, compile_model
+from folio.hardware.device import DTYPES, device_type, resolve_device
+from folio.hardware.kernels import use_fast_kernels
+from folio.hardware.memory import explain_out_of_memory, keep_freed_memory, recompute_activations
 from folio.inference.completion import sample_text
+from folio.training.distillation import Distillation
+from folio.training.evaluation import evaluate, is_evaluation_due
 from folio.training.muon import MOMENTUM
+from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.run import Run
 from folio.training.run_log import RunLog, format_losses, print_end, print_finished, print_start
 from folio.training.setup import MEMORY_ADVICE, make_plan
@@ -156,7 +168,7 @@ def main(argv=None):
     ):
         plan = make_plan(settings, world)  # reads and checks the inputs; writes nothing
         print_start(plan)
-        run = Run(plan)
+        run = make_run(plan)
         if settings.eval_only:
             # over as much text as a final evaluation
             print(format_losses(run.progress.step, evaluate(run, settings.max_iters)))
@@ -164,6 +176,46 @@ def main(argv=None):
             print_finished(run)
         else:
             train(run)
+
+
+def make_run(plan):
+    """Returns a Run with what a Plan describes: a model, new or loaded, and how to train it."""
+    settings, world, machine = plan.settings, plan.world, plan.machine
+    keep_freed_memory()
+    model = empty_model(plan.config, "meta" if plan.is_sharded else machine.device)
+    model.dtype = DTYPES[machine.dtype]  # of activations; weights are float32
+    use_fast_kernels(model)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    if plan.is_sharded:
+        shard_model(model, world, machine.dtype)
+    if start := plan.resumed or plan.initial:
+        world.call_together(load_weights, model, start)
+        start.weights = {}  # the model has them
+    else:
+        torch.manual_seed(settings.seed)
+        model.init_weights(assign)
+
+    optimizers = make_optimizers(model, settings, world)
+    scaler = torch.amp.GradScaler(device_type(machine.device), enabled=machine.dtype == "float16")
+    if plan.resumed:
+        world.call_together(restore_optimizers, optimizers, plan.resumed)
+        plan.resumed.optimizers = {}  # the optimizers have them
+        if plan.resumed.scaler:
+            scaler.load_state_dict(plan.resumed.scaler)
+
+    forward = model  # forward(x, y, temperature) returns the loss
+    if plan.teachers:
+        forward = Distillation(model, [t.to(machine.device, model.dtype) for t in plan.teachers])
+    if machine.compile:
+        starts = np.zeros(settings.batch_size, np.int64)
+        batch = plan.dataset.train.windows(starts, settings.block_size)
+        compiled = compile_model(forward, machine, (*batch, settings.train_temperature))
+        if all(world.gather(compiled is not forward)):  # it can fail on one machine only
+            forward = compiled
+    if not plan.is_sharded:
+        forward = replicate(forward, world)  # with several processes, DDP
+    return Run(plan, model, optimizers, scaler, forward)
 
 
 def train(run):
@@ -176,7 +228,7 @@ def train(run):
             lr = learning_rate_at(clock, settings)
 
             # Between two steps: evaluate, save, stop, sample, end. pause() is not training time.
-            if run.is_evaluation_due(clock):
+            if is_evaluation_due(run, clock):
                 with log.pause():
                     if losses := evaluate(run):  # None after a stop signal
                         is_best = progress.record(losses["loss"], clock)
@@ -294,49 +346,6 @@ def momentum_at(step, settings):
     if step >= settings.momentum_warmup_iters:
         return MOMENTUM
     return MOMENTUM - 0.1 * (1 - step / settings.momentum_warmup_iters)
-
-
-def evaluate(run, steps=None):
-    """Returns the losses of both splits, or None after a stop signal.
-
-    Keys: "train_loss" in nats per token; of the validation split "loss" in nats per token,
-    "perplexity" and, if it is known, "bits_per_byte". In its final evaluation, a run passes its
-    number of steps: the evaluation then covers more text.
-    """
-    train_iters, val_iters = evaluation_iters(run.settings, steps)
-    train_loss = split_loss(run, run.dataset.train, train_iters)
-    loss = split_loss(run, run.dataset.val, val_iters)
-    if loss is None:
-        return None
-    train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
-    losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
-    if bytes_per_token := val_bytes(run.dataset, run.settings, val_iters):
-        losses["bits_per_byte"] = loss / math.log(2) / bytes_per_token
-    return losses
-
-
-@torch.no_grad()
-def split_loss(run, split, iters):
-    """Returns the mean loss over at most `iters` batches of a split, a scalar tensor, or None.
-
-    The processes of a run share the windows. All compute the same number of batches, so the
-    last ones are filled with repeated windows, whose targets are ignored.
-    """
-    B, T, world = run.settings.batch_size, run.settings.block_size, run.world
-    starts = evaluation_starts(split, run.settings, iters)
-    rows = torch.arange(B, device=run.machine.device).unsqueeze(1)
-    total = torch.zeros((), device=run.machine.device)
-    run.model.eval()
-    for first in range(0, len(starts), world.size * B):
-        if run.is_stopped():
-            return None
-        own_starts = starts[first + world.rank * B :][:B]
-        x, y = split.windows(np.resize(own_starts, B), T)  # repeats them up to B
-        loss = run.forward(x, y.masked_fill(rows >= len(own_starts), -1))
-        if len(own_starts):
-            total += loss * len(own_starts)
-    run.model.train()
-    return world.sum(total) / len(starts)
 
 
 if __name__ == "__main__":

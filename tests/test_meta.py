@@ -19,8 +19,8 @@ from folio.hardware.device import Machine, choose_machine
 from folio.hardware.kernels import use_fast_kernels
 from folio.inference.generate import KVCache, decode_one, generate
 from folio.inference.sampling import Controls
+from folio.training import evaluation
 from folio.training.distillation import Distillation
-from folio.training.run import Run
 from folio.training.setup import model_config
 from model import GPT
 
@@ -65,8 +65,8 @@ def plain_adamw(monkeypatch):
 def test_evaluation_and_sampling_read_no_value(verse, switches):
     settings = tiny.settings(**switches)
     config = model_config(settings, verse.tokenizer)
-    run = Run(tiny.plan_of(config, settings, machine=META))
-    assert train.split_loss(run, Split(np.zeros(3000, np.uint16), "meta"), 4).is_meta
+    run = train.make_run(tiny.plan_of(config, settings, machine=META))
+    assert evaluation.split_loss(run, Split(np.zeros(3000, np.uint16), "meta"), 4).is_meta
     model = run.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
     controls = Controls(0.8, 20, 0.9, 0.1, 1.3, max_new_tokens=3, context_stride=4)
@@ -85,7 +85,7 @@ def test_a_run_reads_values_only_at_log_lines(verse, dtype, optimizer, switches)
     machine = dataclasses.replace(META, dtype=dtype)
     plan = tiny.plan_of(config, settings, to_device(verse, "meta"), machine)
     plan.teachers = [empty_model(config, "meta")]
-    run = Run(plan)
+    run = train.make_run(plan)
     run.progress = Progress(step=6, evaluated_at=6)
     with pytest.raises(RuntimeError, match="Accelerator expected"):  # RunLog synchronizes
         train.train(run)
@@ -124,7 +124,7 @@ def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches)
     )
     config = model_config(settings, verse.tokenizer)
     machine = choose_machine("cuda", dtype, False)
-    run = Run(tiny.plan_of(config, settings, machine=machine))
+    run = train.make_run(tiny.plan_of(config, settings, machine=machine))
     batches = Batches(to_device(verse, "cuda").train, settings)
     assert batches.split.resident is not None
     for number in range(3):

@@ -18,15 +18,16 @@ import train
 from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.cli.process import SIGPIPE, Interrupted
-from folio.training import run_log
+from folio.training import evaluation, run_log
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]
 LIMIT = 10_000  # bytes, more than a log and less than a checkpoint has
 
 
 def after_calls(monkeypatch, name, number, act):
-    """Makes `act()` run when train.py has called a function `number` times."""
-    real, calls = getattr(train, name), []
+    """Makes `act()` run when a run has called a function `number` times."""
+    module = train if hasattr(train, name) else evaluation
+    real, calls = getattr(module, name), []
 
     def wrapped(*args, **kwargs):
         result = real(*args, **kwargs)
@@ -35,7 +36,7 @@ def after_calls(monkeypatch, name, number, act):
             act()
         return result
 
-    monkeypatch.setattr(train, name, wrapped)
+    monkeypatch.setattr(module, name, wrapped)
 
 
 def interrupted(*flags, number=signal.SIGTERM, name="train_step", calls=1):

@@ -22,13 +22,12 @@ from folio.data.batches import (
     Batches,
     Split,
     dropout_seed,
-    evaluation_iters,
-    evaluation_starts,
     window_starts,
 )
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import GPT2Tokenizer
-from folio.training.run import Run
+from folio.training import evaluation
+from folio.training.evaluation import evaluation_iters, evaluation_starts
 from folio.training.setup import model_config
 from model import GPTConfig
 
@@ -36,7 +35,7 @@ from model import GPTConfig
 def new_run(settings=None, dropout=0.0):
     """Returns a Run for 65 tokens, without a dataset."""
     config = GPTConfig(**tiny.SHAPE, vocab_size=65, dropout=dropout)
-    return Run(tiny.plan_of(config, settings or tiny.settings()))
+    return train.make_run(tiny.plan_of(config, settings or tiny.settings()))
 
 
 def random_ids(count):
@@ -94,7 +93,7 @@ def test_the_temperature_divides_the_logits_in_training_only():
     run.model.lm_head.weight.data *= 20  # predictions far from uniform
     starts = evaluation_starts(split, run.settings, 4)
     whole = run.model(*split.windows(starts, 8)).item()
-    assert train.split_loss(run, split, 4).item() == pytest.approx(whole)
+    assert evaluation.split_loss(run, split, 4).item() == pytest.approx(whole)
     x, y = next(iter(Batches(split, run.settings).at(0)))
     logits = run.model.logits(x).flatten(0, 1)
     expected = F.cross_entropy(logits / 0.5, y.flatten()).item()
@@ -150,7 +149,7 @@ def test_evaluation_is_the_mean_loss_of_windows_that_cover_the_split(n_tokens, w
     starts = np.linspace(0, n_tokens - 9, windows).astype(int)
     assert (np.diff(starts) >= 8).all()
     expected = run.model.eval()(*rows_at(ids, starts)).item()
-    assert train.split_loss(run, Split(ids, "cpu"), 100).item() == pytest.approx(expected)
+    assert evaluation.split_loss(run, Split(ids, "cpu"), 100).item() == pytest.approx(expected)
     assert run.model.training
 
 
@@ -158,7 +157,7 @@ def test_the_batches_of_an_evaluation_are_spread_over_the_split():
     ids = np.repeat(np.array([0, 1], np.uint16), 500)
     run, inputs = new_run(tiny.settings()), []
     run.model.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    train.split_loss(run, Split(ids, "cpu"), 2)
+    evaluation.split_loss(run, Split(ids, "cpu"), 2)
     assert [tuple(x.shape) for x in inputs] == [(4, 8), (4, 8)]
     assert (inputs[0] == 0).all()
     assert (inputs[1] == 1).all()
@@ -170,7 +169,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_evaluated_targets(folder)
     dataset = run.dataset
     starts, ids = [0, len(dataset.val) - 9], dataset.val.ids
     text = "".join(dataset.tokenizer.decode(ids[at + 1 : at + 9]) for at in starts)
-    losses = train.evaluate(run)
+    losses = evaluation.evaluate(run)
     expected = 16 * losses["loss"] / math.log(2) / len(text.encode())
     assert len(text) == 16
     assert len(text.encode()) == 20

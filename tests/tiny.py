@@ -19,7 +19,6 @@ from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTo
 from folio.data.writer import open_writer
 from folio.hardware.device import choose_machine
 from folio.training.optimizers import make_optimizers
-from folio.training.run import Run
 from folio.training.setup import Plan, make_plan
 from model import GPT, GPTConfig
 
@@ -99,7 +98,7 @@ def settings(**changes):
 
 def new_run(**changes):
     """Returns the Run of SETTINGS with changes, as train.main makes it."""
-    return Run(make_plan(settings(**changes)))
+    return train.make_run(make_plan(settings(**changes)))
 
 
 def plan_of(config, settings, dataset=None, machine=None):

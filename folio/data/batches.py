@@ -10,8 +10,6 @@ from folio.hardware.device import device_type
 
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part times 2^64
 MAX_RESIDENT_BYTES = 2**30  # copying a larger split to a GPU would delay the start
-# An evaluation's windows depend on them. When a run is resumed, they can change.
-EVALUATION_SETTINGS = {"batch_size", "eval_interval", "eval_iters", "gradient_accumulation_steps"}
 
 
 def window_starts(seed, first, count, num_starts):
@@ -31,53 +29,6 @@ def window_starts(seed, first, count, num_starts):
 def dropout_seed(seed, step, rank=0):
     """Returns a seed for torch. Seeds of other steps or ranks are statistically independent."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-
-
-def evaluation_iters(settings, steps=None):
-    """Returns how many batches of the training and of the validation split an evaluation has.
-
-    A forward pass takes a third of the time of a training step. So, without eval_iters, evaluations
-    take 5% of the time of training, and the final one, after `steps` steps, at most 7% of theirs.
-    """
-    if settings.eval_iters:
-        return settings.eval_iters, settings.eval_iters
-    trained = settings.eval_interval * settings.gradient_accumulation_steps  # batches
-    val_iters = trained // 10
-    if steps is not None:
-        val_iters = steps * settings.gradient_accumulation_steps // 5
-    return max(1, trained // 20), max(1, val_iters)
-
-
-def evaluation_starts(split, settings, iters):
-    """Returns the start positions of the windows of an evaluation, (count,) int64.
-
-    They are evenly spaced: `iters` batches, or the whole split if that is less. The windows do not
-    overlap, so at most block_size - 1 tokens of a whole split are left out.
-    """
-    count = _count_windows(split, settings, iters)
-    return np.linspace(0, len(split) - 1 - settings.block_size, count).astype(np.int64)
-
-
-def _count_windows(split, settings, iters):
-    return min((len(split) - 1) // settings.block_size, iters * settings.batch_size)
-
-
-def evaluation_windows(dataset, settings, steps=None):
-    """Returns how many windows of each split an evaluation has; see evaluation_iters."""
-    pairs = zip((dataset.train, dataset.val), evaluation_iters(settings, steps), strict=True)
-    return [_count_windows(split, settings, iters) for split, iters in pairs]
-
-
-def val_bytes(dataset, settings, iters):
-    """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
-    if dataset.byte_lengths is None:
-        return None
-    total, starts = 0, evaluation_starts(dataset.val, settings, iters) + 1
-    for start in starts:  # one gather of all targets would need much more memory
-        total += int(
-            dataset.byte_lengths[dataset.val.ids[start : start + settings.block_size]].sum()
-        )
-    return total / (len(starts) * settings.block_size)
 
 
 class Split:

@@ -11,33 +11,32 @@ import torch
 from folio.checkpoint.format import Checkpoint, Progress, load_weights
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.data.batches import evaluation_windows
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
-from folio.hardware.device import device_type
-from folio.training.optimizers import make_optimizers, restore_optimizers
-from folio.training.setup import make_forward, make_model
+from folio.training.evaluation import evaluation_cost, evaluation_windows
 
-FORWARD_SHARE = 1 / 3  # of the time of a step
 MAX_ENDING_SHARE = 1 / 4  # of --minutes that is left for the evaluations at the end
 
 
 class Run:
     """A run's plan, and the state that its steps change: model, optimizers, scaler, progress."""
 
-    def __init__(self, plan):
-        """Starts with a new state, or with that of plan.resumed."""
+    def __init__(self, plan, model, optimizers, scaler, forward):
+        """Starts at step 0, or with the progress of plan.resumed.
+
+        Args:
+            optimizers: {name: optimizer}.
+            forward: forward(x, y, temperature) computes the loss like the model; its backward pass
+                averages gradients over the processes of the run.
+        """
         self.plan, self.settings, self.dataset = plan, plan.settings, plan.dataset
         self.world, self.machine, self.run_dir = plan.world, plan.machine, plan.run_dir
-        self.model = make_model(plan)
-        self.optimizers = make_optimizers(self.model, self.settings, self.world)
-        enabled = self.machine.dtype == "float16"
-        self.scaler = torch.amp.GradScaler(device_type(self.machine.device), enabled=enabled)
+        self.model, self.forward = model, forward
+        self.optimizers, self.scaler = optimizers, scaler
         self.progress, self.saved_step = Progress(), None
         self.step_s = 0.0  # mean time of a step, measured at log lines
         if plan.resumed:
             self._restore(plan.resumed)
-        self.forward = make_forward(self.model, plan)  # the model, compiled and distributed
         # DDP needs the same gradient tensors in each step.
         self.can_free_gradients = plan.is_sharded or not self.world.is_launched
         self.graph = None  # a CudaGraph of update_weights, which train_step makes
@@ -46,10 +45,7 @@ class Run:
         self.clock()  # raises UserError if --minutes is over, before a folder is changed
 
     def _restore(self, checkpoint):
-        self.world.call_together(restore_optimizers, self.optimizers, checkpoint)
-        checkpoint.optimizers = {}  # the optimizers have them
-        if checkpoint.scaler:
-            self.scaler.load_state_dict(checkpoint.scaler)
+        """Continues the progress of a checkpoint, or begins its comparison of losses anew."""
         self.progress = checkpoint.progress
         self.saved_step = self.progress.step
         saved = checkpoint.settings
@@ -100,36 +96,15 @@ class Run:
         if not settings.minutes:
             return step
         budget_s = 60 * settings.minutes
-        ending_s = self.step_s * self.evaluation_steps()
+        ending_s = self.step_s * evaluation_cost(self)
         if settings.has_final_evaluation:
-            ending_s += self.step_s * self.evaluation_steps(step)
+            ending_s += self.step_s * evaluation_cost(self, step)
         part = self.elapsed_s() / (budget_s - min(ending_s, MAX_ENDING_SHARE * budget_s))
         part = self.world.from_main(part)  # the same in all processes
         if part >= 1 and not step:
             minutes = f"--minutes={settings.minutes:g}"
             raise UserError(f"{minutes} is over before the first step: increase it")
         return max(step, settings.max_iters * min(part, 1))
-
-    def evaluation_steps(self, final_step=None):
-        """Returns how many steps take as long as an evaluation; see evaluation_iters."""
-        windows = evaluation_windows(self.dataset, self.settings, final_step)
-        tokens = sum(windows) * self.settings.block_size
-        return FORWARD_SHARE * tokens / self.settings.tokens_per_step
-
-    def is_evaluation_due(self, clock):
-        """Whether the clock has ended, or has passed a multiple of eval_interval.
-
-        With --minutes, evaluations are left out so that they take at most a tenth of the time.
-        """
-        settings, progress = self.settings, self.progress
-        if clock >= settings.max_iters:
-            return progress.evaluated_at < clock
-        interval = settings.eval_interval
-        is_due = clock // interval > progress.evaluated_at // interval
-        if settings.minutes and progress.evaluated_at >= 0:
-            steps = progress.step - progress.evaluated_step
-            is_due = is_due and steps >= 10 * self.evaluation_steps()
-        return is_due
 
     def elapsed_s(self):
         """Returns the seconds that the run has taken, including earlier processes."""

@@ -17,10 +17,10 @@ from folio.checkpoint.format import empty_model
 from folio.cli.files import lock_folder
 from folio.cli.process import SIGPIPE, print_error
 from folio.cli.settings import command_line, names_with_scope
-from folio.data.batches import EVALUATION_SETTINGS
 from folio.hardware.device import SharedCores
 from folio.hardware.memory import memory_bytes, peak_memory_gib
 from folio.pretrained.load import RESUME_NAMES
+from folio.training.evaluation import EVALUATION_SETTINGS
 from folio.training.setup import state_bytes
 from folio.training.trackers import Trackers
 
@@ -104,7 +104,7 @@ class RunLog:
     # Events
 
     def evaluation(self, losses, lr):
-        """Reports the losses that train.evaluate returns."""
+        """Reports the losses that evaluate returns."""
         self.run.check_finite(train_loss=losses["train_loss"], val_loss=losses["loss"])
         self._log("val", tokens=self.run.progress.tokens, lr=lr, **losses)
         self.say(format_losses(self.run.progress.step, losses))
@@ -210,7 +210,7 @@ class RunLog:
 
 
 def format_losses(step, losses):
-    """Returns a line with the losses that train.evaluate returns."""
+    """Returns a line with the losses that evaluate returns."""
     line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
     line += f", val perplexity {losses['perplexity']:.5g}"
     if "bits_per_byte" in losses:

@@ -1,30 +1,24 @@
 """What a run needs before its first step: its plan, read and checked, and the model to train.
 
 `make_plan` reads the dataset and the checkpoints, and checks that they fit the settings and the
-machine. It writes nothing. `make_model` and `make_forward` build what the plan describes.
+machine. It writes nothing. train.py builds what the plan describes.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
-from folio.checkpoint.format import Checkpoint, empty_model, load_weights
+from folio.checkpoint.format import Checkpoint, empty_model
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.settings import changed_settings
 from folio.data.batches import to_device
 from folio.data.dataset import Dataset, load_dataset
-from folio.distributed.sharding import assign, replicate, shard_model
 from folio.distributed.world import SINGLE_PROCESS, World
-from folio.hardware.compile import compile_model
-from folio.hardware.device import DTYPES, Machine, choose_machine
-from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import keep_freed_memory, memory_bytes, recompute_activations
+from folio.hardware.device import Machine, choose_machine
+from folio.hardware.memory import memory_bytes
 from folio.pretrained.load import RESUME_NAMES, checkpoint_tokenizer, crop, load_start
-from folio.training.distillation import Distillation, load_teachers
+from folio.training.distillation import load_teachers
 from model import GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
@@ -100,47 +94,6 @@ def _make_plan(settings, world):
     teachers = load_teachers(settings, config, dataset.tokenizer)
     dataset = to_device(dataset, machine.device)
     return Plan(settings, config, dataset, machine, run_dir, world, resumed, initial, teachers)
-
-
-# Building
-
-
-def make_model(plan):
-    """Returns the GPT of a Plan on its device, with random weights or those of its checkpoint."""
-    keep_freed_memory()
-    model = empty_model(plan.config, "meta" if plan.is_sharded else plan.machine.device)
-    model.dtype = DTYPES[plan.machine.dtype]
-    use_fast_kernels(model)
-    if plan.settings.activation_checkpointing:
-        recompute_activations(model)
-    if plan.is_sharded:
-        shard_model(model, plan.world, plan.machine.dtype)
-    if start := plan.resumed or plan.initial:
-        plan.world.call_together(load_weights, model, start)
-        start.weights = {}  # the model has them
-    else:
-        torch.manual_seed(plan.settings.seed)
-        model.init_weights(assign)
-    return model
-
-
-def make_forward(model, plan):
-    """Returns a function that computes the loss like the model: forward(x, y, temperature).
-
-    It is compiled if possible, adds the loss of distillation if there are teachers, and its
-    backward pass averages gradients over the processes of the run.
-    """
-    forward = model
-    if plan.teachers:
-        teachers = [t.to(plan.machine.device, model.dtype) for t in plan.teachers]
-        forward = Distillation(model, teachers)
-    if plan.machine.compile:
-        settings, starts = plan.settings, np.zeros(plan.settings.batch_size, np.int64)
-        x, y = plan.dataset.train.windows(starts, settings.block_size)
-        compiled = compile_model(forward, plan.machine, (x, y, settings.train_temperature))
-        if all(plan.world.gather(compiled is not forward)):  # it can fail on one machine only
-            forward = compiled
-    return forward if plan.is_sharded else replicate(forward, plan.world)
 
 
 # Model

@@ -16,8 +16,8 @@ from folio.cli.errors import UserError
 from folio.data.batches import Batches, to_device
 from folio.distributed.sharding import gather_on_cpu
 from folio.distributed.world import World
+from folio.training import evaluation
 from folio.training.muon import orthogonalize, orthogonalize_copies
-from folio.training.run import Run
 from folio.training.setup import check_parallel, model_config
 
 pytestmark = pytest.mark.parametrize("size", [64, 256])
@@ -44,7 +44,9 @@ def plan_of(dataset, world, **changes):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_step_with_more_processes_than_rows(verse, world, parallel):
-    run = Run(plan_of(verse, world, parallel=parallel, optimizer="muon", **tiny.SWITCHES))
+    run = train.make_run(
+        plan_of(verse, world, parallel=parallel, optimizer="muon", **tiny.SWITCHES)
+    )
     if parallel == "ddp":  # its own average needs a backend
         run.forward.register_comm_hook(None, keep_gradients)
     batches = Batches(run.dataset.train, run.settings, world)
@@ -63,7 +65,7 @@ def keep_gradients(_, bucket):
 
 
 def test_the_processes_share_the_batches_and_windows_of_one(verse, world):
-    run = Run(plan_of(verse, replace(world, is_launched=False)))
+    run = train.make_run(plan_of(verse, replace(world, is_launched=False)))
     split, one = run.dataset.train, World(0, 1, "cpu")
     own = [[x for x, _ in Batches(split, run.settings, rank).at(3)] for rank in ranks_of(world)]
     whole = [x for x, _ in Batches(split, run.settings, one).at(3)]
@@ -72,9 +74,9 @@ def test_the_processes_share_the_batches_and_windows_of_one(verse, world):
 
     parts = []
     for run.world in ranks_of(world):
-        parts.append(train.split_loss(run, split, iters=50))
+        parts.append(evaluation.split_loss(run, split, iters=50))
     run.world = one
-    torch.testing.assert_close(sum(parts), train.split_loss(run, split, iters=50))
+    torch.testing.assert_close(sum(parts), evaluation.split_loss(run, split, iters=50))
 
 
 def test_every_matrix_is_orthogonalized_by_one_process(world):

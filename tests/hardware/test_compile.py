@@ -13,7 +13,7 @@ from folio.data.batches import Batches
 from folio.hardware import compile
 from folio.hardware.compile import CudaGraph, compile_model, optimize_for_inference
 from folio.hardware.device import Machine
-from folio.training.run import Run
+from folio.training import evaluation
 from folio.training.setup import make_plan
 from model import ACTIVATIONS
 
@@ -65,12 +65,12 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
         dtype="bfloat16", dropout=0.2, gradient_accumulation_steps=2, compile=True, **switches
     )
     assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
-    run = Run(make_plan(settings))
+    run = train.make_run(make_plan(settings))
     assert counter.frame_count == 2  # one graph each
     batches = Batches(run.dataset.train, settings)
     for step in range(2):
         train.train_step(run, batches.at(step), step, 1e-3)
-        train.evaluate(run)
+        evaluation.evaluate(run)
     assert counter.frame_count == 2
 
 
@@ -125,7 +125,7 @@ def losses_of_steps(run, count=7):
     batches, losses = Batches(run.dataset.train, run.settings), []
     for step in range(count):
         values = train.train_step(run, batches.at(step), step, lr=1e-2 / (step + 1))
-        losses.append([*map(float, values), train.evaluate(run)["loss"]])
+        losses.append([*map(float, values), evaluation.evaluate(run)["loss"]])
     return losses
 
 
@@ -190,7 +190,7 @@ def test_a_cuda_graph_of_a_step_is_close_to_the_step(verse, compile, settings):
 @pytest.mark.parametrize("compile", [False, True])
 def test_gpu_dropout_depends_on_the_step_only(verse, compile):
     settings = tiny.settings(device="cuda", dtype="bfloat16", compile=compile, dropout=0.5)
-    run = Run(make_plan(settings))
+    run = train.make_run(make_plan(settings))
     [batch] = Batches(run.dataset.train, settings).at(0)
 
     def loss(step):

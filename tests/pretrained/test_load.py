@@ -17,7 +17,6 @@ from folio.data.tokenizer import ByteTokenizer
 from folio.pretrained import load as initial
 from folio.pretrained.huggingface import write_pretrained
 from folio.pretrained.load import load_best, load_initial
-from folio.training.run import Run
 from folio.training.setup import make_plan
 
 CKPT = "out/ckpt.pt"
@@ -32,7 +31,7 @@ def flags(init_from=CKPT, **settings):
 
 
 def new_run(**settings):
-    return Run(make_plan(load_settings(train.TrainConfig, flags(**settings))))
+    return train.make_run(make_plan(load_settings(train.TrainConfig, flags(**settings))))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from tiny import random_ids, random_model
 
 import train
 from folio.cli.errors import UserError
+from folio.training import evaluation
 from folio.training.distillation import Distillation, load_teachers
 
 
@@ -50,7 +51,7 @@ def test_a_run_evaluates_and_saves_only_the_model(teacher):
     assert not tiny.equal(distilled["model"], alone["model"])
     settings = {"init_from": "resume", "eval_only": True}
     run = tiny.new_run(teachers="missing", **settings)  # teachers are not read
-    loss = train.split_loss(run, run.dataset.val, 4).item()
+    loss = evaluation.split_loss(run, run.dataset.val, 4).item()
     assert loss == pytest.approx(distilled["best_val_loss"])
 
 

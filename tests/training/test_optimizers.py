@@ -68,7 +68,7 @@ def test_learning_rate_has_linear_warmup_and_cosine_or_linear_decay(changes, exp
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
     settings = tiny.settings(optimizer=optimizer)
-    run = Run(tiny.plan_of(tiny_model().config, settings))
+    run = train.make_run(tiny.plan_of(tiny_model().config, settings))
     initial = [p.detach().clone() for p in run.model.parameters()]
     for lr, is_moving in ((0.0, False), (0.25, True)):
         batch = torch.arange(32).view(4, 8)
@@ -82,7 +82,7 @@ def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
 
 def test_momentum_of_muon_rises():
     settings = tiny.settings(optimizer="muon", momentum_warmup_iters=20)
-    run = Run(tiny.plan_of(tiny_model().config, settings))
+    run = train.make_run(tiny.plan_of(tiny_model().config, settings))
     batch = torch.arange(32).view(4, 8)
     [group] = run.optimizers["muon"].param_groups
     for step, momentum in ((0, 0.85), (10, 0.9), (20, 0.95), (500, 0.95)):
@@ -220,7 +220,9 @@ def test_overflow_at_the_smallest_loss_scale_ends_a_run(verse, monkeypatch):
 def test_float16_overflow_in_one_optimizer_does_not_spread_to_the_other(verse):
     settings = tiny.settings(dtype="float16", optimizer="muon")
     config = tiny_model(vocab_size=verse.tokenizer.padded_vocab_size).config
-    run = Run(tiny.plan_of(config, settings, machine=Machine("cpu", "float16", False, "")))
+    run = train.make_run(
+        tiny.plan_of(config, settings, machine=Machine("cpu", "float16", False, ""))
+    )
     batches = Batches(to_device(verse, "cpu").train, settings)
     for factor in (1.0, math.nan):
         old = copy.deepcopy(run.state_dict())

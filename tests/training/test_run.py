@@ -11,6 +11,7 @@ import train
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.distributed.sharding import gather_on_cpu
+from folio.training.evaluation import evaluation_cost, is_evaluation_due
 from folio.training.run import Run
 from train import learning_rate_at
 
@@ -34,8 +35,8 @@ def simulate(run, seconds, step_s):
     steps, evaluations, run.step_s = [], [], step_s
     while True:
         clock = run.clock()
-        if run.is_evaluation_due(clock):
-            seconds.now += step_s * run.evaluation_steps()
+        if is_evaluation_due(run, clock):
+            seconds.now += step_s * evaluation_cost(run)
             evaluations.append(clock)
             run.progress.record(1.0, clock)
         if run.progress.is_finished(run.settings):
@@ -52,7 +53,7 @@ def test_a_run_ends_with_its_minutes_and_evaluates_on_the_way(verse, seconds, st
     seconds.now = 3.0  # the start of the process
     steps, evaluations = simulate(run, seconds, step_s)
     if eval_iters is None:
-        seconds.now += step_s * run.evaluation_steps(len(steps))
+        seconds.now += step_s * evaluation_cost(run, len(steps))
     assert seconds.now == pytest.approx(60, abs=2 * step_s) or len(steps) == 1000
     assert steps == sorted(steps)
     assert evaluations[-1] == 1000
@@ -62,7 +63,7 @@ def test_a_run_ends_with_its_minutes_and_evaluates_on_the_way(verse, seconds, st
 
 def test_evaluations_take_about_a_tenth_of_the_minutes(verse, seconds):
     run = tiny.new_run(**BUDGET | {"eval_iters": 10})
-    assert run.evaluation_steps() == pytest.approx((40 + 20) / 4 / 3)  # of 4 windows each
+    assert evaluation_cost(run) == pytest.approx((40 + 20) / 4 / 3)  # of 4 windows each
     _, evaluations = simulate(run, seconds, step_s=0.2)
     assert evaluations == pytest.approx([0, 180, 360, 540, 720, 900, 1000], abs=40)
 
@@ -78,7 +79,9 @@ def test_without_minutes_the_clock_is_the_step(verse, seconds):
 def steady_time(monkeypatch):
     """Makes each step of a run take 0.1 s, and evaluations no time."""
     monkeypatch.setattr(Run, "elapsed_s", lambda run: 0.1 * run.progress.step)
-    monkeypatch.setattr(Run, "evaluation_steps", lambda run, steps=None: 0)
+    for module in ("run", "evaluation"):
+        name = f"folio.training.{module}.evaluation_cost"
+        monkeypatch.setattr(name, lambda run, steps=None: 0)
 
 
 def test_a_resumed_run_continues_with_the_minutes_that_are_left(verse, steady_time, capsys):

@@ -5,9 +5,10 @@ from unittest.mock import Mock, patch
 import pytest
 import tiny
 
+import train
 from folio.checkpoint.format import empty_model
-from folio.training import setup
-from folio.training.setup import make_forward, make_plan, state_bytes
+from folio.distributed.world import SINGLE_PROCESS
+from folio.training.setup import make_plan, state_bytes
 from model import GPTConfig
 
 
@@ -25,7 +26,9 @@ def test_weights_gradients_and_moments_are_counted(switches):
 
 def test_all_processes_compile_or_none(verse):
     plan = make_plan(tiny.settings(compile=True))
-    for successes, expected in (([True, True], "compiled"), ([True, False], "model")):
-        plan.world = Mock(is_launched=False, gather=Mock(return_value=successes))
-        with patch.object(setup, "compile_model", return_value="compiled"):
-            assert make_forward("model", plan) == expected
+    for successes in ([True, True], [True, False]):
+        plan.world = Mock(wraps=SINGLE_PROCESS, size=1, is_launched=False)
+        plan.world.gather = Mock(return_value=successes)
+        with patch.object(train, "compile_model", return_value="compiled"):
+            run = train.make_run(plan)
+        assert run.forward == ("compiled" if all(successes) else run.model)

@@ -14,11 +14,10 @@ from folio.hardware.device import device_type, resolve_device
 from folio.inference.completion import complete
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
-from folio.training.run import Run
 from folio.training.setup import make_plan
 from sample import SampleConfig, make_completions, read_prompts
 from tools.plot.table import format_table
-from train import TrainConfig, train_step
+from train import TrainConfig, make_run, train_step
 
 TRAINING_STEPS = 10
 MAX_ROWS = 12
@@ -40,7 +39,7 @@ KINDS = {
 def profile_training(arguments):
     """Prints the time of a step of train.py."""
     settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
-    run = Run(make_plan(settings))
+    run = make_run(make_plan(settings))
     batches = Batches(run.dataset.train, settings)
 
     def train_steps():
