@@ -89,6 +89,8 @@ class PrepareConfig:
             raise ValueError("--val_input needs --input, and excludes --val_fraction")
         if self.val_input is not None and self.test_fraction:
             raise ValueError("--val_input excludes --test_fraction: keep the test text apart")
+        if set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
+            raise ValueError(f"--text_key={self.text_key} has a brace without its other brace")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
         if (self.val_fraction or 0.1) + self.test_fraction >= 1:
@@ -135,30 +137,26 @@ def main(argv=None):
         print(f"{folder} is intact: {train:,} training and {val:,} validation tokens")
         return
 
-    sources = select_sources(name, settings.input, settings.split, settings)
-    if settings.text_key != "text" and not any(source.suffix for source in sources):
-        raise UserError(
-            f"--text_key={settings.text_key} has no effect: {sources[0].name} is no table, whose "
-            f"name ends with one of {', '.join(TABLE_SUFFIXES)}"
-        )
-    tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
-    corpus = Corpus(sources, settings.input or name)
+    sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
     if settings.val_input is not None:
-        corpus.val_sources = select_sources(name, settings.val_input, "validation", settings)
+        val_sources = select_sources(name, settings.val_input, "validation", settings)
+    check_sources(sources, val_sources, settings.text_key)
+    tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
+    corpus = Corpus(sources, settings.input or name, val_sources)
     corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
     if settings.allow_special:
-        corpus.end_text = tokenizer.end_text if tokenizer else BPETokenizer.end_text
+        corpus.end_text = end_text_of(tokenizer)
     if settings.input is not None:
         check_other_text(folder, corpus)
+    check_test_text(folder, settings)
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
     alphabet = corpus.scan()  # finds the boundary of the splits, too
     tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
 
     with open_writer(folder, tokenizer) as writer:
-        num_characters = encode_corpus(corpus, tokenizer, writer)
-        meta = writer.finish(corpus.description, corpus.sha256())
+        num_characters = encode_corpus(corpus, tokenizer, writer, settings.allow_special)
+        meta = writer.finish(corpus.description, corpus.sha256(), settings.test_fraction)
     test_path = folder / "test.txt"
-    test_path.unlink(missing_ok=True)  # of other splits
     if settings.test_fraction:
         write_test(corpus, test_path)
     print(
@@ -212,8 +210,47 @@ def select_sources(name, address, split, settings):
     raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
 
 
+def check_sources(sources, val_sources, text_key):
+    """Raises UserError if both texts have a file, or if text_key has no effect or open braces."""
+    paths = [{os.path.realpath(s.name) for s in each} for each in (sources, val_sources)]
+    if common := sorted(paths[0] & paths[1]):
+        raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
+    if text_key != "text" and not any(source.suffix for source in [*sources, *val_sources]):
+        raise UserError(
+            f"--text_key={text_key} has no effect: {sources[0].name} is no table, whose name ends "
+            f"with one of {', '.join(TABLE_SUFFIXES)}"
+        )
+
+
+def end_text_of(tokenizer):
+    """Returns the text of the end-of-text token of a tokenizer, or of a BPE to be trained for None.
+
+    Returns None if there is none. Raises UserError if the tokenizer has no special tokens at all.
+    """
+    if tokenizer is None:
+        return BPETokenizer.end_text
+    if tokenizer.kind in ("char", "byte"):
+        raise UserError(f"--allow_special: the tokenizer, {tokenizer.name}, has no special tokens")
+    return tokenizer.end_text if tokenizer.end is not None else None
+
+
+def check_test_text(folder, settings):
+    """Deletes the test text of an earlier dataset. Raises UserError if folio has not written it."""
+    path, is_own = folder / "test.txt", False
+    with suppress(OSError, KeyError, ValueError):  # there is no dataset, or a damaged one
+        is_own = json.loads((folder / "meta.json").read_bytes())["test_fraction"] > 0
+    if is_own:
+        path.unlink(missing_ok=True)
+    elif settings.test_fraction and path.exists():
+        raise UserError(f"--test_fraction writes {path}, which exists: move it elsewhere")
+
+
 def check_other_text(folder, corpus):
     """Raises UserError if a folder has the tokens of a text with another name and content."""
+    if os.path.exists(folder / "train.bin") and not os.path.exists(folder / "meta.json"):
+        raise UserError(
+            f"{folder} has token files of another program: choose another --dataset, or delete them"
+        )
     with suppress(OSError, KeyError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads((folder / "meta.json").read_bytes())
         pattern = r" \(\d+ files\)"  # a number of files can change

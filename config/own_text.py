@@ -94,7 +94,7 @@ if device != "cpu":
             window = 0  # attention to all tokens is faster on a GPU
             batch_size = min(max_micro_batch(device), _step_tokens // block_size)
             gradient_accumulation_steps = _step_tokens // block_size // batch_size
-block_size = min(block_size, _size.val_tokens // 2)
+block_size = min(block_size, max(5, _size.val_tokens // 2))  # more than smear and ngrams need
 
 # Models that are trained on more text are less overconfident.
 train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * math.log10(_relative_size))), 3)

@@ -157,6 +157,40 @@ def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
     assert "data/own has another text" in error_of(flags[0], flags[2], "--val_input=other.jsonl")
 
 
+def test_files_of_the_user_in_the_folder_of_a_dataset_are_kept():
+    for name in ("train", "val", "test"):
+        write(f"data/own/{name}.txt", f"{name} text " * 40)
+    flags = ["--input=data/own/train.txt", "--dataset=own"]
+    main(flags)
+    assert Path("data/own/test.txt").read_text() == "test text " * 40
+    assert "--test_fraction writes data/own/test.txt, which" in error_of(
+        *flags, "--test_fraction=0.1"
+    )
+    Path("data/own/test.txt").unlink()
+    main([*flags, "--test_fraction=0.1"])
+    main([*flags, "--test_fraction=0.2"])
+    main(flags)
+    assert not Path("data/own/test.txt").exists()  # it belonged to other splits
+    tiny.write_nanogpt_dataset("nano")
+    assert "data/nano has token files of another program" in error_of(flags[0], "--dataset=nano")
+
+
+def test_a_file_in_both_texts_is_an_error():
+    write("in/a.txt", "one " * 40)
+    Path("link.txt").symlink_to("in/a.txt")
+    for val_input in ("in", "in/a.txt", "link.txt"):
+        message = error_of("--input=in", f"--val_input={val_input}", "--dataset=own")
+        assert "in/a.txt is in --input and in --val_input" in message
+
+
+def test_max_tokens_do_not_limit_the_validation_text():
+    write("train.txt", "one two three " * 40)
+    write("val.txt", "four five " * 40)
+    main(["--input=train.txt", "--val_input=val.txt", "--dataset=own", "--max_tokens=100"])
+    data = load_dataset("own")
+    assert (len(data.train), len(data.val)) == (100, 400)
+
+
 @pytest.mark.usefixtures("folder")
 def test_a_template_and_its_newlines_make_the_texts():
     rows = (f'{{"question": "What is {i} plus 1?", "answer": "{i + 1}"}}\n' for i in range(40))
@@ -256,7 +290,7 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
         ("--input=missing.txt --dataset=x", "missing.txt"),
         (f"--input={'x' * 300} --dataset=x", "x" * 300),
         ("--input=empty --dataset=x", "empty"),
-        ("--input= --dataset=x", "--input= "),
+        ("--input= --dataset=x", "there are no files"),
         ("--input=t/a.txt", "--dataset=a"),
         ("--input=t/*.txt", "--dataset=own"),
         ("--input=hf:ORG/NAME@main", "--dataset=NAMEmain"),
@@ -270,6 +304,7 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
         ("--split=test --input=a --dataset=b", "--split"),
         ("--subset=en --dataset=pydocs", "--subset"),
         ("--val_input=a --dataset=b", "--val_input needs --input"),
+        ("--text_key={a} --input=a --dataset=b --text_key={a}{b", "a brace without"),
         ("--val_input=a --input=c --dataset=b --val_fraction=0.2", "excludes --val_fraction"),
         ("--val_input=a --input=c --dataset=b --test_fraction=0.2", "excludes --test_fraction"),
         ("--input=a --input=b --dataset=c", "--input is given twice"),

@@ -151,6 +151,9 @@ class Corpus:
         num_left = max_characters
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
             for bucket, text, ends_document in self._read_documents():
+                if self.val_sources and bucket == VAL_BUCKET:  # is not limited
+                    yield bucket, text, ends_document
+                    continue
                 text = text[:num_left]
                 yield bucket, text, ends_document
                 progress.update(len(text))
@@ -170,6 +173,8 @@ class Corpus:
                         is_val = any(source is each for each in self.val_sources)
                         bucket = VAL_BUCKET if is_val else TRAIN_BUCKET
                 texts = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
+                if len(texts) > 1 and not texts[-1] and chunk.ends_document:
+                    texts.pop()  # what follows the last document
                 for text in texts[:-1]:
                     yield bucket, text, True
                 yield bucket, texts[-1], chunk.ends_document

@@ -14,13 +14,13 @@ MIN_BATCH_CHARACTERS = 2**19
 MAX_THREADS = 32  # a machine with more cores may lend only some of them
 
 
-def encode_corpus(corpus, tokenizer, writer):
+def encode_corpus(corpus, tokenizer, writer, allow_special=False):
     """Writes the tokens of a Corpus, without its test text, to a DatasetWriter, in their order.
 
     They do not depend on the number of cores. Returns the number of characters.
     """
     num_characters = 0
-    encode = partial(encode_pieces, tokenizer, corpus.end_text is not None)
+    encode = partial(encode_pieces, tokenizer, allow_special)
     batches = batch_pieces(piece for piece in corpus.read() if piece.split in SPLITS)
     for batch, encoded_splits in map_in_threads(encode, batches):
         for split, (ids, num_bytes) in encoded_splits.items():

@@ -31,7 +31,7 @@ TABLE_SUFFIXES = (
     ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
     *JSON_SUFFIXES,  # last, because repositories of datasets have other ones
 )  # fmt: skip
-UTF_16 = "it is UTF-16; to convert it: {unpack}iconv -f UTF-16 -t UTF-8 {file}> NEW_FILE"
+UTF_16 = "it is UTF-16; to convert it: {unpack}iconv -f UTF-16 -t UTF-8 {file}> {new}"
 FOREIGN_FORMATS = {  # {first bytes: what a file is}
     b"\xff\xfe": UTF_16,
     b"\xfe\xff": UTF_16,
@@ -42,6 +42,7 @@ FOREIGN_FORMATS = {  # {first bytes: what a file is}
     b"%PDF": "it is a PDF; to extract its text: pdftotext {file}",
     b"\x93NUMPY": "it is an array of NumPy; write a text",
     b"\x80": "it is a pickle of Python; write a text",
+    b"ARROW1": "it is an Arrow file; its name must end with .arrow",
     b"SQLite": "it is a database of SQLite; export a table as CSV",
 }
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command}
@@ -49,7 +50,7 @@ MAX_NULS = 100  # in the first 8 kB of a text
 FOREIGN_BYTE, FOREIGN_CHARACTER = r"[\udc80-\udcff]", r"[^\0-\x7f\udc80-\udcff]"
 COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
 DOCUMENTATION = ("README*", "LICENSE*", "*.md")
-ARROW_METADATA = ("dataset_info.json", "state.json")  # beside what datasets.save_to_disk writes
+ARROW_METADATA = ("dataset_info.json", "state.json", "cache-*.arrow")  # of datasets.save_to_disk
 SPLIT_NAMES = ("train", "val", "valid", "validation", "dev", "test")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
@@ -126,11 +127,14 @@ class Source:
 
 def _explain(source, error):
     """Returns what a file is that is not UTF-8 text, and what helps."""
-    path, unpack = shlex.quote(str(source.path)), UNPACKERS.get(source.path.suffix.lower())
+    path, unpack = source.path, UNPACKERS.get(source.path.suffix.lower())
+    unpacked = path.with_suffix("") if unpack else path
+    new = shlex.quote(str(unpacked.with_name(f"{unpacked.stem}-new{unpacked.suffix}")))
+    path = shlex.quote(str(path))
     # A command reads the file itself, or what another command unpacks.
-    words = {"unpack": "", "file": f"{path} ", "stdin": f"< {path} "}
+    words = {"unpack": "", "file": f"{path} ", "stdin": f"< {path} ", "new": new}
     if unpack:
-        words = {"unpack": f"{unpack} {path} | ", "file": "", "stdin": ""}
+        words |= {"unpack": f"{unpack} {path} | ", "file": "", "stdin": ""}
     with _open_bytes(source) as file:
         start = file.read(2**13)
     for signature, explanation in FOREIGN_FORMATS.items():
@@ -140,7 +144,7 @@ def _explain(source, error):
         return _explain_encoding(source, error).format_map(words)
     if start.count(0) > MAX_NULS:
         return "it is a file of numbers or a program"
-    remove = "{unpack}tr -d '\\0' {stdin}> NEW_FILE".format_map(words)
+    remove = "{unpack}tr -d '\\0' {stdin}> {new}".format_map(words)
     return f"it contains a NUL byte; to remove it: {remove}"
 
 
@@ -160,14 +164,14 @@ def _explain_encoding(source, error):
             bad_bytes += len(bad)
             characters += len(re.findall(FOREIGN_CHARACTER, text))
             offset += len(line)
-    leave_out = "to leave it out: {unpack}iconv -f UTF-8 -t UTF-8 -c {file}> NEW_FILE"
+    leave_out = "to leave it out: {unpack}iconv -f UTF-8 -t UTF-8 -c {file}> {new}"
     if error.reason == "unexpected end of data" and characters + bad_bytes > 1:
         return f"it ends within a character, {place}; {leave_out}"
     if characters > bad_bytes:
         return f"bad bytes: {bad_bytes:,}, the first is {place}; {leave_out}"
     return (
         f"{place}, is 0x{error.object[error.start]:02x}; its encoding can be WINDOWS-1252: "
-        "{unpack}iconv -f WINDOWS-1252 -t UTF-8 {file}> NEW_FILE"
+        "{unpack}iconv -f WINDOWS-1252 -t UTF-8 {file}> {new}"
     )
 
 
@@ -223,7 +227,7 @@ def _read_table(source):
             text, problem = _row_text(row, source)
             if problem:
                 raise UserError(f"{source.name}, row {number:,} {problem}, or leave the row out")
-            if not text.strip():
+            if not text:
                 source.empty_rows.add(number)
                 continue
             source.line_ends.update(re.findall("\r\n|\r", text))
@@ -253,10 +257,10 @@ def _row_text(row, source):
         if isinstance(value, bytes):  # as Spark and Hive write texts to Parquet
             value = value.decode("utf-8", "surrogateescape")
         if not isinstance(value, str | None):
-            kind = type(value).__name__
+            kind = "number" if isinstance(value, int | float) else type(value).__name__
             return "", f"has no text in column {column!r}, but a value of type {kind}"
         texts[column] = value or ""
-    if not all(texts.values()):
+    if not all(text.strip() for text in texts.values()):
         return "", None
     text = texts.get(source.text_key)
     if text is None:  # a template
@@ -310,7 +314,7 @@ def _read_arrow(source):
                 batches = pyarrow.ipc.open_stream(file)
             for batch in batches:
                 yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"{source.name} cannot be read ({cause_of(error)})") from error
 
 
@@ -332,7 +336,7 @@ def find_sources(name, text_key):
         paths = [Path(path) for path in glob.glob(name, recursive=True)]
     files = sorted(path for path in paths if not os.path.isdir(path))
     if not files:
-        raise UserError(f"--input={name} finds no files; hidden files are skipped")
+        raise UserError(f"there are no files {name}; hidden files are skipped")
     for file in files:
         if not os.path.isfile(file):
             raise UserError(f"{file} is missing or no regular file")
@@ -368,7 +372,8 @@ def _select_files(folder, paths):
     datasets.save_to_disk wrote several splits.
     """
     if os.path.isfile(Path(folder, "dataset_dict.json")):
-        splits = sorted({path.parent.name for path in paths if path.suffix == ".arrow"})
+        splits = {path.parent.name for path in paths if path.suffix == ".arrow"}
+        splits = sorted(splits, key=lambda split: (split != "train", split))
         raise UserError(
             f"{folder} has the splits {', '.join(splits)}: use --input={folder}/{splits[0]}, and "
             "--val_input=FOLDER for a validation split"
@@ -377,8 +382,10 @@ def _select_files(folder, paths):
     if len(splits) > 1:
         names = ", ".join(path.name for path in splits)
         print(f"{names} become one text; --input and --val_input keep two apart")
-    has_tables = any(Source(path).suffix not in ("", ".json") for path in paths)
-    documentation = [path for path in paths if has_tables and _is_documentation(folder, path)]
+    documentation = [path for path in paths if _is_documentation(folder, path)]
+    suffixes = {Source(path).suffix for path in paths if path not in documentation}
+    if not suffixes - {"", ".json"} and suffixes != {".json"}:  # there are no tables
+        documentation = []
     binary = [path for path in paths if path not in documentation and _is_binary(path)]
     for kind, left_out in (("documentation", documentation), ("binary", binary)):
         if left_out:
@@ -391,7 +398,7 @@ def _is_documentation(folder, path):
     """Whether a file describes the tables in a folder, such as a clone of a hub's dataset."""
     is_text = path.parent == Path(folder) and not Source(path).suffix
     names = DOCUMENTATION if is_text else ARROW_METADATA
-    return any(fnmatch(path.name, name) for name in names)
+    return any(fnmatch(path.name.lower(), name.lower()) for name in names)
 
 
 def _is_binary(path):

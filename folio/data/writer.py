@@ -46,8 +46,10 @@ class DatasetWriter:
         entry["bytes"] += num_bytes
         entry["crc32"] = zlib.crc32(ids, entry["crc32"])
 
-    def finish(self, source, source_sha256):
+    def finish(self, source, source_sha256, test_fraction=0.0):
         """Writes meta.json, with the description and the hash of the corpus. Returns its content.
+
+        `test_fraction` is the part of the corpus that is in test.txt.
 
         Raises UserError if a split has fewer than 2 tokens.
         """
@@ -65,6 +67,7 @@ class DatasetWriter:
             "dtype": self.tokenizer.dtype.name,
             "source": source,
             "source_sha256": source_sha256,
+            "test_fraction": test_fraction,
             **self.splits,
         }
         meta["crc32"] = meta_checksum(meta)

@@ -76,7 +76,7 @@ def test_end_of_text_ends_a_document_if_it_is_allowed():
     special = replace(plain, end_text=END_OF_TEXT)
     assert texts_of(read(plain), "train") == ["ab<|endoftext|>cde<|endoftext|>"[:27]]
     assert [piece[1:] for piece in read(special)] == [
-        (False, "ab"), (True, "cd"), (False, "e"), (True, "")
+        (False, "ab"), (True, "cd"), (False, "e")
     ]  # fmt: skip
     assert special.train_characters == 4  # of 5
 

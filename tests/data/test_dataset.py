@@ -58,6 +58,7 @@ def test_format_of_the_files():
         "dtype": "uint16",
         "source": "own.txt",
         "source_sha256": "5a",
+        "test_fraction": 0.0,
         "train": {"tokens": 12, "bytes": 12, "crc32": zlib.crc32(b"\0\0\1\0\2\0" * 4)},
         "val": {"tokens": 2, "bytes": 3, "crc32": zlib.crc32(b"\0\0\3\0")},
     }
