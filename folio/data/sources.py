@@ -11,7 +11,6 @@ import io
 import json
 import os
 import re
-import shlex
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from typing import NamedTuple
 from folio.cli.errors import UserError, cause_of, import_optional, os_errors
 from folio.cli.files import check_lfs, unify_line_ends
 from folio.data.bpe import find_last_cut
+from folio.data.problems import explain_bytes
 
 JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 TABLE_SUFFIXES = (
@@ -31,23 +31,6 @@ TABLE_SUFFIXES = (
     ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
     *JSON_SUFFIXES,  # last, because repositories of datasets have other ones
 )  # fmt: skip
-UTF_16 = "it is UTF-16; to convert it: {unpack}iconv -f UTF-16 -t UTF-8 {file}> {new}"
-FOREIGN_FORMATS = {  # {first bytes: what a file is}
-    b"\xff\xfe": UTF_16,
-    b"\xfe\xff": UTF_16,
-    b"PK\3\4": "it is a ZIP archive or a document such as .docx; extract or save its text",
-    b"\x1f\x8b": "it is compressed; to decompress it: gunzip {file}",
-    b"BZh": "it is compressed; to decompress it: bunzip2 {file}",
-    b"\xfd7zXZ": "it is compressed; to decompress it: unxz {file}",
-    b"%PDF": "it is a PDF; to extract its text: pdftotext {file}",
-    b"\x93NUMPY": "it is an array of NumPy; write a text",
-    b"\x80": "it is a pickle of Python; write a text",
-    b"ARROW1": "it is an Arrow file; its name must end with .arrow",
-    b"SQLite": "it is a database of SQLite; export a table as CSV",
-}
-UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command}
-MAX_NULS = 100  # in the first 8 kB of a text
-FOREIGN_BYTE, FOREIGN_CHARACTER = r"[\udc80-\udcff]", r"[^\0-\x7f\udc80-\udcff]"
 COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
 DOCUMENTATION = ("README*", "LICENSE*", "*.md")
 ARROW_METADATA = ("dataset_info.json", "state.json", "cache-*.arrow")  # of datasets.save_to_disk
@@ -122,74 +105,24 @@ class Source:
         except (EOFError, zlib.error) as error:
             raise UserError(f"{self.name} is damaged ({cause_of(error)})") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.name} is not UTF-8 text: {_explain(self, error)}") from error
+            cause = explain_bytes(self.path, self.open, error)
+            raise UserError(f"{self.name} is not UTF-8 text: {cause}") from error
 
-
-def _explain(source, error):
-    """Returns what a file is that is not UTF-8 text, and what helps."""
-    path, unpack = source.path, UNPACKERS.get(source.path.suffix.lower())
-    unpacked = path.with_suffix("") if unpack else path
-    new = shlex.quote(str(unpacked.with_name(f"{unpacked.stem}-new{unpacked.suffix}")))
-    path = shlex.quote(str(path))
-    # A command reads the file itself, or what another command unpacks.
-    words = {"unpack": "", "file": f"{path} ", "stdin": f"< {path} ", "new": new}
-    if unpack:
-        words |= {"unpack": f"{unpack} {path} | ", "file": "", "stdin": ""}
-    with _open_bytes(source) as file:
-        start = file.read(2**13)
-    for signature, explanation in FOREIGN_FORMATS.items():
-        if start.startswith(signature):
-            return explanation.format_map(words).strip()
-    if error.object[error.start]:
-        return _explain_encoding(source, error).format_map(words)
-    if start.count(0) > MAX_NULS:
-        return "it is a file of numbers or a program"
-    remove = "{unpack}tr -d '\\0' {stdin}> {new}".format_map(words)
-    return f"it contains a NUL byte; to remove it: {remove}"
-
-
-def _explain_encoding(source, error):
-    """Returns which bytes of a file are not UTF-8, and a template of the command that helps.
-
-    In a damaged text, characters of several bytes outnumber the bad bytes. In a text of another
-    encoding, hardly any bytes form such characters.
-    """
-    place, bad_bytes, characters, offset = None, 0, 0, 0
-    with _open_bytes(source) as file:
-        for number, line in enumerate(file, start=1):
-            text = line.decode("utf-8", "surrogateescape")
-            if (bad := re.findall(FOREIGN_BYTE, text)) and not place:
-                before = offset + len(text.partition(bad[0])[0].encode())
-                place = f"byte {before + 1:,}, in line {number:,}"
-            bad_bytes += len(bad)
-            characters += len(re.findall(FOREIGN_CHARACTER, text))
-            offset += len(line)
-    leave_out = "to leave it out: {unpack}iconv -f UTF-8 -t UTF-8 -c {file}> {new}"
-    if error.reason == "unexpected end of data" and characters + bad_bytes > 1:
-        return f"it ends within a character, {place}; {leave_out}"
-    if characters > bad_bytes:
-        return f"bad bytes: {bad_bytes:,}, the first is {place}; {leave_out}"
-    return (
-        f"{place}, is 0x{error.object[error.start]:02x}; its encoding can be WINDOWS-1252: "
-        "{unpack}iconv -f WINDOWS-1252 -t UTF-8 {file}> {new}"
-    )
+    def open(self):
+        """Opens the file, which may be compressed, to read bytes."""
+        path, suffix = self.local_path(), self.path.suffix.lower()
+        if suffix == ".zst":
+            pyarrow = import_optional("pyarrow", self.name)
+            return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
+        return gzip.open(path) if suffix == ".gz" else open(path, "rb")
 
 
 # Text
 
 
-def _open_bytes(source):
-    """Opens a file, which may be compressed."""
-    path, suffix = source.local_path(), source.path.suffix.lower()
-    if suffix == ".zst":
-        pyarrow = import_optional("pyarrow", source.name)
-        return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
-    return gzip.open(path) if suffix == ".gz" else open(path, "rb")
-
-
 def _open_text(source, newline=None):
     """Opens a UTF-8 file, which may be compressed. A byte order mark is dropped."""
-    return io.TextIOWrapper(_open_bytes(source), "utf-8-sig", newline=newline)
+    return io.TextIOWrapper(source.open(), "utf-8-sig", newline=newline)
 
 
 def _read_text(source):
@@ -406,6 +339,6 @@ def _is_binary(path):
     source, start = Source(path), b""
     if os.path.isfile(path) and not source.suffix:
         damaged = EOFError, zlib.error, gzip.BadGzipFile  # an error when it is read
-        with os_errors("read", path), suppress(*damaged), _open_bytes(source) as file:
+        with os_errors("read", path), suppress(*damaged), source.open() as file:
             start = file.read(2**13)
     return b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16

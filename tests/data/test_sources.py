@@ -210,9 +210,9 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
     [
         (b"a" * 20_000 + b"\x80b", "byte 20,001, in line 1, is 0x80; its encoding can be WINDOWS"),
         (b"abcd\xe2\x82", "it ends within a character, byte 5, in line 1"),
-        (b"ab\0", "a NUL byte; to remove it: tr -d '\\0' < 'my text'"),
-        ("é".encode("latin-1"), "iconv -f WINDOWS-1252 -t UTF-8 'my text'"),
-        ("é".encode("utf-16"), "it is UTF-16; to convert it: iconv -f UTF-16"),
+        (b"ab\0", "a NUL byte; to remove it: cat 'my text' | tr -d '\\0' > 'my text-new'"),
+        ("é".encode("latin-1"), "cat 'my text' | iconv -f WINDOWS-1252 -t UTF-8 > 'my text-new'"),
+        ("é".encode("utf-16"), "it is UTF-16; to convert it: cat 'my text' | iconv -f UTF-16"),
         (b"PK\3\4\x14\0", "a ZIP archive"),
         (gzip.compress(b"tar", mtime=0), "it is compressed; to decompress it: gunzip 'my text'"),
         (b"\x93NUMPY\x01\x00", "it is an array of NumPy"),
