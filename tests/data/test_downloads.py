@@ -167,6 +167,7 @@ def test_a_dataset_of_the_hub(hub, folder):
     names = [f"plain_text/train-{n}.parquet" for n in (1, 0, 2)]
     hub.files = {name: table(*(f"{name} {row}" for row in range(50))) for name in names}
     hub.files |= {"plain_text/test.parquet": table("no"), "README.md": b"no"}
+    hub.files["plain_text/validation.parquet"] = table("val 1", "val 2")
     flags = ["--input=hf:org/data@v1", "--dataset=own"]
     assert "hf:org/data@v1 (3 files)" in prepare_hub(*flags)
     documents = text_of("own").split("\n\n")
@@ -175,6 +176,9 @@ def test_a_dataset_of_the_hub(hub, folder):
     assert sorted("".join(documents)) == sorted("".join(expected))
     assert hub.downloads() == names
     assert hub.requests[0][1].endswith("/api/datasets/org/data/revision/v1")
+    prepare_hub(flags[0], "--val_input=hf:org/data@v1", "--dataset=with_val")
+    data = load_dataset("with_val")
+    assert data.tokenizer.decode(data.val) == "val 1\n\nval 2"
     hub.requests.clear()
     assert "(2 files)" in prepare_hub(*flags, "--max_tokens=300")
     assert not hub.downloads()  # they are in the cache
