@@ -28,22 +28,13 @@ MAX_GRAPH_S = 5e-3  # of a step at peak speed; real steps take at least twice as
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
 # Pattern of a card's name, and its peak for 16-bit and for float32 matrix products (TF32 if it has
-# that), from NVIDIA's data sheets; figures "with sparsity" are halved. The first match counts.
+# that), from NVIDIA's data sheets; figures "with sparsity" are halved. Other cards are measured.
 GPU_PEAKS_TFLOPS = (
-    (r"\bB200\b", 2250, 1125),
-    (r"\bH[12]00 NVL\b", 835, 417),
-    (r"\bH100 PCIe\b", 756, 378),
-    (r"\b(H100|H200|GH200)\b", 989, 494),
+    (r"\b(H100|H200|GH200)\b(?! PCIe| NVL)", 989, 494),  # SXM; the others are slower
     (r"\bA100\b", 312, 156),
-    (r"\bA40\b", 149.7, 74.8),
-    (r"\bA10\b", 125, 62.5),
-    (r"\bL40S\b", 362, 183),
     (r"\bL4\b", 121, 60),
-    (r"\bV100-PCIE\b", 112, 14),
-    (r"\bV100\b", 125, 15.7),
     (r"\bT4\b", 65, 8.1),
     (r"\bRTX 4090$", 165.2, 82.6),
-    (r"\bRTX 3090$", 71, 35.6),
 )
 
 
@@ -144,38 +135,39 @@ class SharedCores:
         # Compiled code has a fixed number of threads. Only Linux reports the times of threads.
         is_cpu = device_type(machine.device) == "cpu" and not machine.compile
         self.is_used = is_cpu and os.path.exists("/proc/self/schedstat")
-        self.most, self.before_trial = torch.get_num_threads(), None
+        self.most = self.kept = torch.get_num_threads()  # kept: the number that no trial changes
         self.retry_s, self.retry_at = CORES_RETRY_S[0], math.inf
-        self.checked_at, self.times, self.calls = time.perf_counter(), _thread_times(), 0
+        self.times, self.check_at = _thread_times(), time.perf_counter() + CORES_CHECK_INTERVAL_S
 
     def check(self):
-        """Measures, every CORES_CHECK_INTERVAL_S, what part of their time threads had a core.
+        """Reduces the number of threads if they lack cores. Later tries more of them for a while.
 
-        Each call must follow about the same work. Reduces the number of threads, and later tries
-        more of them for CORES_TRIAL_S. Returns a message if another number is kept, or None.
+        Called after each step, measures every CORES_CHECK_INTERVAL_S. Returns a message if another
+        number is kept, or None.
         """
-        now, threads = time.perf_counter(), torch.get_num_threads()
-        interval = CORES_TRIAL_S if self.before_trial else CORES_CHECK_INTERVAL_S
-        self.calls += 1
-        if not self.is_used or now - self.checked_at < interval:
+        now = time.perf_counter()
+        if not self.is_used or now < self.check_at:
             return None
-        speed, share = self.calls / (now - self.checked_at), self._share()
-        self.checked_at, self.calls = now, 0
-        if self.before_trial:
-            fewer, earlier_speed = self.before_trial
-            self.before_trial = None
-            if speed > earlier_speed and share >= MIN_CORES_SHARE:
-                self.retry_at = now if threads < self.most else math.inf
-                return f"more threads are faster again: continuing with {threads} of {self.most}"
-            self._reduce(fewer, now)
-        elif threads > 1 and share < MIN_CORES_SHARE:
+        self.check_at = now + CORES_CHECK_INTERVAL_S
+        threads, share = torch.get_num_threads(), self._share()
+        if threads > 1 and share < MIN_CORES_SHARE:
             fewer = max(1, threads // 2, int(share * threads))
-            self._reduce(fewer, now)
-            return f"other programs use the cores: continuing with {fewer} of {threads} threads"
-        elif now >= self.retry_at:
-            self.before_trial = threads, speed
+            torch.set_num_threads(fewer)
+            self.retry_at = now + self.retry_s
+            self.retry_s = min(2 * self.retry_s, CORES_RETRY_S[1])
+            return self._keep(fewer, "other programs use the cores")
+        if threads > self.kept:
+            return self._keep(threads, "more threads have cores again")
+        if threads == self.kept < self.most and now >= self.retry_at:
             torch.set_num_threads(min(2 * threads, self.most))
+            self.check_at = now + CORES_TRIAL_S
         return None
+
+    def _keep(self, threads, reason):
+        if threads == self.kept:  # a trial has failed
+            return None
+        self.kept = threads
+        return f"{reason}: continuing with {threads} of {self.most} threads"
 
     def _share(self):
         """Returns what part of their time since the last call threads had a core."""
@@ -184,11 +176,6 @@ class SharedCores:
         since = [times - earlier.get(path, 0) for path, times in self.times.items()]
         running, waiting = sum(since, np.zeros(2))
         return running / max(running + waiting, 1)
-
-    def _reduce(self, threads, now):
-        torch.set_num_threads(threads)
-        self.retry_at = now + self.retry_s
-        self.retry_s = min(2 * self.retry_s, CORES_RETRY_S[1])
 
 
 def _thread_times():
