@@ -6,7 +6,6 @@ Exit status: 0 success, 2 an error of the user or the system, 128 + n after sign
 exception is a bug in folio and keeps its traceback.
 """
 
-import errno
 import gc
 import os
 import signal
@@ -15,15 +14,12 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 
-from folio.cli.errors import UserError, cause_of, script_name
+from folio.cli.errors import UserError, script_name
 from folio.cli.settings import parse_arguments
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
-# Of print(), whose file is not named by an error; folio.cli.errors.os_errors names all others.
-OUTPUT_ERRORS = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-OLD_GPU_ERROR = "no kernel image is available"  # in a RuntimeError of CUDA
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
@@ -78,14 +74,7 @@ def run(main):
 
 def _run(function, *args):
     """Returns the exit status, or None if `function` returns."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # it is closed
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115, open until exit
-        with suppress(AttributeError):  # a notebook's streams cannot be reconfigured
-            getattr(sys, name).reconfigure(encoding="utf-8", errors="backslashreplace")
-    if not is_main():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
-    error = status = None
+    _set_up_streams()
     _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)  # torch may wait in C++
     try:
         try:
@@ -93,29 +82,35 @@ def _run(function, *args):
         finally:
             print(end="", flush=True)
     except SystemExit as exit:
-        status = exit.code or 0
-    except KeyboardInterrupt as interrupt:
-        error, status = interrupt, 128 + getattr(interrupt, "number", signal.SIGINT)
-    except (UserError, MemoryError) as failure:
-        error, status = failure, 2
-    except RuntimeError as failure:
-        if OLD_GPU_ERROR not in str(failure):
-            raise
-        advice = "install a torch build that supports this GPU, as in docs/platforms.md"
-        error, status = f"{cause_of(failure)}: {advice}, or use --device=cpu", 2
-    except OSError as failure:
-        if failure.errno not in OUTPUT_ERRORS:
-            raise
-        error, status = f"cannot write standard output: {failure.strerror}", 2
-        if isinstance(failure, BrokenPipeError):  # the reader of the output has exited
-            error, status = None, 128 + SIGPIPE
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report the error again at exit
+        return exit.code or 0
+    except Interrupted as interrupt:
+        return _report(interrupt, 128 + interrupt.number)
+    except UserError as error:
+        return _report(error)
+    except MemoryError:
+        return _report("out of memory: use less data, or a machine with more memory")
+    except BrokenPipeError:  # the reader of the output has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
+        return 128 + SIGPIPE
     finally:
         _set_handlers(_exit)
-    if error and not is_main() and type(error) in (UserError, Interrupted):
+
+
+def _set_up_streams():
+    """Makes standard streams UTF-8. Only the process that prints has a standard output."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's streams lack it
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    if not is_main():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
+
+
+def _report(error, status=2):
+    """Prints an error, unless rank 0 does. Returns the exit status."""
+    if type(error) in (UserError, Interrupted) and not is_main():
         time.sleep(EXIT_DELAY_S)  # torchrun ends all processes as soon as one has ended
-    elif error:
-        print_error(str(error) or "out of memory: use less data, or a machine with more memory")
+    else:
+        print_error(error)
     return status
 
 
