@@ -64,11 +64,9 @@ def command_line(arguments, **changes):
     """Returns the texts of parsed arguments, each setting once, and then of the changes."""
     texts = {}
     for argument in [*arguments, *map(Flag._make, changes.items())]:
-        key, text = argument, str(argument)
-        if isinstance(argument, Flag):
-            key, text = argument.name, f"--{argument.name}={argument.value}"
+        key = argument.name if isinstance(argument, Flag) else argument
         texts.pop(key, None)  # of several flags for a setting, the last has an effect
-        texts[key] = text
+        texts[key] = str(argument)
     return list(texts.values())
 
 
@@ -123,6 +121,9 @@ class Flag(NamedTuple):
     name: str
     value: Any
 
+    def __str__(self):
+        return f"--{self.name}={self.value}"
+
 
 def parse_arguments(settings_class, argv=None, choose=None):
     """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
@@ -168,8 +169,6 @@ def _parse_flag(settings_class, argument, remaining, choose):
             text = remaining.pop(0)
         else:
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
-    if text == "=":
-        raise UserError(f"write --{name}=VALUE without spaces")
     if text.startswith("~/") and not field.metadata["is_text"]:  # most shells keep it after "="
         text = os.path.expanduser(text)
     if choose:
@@ -185,12 +184,12 @@ def _find_config_file(argument, settings_class):
         raise UserError(f"write settings as --name=value, not {argument}")
     name = "input" if hasattr(settings_class, "input") else "out_dir"
     if name == "input" or os.path.isdir(argument):
-        raise UserError(f"{argument} is not a config file; did you mean --{name}={argument}?")
-    if os.path.exists(argument):
-        raise UserError(f"{argument} is not a config file, whose name ends with .py")
-    paths = sorted((ROOT / "config").rglob("[!_]*.py"))
-    presets = [path.relative_to(ROOT).as_posix() for path in paths]
-    hint = suggest(argument, presets, "; values with spaces need quotes; ls config lists presets")
+        hint = f"; did you mean --{name}={argument}?"
+    else:
+        paths = sorted((ROOT / "config").rglob("[!_]*.py"))
+        presets = [path.relative_to(ROOT).as_posix() for path in paths]
+        rule = "; ls config lists presets, which end with .py; values with spaces need quotes"
+        hint = suggest(argument, presets, rule)
     raise UserError(f"there is no config file {argument}{hint}")
 
 
@@ -215,18 +214,14 @@ def check_value(field, value, label):
 
     Raises UserError if it has another type or is out of bounds. `label` names it in the message.
     """
-    options, kind = _options(field.type), type(value)
-    becomes_float = kind is int and float in options
-    literals = [option for option in options if not isinstance(option, type)]
-    is_literal = any(kind is type(literal) and value == literal for literal in literals)
-    if not (kind in options or becomes_float or is_literal):
+    options = _options(field.type)
+    if type(value) is int and float in options:
+        value = float(value)
+    is_literal = (type(value), value) in [(type(option), option) for option in options]
+    if not (type(value) in options or is_literal):
         raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
     with foreign_errors(f"{label} is not UTF-8 text", UnicodeEncodeError):
         str(value).encode()  # fails for bytes of a command line in another encoding
-    if kind is int and not -(2**63) <= value < 2**63:
-        raise UserError(f"{label} must be a 64-bit integer, not {reprlib.repr(value)}")
-    if becomes_float:
-        value = float(value)
     bounds = field.metadata["bounds"]
     if bounds and value is not None and not _is_within(value, bounds):
         raise UserError(f"{label} must be in {bounds}, not {value}")
@@ -271,27 +266,25 @@ def _run_config_file(path, fields, readable, choose):
     try:
         code = compile(source, path, "exec")
         exec(code, names)
-    except (KeyboardInterrupt, UserError):
+    except UserError:
         raise
-    except BaseException as error:  # a config file can raise anything
+    except Exception as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         cause = f"{type(error).__name__}: {error}"  # a SyntaxError names its line
         raise UserError(f"{[path, *places][-1]}: {cause}") from error
     stores = [step for step in dis.get_instructions(code) if step.opname == "STORE_NAME"]
     lines = {step.argval: step.positions.lineno for step in stores}  # at module level
-    values = {}
     for name in names.get("__annotations__", {}):
         if name not in names:
             raise UserError(f"{path}: '{name}: VALUE' assigns nothing; write {name} = VALUE")
+    values = {}
     for name, value in names.items():
         place = f"{path} line {lines.get(name, '?')}: {name}"
-        if isinstance(value, types.ModuleType):
-            continue
         if name in fields:
             value = choose(name, value) if choose else value
             values[name] = check_value(fields[name], value, place)
-        elif not (name.startswith("_") or callable(value)):
+        elif not (name.startswith("_") or callable(value) or inspect.ismodule(value)):
             hint = suggest(name, fields, similarity=0.8)
             raise UserError(f"{place} is no setting; names of helper variables start with _{hint}")
     return values

@@ -57,9 +57,9 @@ def config_file(text, name="a.py"):
     return name
 
 
-def error_of(*argv):
+def error_of(*argv, settings_class=Settings):
     with pytest.raises(UserError) as caught:
-        load_settings(Settings, argv)
+        load_settings(settings_class, argv)
     return str(caught.value)
 
 
@@ -67,30 +67,9 @@ def error_of(*argv):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("steps", "7", 7),
-        ("warmup", "-3", -3),
-        ("warmup", "None", None),
-        ("rate", "1", 1.0),
-        ("shift", "-1.5e-3", -1.5e-3),
-        ("bias", "true", True),
-        ("compile", "False", False),
-        ("compile", "auto", "auto"),
-        ("norm", "rmsnorm", "rmsnorm"),
-        ("name", "", ""),
-    ],
-)
-def test_text_is_parsed_to_the_type_of_the_field(name, text, value):
-    parsed = parse_value(FIELDS[name], text, "HERE")
-    assert (parsed, type(parsed)) == (value, type(value))
-
-
-@pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
         ("steps", "1.5", "must be int, not '1.5'"),
-        ("steps", "9223372036854775808", "must be a 64-bit integer, not 9223372036854775808"),
         ("rate", "fast", "must be float, not 'fast'"),
         ("rate", "nan", "must be in (0, 1], not nan"),
         ("shift", "1e400", "must be in (-inf, inf), not inf"),
@@ -121,17 +100,23 @@ def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, rea
     [
         (["--steps=3", "--steps=7"], {"steps": 7}),
         (["--steps", "7"], {"steps": 7}),
-        (["--shift", "-1"], {"shift": -1.0}),
-        (["--bias", "--steps=7"], {"bias": True, "steps": 7}),
+        (["--shift", "-1.5e-3"], {"shift": -1.5e-3}),
+        (["--bias", "--steps=7"], {"steps": 7, "bias": True}),
         (["--bias", "true"], {"bias": True}),
         (["--name=--a=b"], {"name": "--a=b"}),
         (["--name=~/a"], {"name": os.path.expanduser("~/a")}),
         (["--prompt=~/a"], {"prompt": "~/a"}),
         (["--steps=100"], {"steps": 100}),  # the default, but given
+        (["--warmup=None"], {"warmup": None}),
+        (["--rate=1"], {"rate": 1.0}),
+        (["--compile=False"], {"compile": False}),
+        (["--compile=auto"], {"compile": "auto"}),
+        (["--norm=rmsnorm"], {"norm": "rmsnorm"}),
+        (["--name="], {"name": ""}),
     ],
 )
-def test_spellings_of_a_flag(argv, expected):
-    assert changed_settings(load_settings(Settings, argv)) == expected
+def test_a_flag_has_several_spellings_and_is_parsed_to_the_type_of_the_field(argv, expected):
+    assert repr(changed_settings(load_settings(Settings, argv))) == repr(expected)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +139,7 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
     config_file("steps = 1\nbias = True", "a.py")
     config_file("steps = 20\nrate = 1", "b.py")
     config_file("warmup = steps // 10", "c.py")
-    helpers = "import math as bias\ndef half(x): return x // 2\nclass A: pass\n_hundred = 100\n"
+    helpers = "import math\ndef half(x): return x // 2\nclass A: pass\n_hundred = 100\n"
     config_file(helpers + "steps = half(_hundred)", "d.py")
     defaults = "exec('rate = 0.5')\nbias = False\nif bias:\n    name = 'x'\n"
     config_file(defaults + "def f():\n    global steps\n    steps = 3\nf()", "e.py")
@@ -200,10 +185,10 @@ def test_a_config_file_reads_the_resolved_device(argv, device):
     [
         ("name = 'x'\nsteps = -1", "a.py line 2: steps must be in [0, inf), not -1"),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
-        ("\nraise SystemExit('enough')", "a.py line 2: SystemExit: enough"),
         ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
         ("step = 1", f"a.py line 1: step {HELPER_RULE}; did you mean steps?"),
         ("\nbase = 128", f"a.py line 2: base {HELPER_RULE}"),  # no setting is similar enough
+        ("steps: 5", "a.py: 'steps: VALUE' assigns nothing; write steps = VALUE"),
     ],
 )
 def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
@@ -215,25 +200,22 @@ def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
 # Invalid arguments
 
 
-def test_settings_that_contradict_each_other_are_an_error():
-    assert error_of("--warmup=5", "--steps=4") == "warmup=5 is longer than steps=4"
-
-
 @pytest.mark.parametrize(
     ("argument", "names"),
     [
+        ("--warmup=101", ["warmup=101 is longer than steps=100"]),
         ("--stepz=1", ["--stepz", "steps?"]),
         ("--lrr=1", ["--help", "usage: ", "[CONFIG_FILE ...]"]),
         ("--steps", ["--steps=VALUE"]),
-        ("notes.txt", ["notes.txt", ".py"]),
         ("steps=5", ["steps=5", "--name=value"]),
+        ("folder", ["folder", "--out_dir=folder?"]),
         ("config/shakespear_char.py", ["config/shakespear_char.py", "config/shakespeare_char.py?"]),
         ("x" * 300, ["x" * 300, "ls config"]),
         ("config/shakespeare_char.py", ["out_dir"]),  # a file that exists, for train.py
     ],
 )
-def test_an_unknown_argument_is_an_error_with_a_hint(argument, names):
-    Path("notes.txt").touch()
+def test_an_invalid_argument_is_an_error_with_a_hint(argument, names):
+    Path("folder").mkdir()
     message = error_of(argument)
     assert all(name in message for name in names)
 
@@ -253,16 +235,8 @@ def test_the_usual_names_of_other_programs_lead_to_a_setting(argument, name):
     names = ("device", "start", "max_new_tokens", "block_size", "learning_rate")
     other = make_dataclass("Other", [(name, str, setting("", "")) for name in names])
     config_file("lr = 1e-3")
-    with pytest.raises(UserError) as caught:
-        load_settings(other, [argument])
-    hint = str(caught.value).partition("; did you mean ")[2]
+    hint = error_of(argument, settings_class=other).partition("; did you mean ")[2]
     assert hint == (f"{name}?" if name else "")
-
-
-def test_other_spellings_of_an_assignment_are_errors():
-    assert error_of("--steps", "=", "5") == "write --steps=VALUE without spaces"
-    Path("a.py").write_text("steps: 5\nbias: bool = True\n")
-    assert error_of("a.py") == "a.py: 'steps: VALUE' assigns nothing; write steps = VALUE"
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
