@@ -34,30 +34,13 @@ def write(content, *paths):
             file.write(content)
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (KeyboardInterrupt("stop"), KeyboardInterrupt),
-        (OSError(errno.ENOSPC, "No space left on device"), UserError),
-    ],
-)
-def test_an_error_while_writing_leaves_the_old_file(error, raised):
-    def fail():
-        with write_atomically("file") as [file]:
-            file.write(b"half")
-            raise error
-
-    write(b"old", "file")
-    with pytest.raises(raised):
-        fail()
-    assert contents() == {"file": b"old"}
-
-
 def test_several_files_are_replaced_together_or_not_at_all():
     Path("a.tmp").write_bytes(b"of a process that was killed")
     write(b"old", "a", "b")
     with pytest.raises(UserError, match="gone/c"):
         write(b"new", "a", "b", "gone/c")
+    with pytest.raises(TypeError):
+        write("a text, not bytes", "a", "b")
     assert contents() == {"a": b"old", "b": b"old"}
     write(b"new", "a", "b")
     assert contents() == {"a": b"new", "b": b"new"}
@@ -106,11 +89,7 @@ def test_text_keeps_its_line_endings_and_must_be_utf8():
     Path("text").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
     assert read_text("text") == "café\n"
     Path("text").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(UserError, match="text .* byte 0xe9 in position 3"):
-        read_text("text")
-    with pytest.raises(
-        UserError, match="if it is WINDOWS-1252: iconv -f WINDOWS-1252 -t UTF-8 text >"
-    ):
+    with pytest.raises(UserError, match="iconv -f WINDOWS-1252 -t UTF-8 text > .* byte 0xe9"):
         read_text("text")
     with pytest.raises(UserError, match="none"):
         read_text("none")
