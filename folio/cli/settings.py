@@ -158,7 +158,7 @@ def _parse_flag(settings_class, argument, remaining, choose):
     fields = _fields_by_name(settings_class)
     name, equals, text = argument[2:].partition("=")
     if name not in fields:
-        hint = suggest(name, fields, f"; --help lists the settings; {_usage(settings_class)}")
+        hint = suggest(name, fields, "; --help lists the settings")
         raise UserError(f"unknown setting --{name}{hint}")
     field = fields[name]
     if not equals:
@@ -293,14 +293,9 @@ def _run_config_file(path, fields, readable, choose):
 # Help
 
 
-def _usage(settings_class):
-    """Returns the usage line of a script: 'usage: train.py [CONFIG_FILE ...] …'."""
-    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
-    return f"usage: {script_name()} {arguments}"
-
-
 def _help_text(settings_class):
-    lines = [_usage(settings_class), "", inspect.getdoc(settings_class)]
+    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
+    lines = [f"usage: {script_name()} {arguments}", "", inspect.getdoc(settings_class)]
     for name, field in _fields_by_name(settings_class).items():
         if name == getattr(settings_class, "OPERANDS", None):
             continue

@@ -189,14 +189,14 @@ def _thread_times():
 
 def resolve_device(name):
     """Returns an available device; "auto" becomes cuda, mps or cpu. Raises UserError otherwise."""
-    counts = {"cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0}
-    counts["mps"] = int(torch.backends.mps.is_available())
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    counts = {"cuda": cards, "mps": int(torch.backends.mps.is_available()), "cpu": 1}
     if name == "auto":
-        return next((kind for kind, count in counts.items() if count), "cpu")
+        return next(kind for kind, count in counts.items() if count)
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
         raise UserError(f"device must be auto, cpu, cuda, cuda:N or mps, not {name!r}")
     kind, _, number = name.partition(":")
-    count = counts.get(kind, 1)
+    count = counts[kind]
     if int(number or 0) >= count:
         gpu = f"{count or 'no'} {kind.upper()} GPU{'s' if count > 1 else ''}"
         raise UserError(f"device={name}, but this torch build finds {gpu}; use --device=auto")
