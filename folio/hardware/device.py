@@ -83,7 +83,7 @@ def choose_machine(device, dtype, compile, step_flops=None):
     elif kind == "cpu":
         gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
         name = f"{gpu}threads: {torch.get_num_threads()}"
-    dtype_reason, compile_reason = "as set", "as set" if compile else "compile=False"
+    dtype_reason, compile_reason = "as set", f"compile={compile}"
     if dtype == "auto":
         dtype = default_dtype(device)
         dtype_reason = DTYPE_REASONS[dtype]
@@ -93,11 +93,8 @@ def choose_machine(device, dtype, compile, step_flops=None):
     if compile == "auto":
         # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones,
         # which is more than short runs gain.
-        compile, compile_reason = kind == "cuda" and not cuda_graph, f"default on {kind}"
-        if cuda_graph:
-            compile_reason = "short steps"
-    elif compile == "max-autotune":
-        compile_reason = compile
+        compile = kind == "cuda" and not cuda_graph
+        compile_reason = "short steps" if cuda_graph else f"default on {kind}"
     summary = (
         f"{device} ({name}), {dtype} ({dtype_reason}), "
         f"{'compiled' if compile else 'not compiled'} ({compile_reason})"

@@ -1,7 +1,6 @@
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from folio.hardware.device import (
     SharedCores,
     choose_machine,
     default_dtype,
+    limit_threads,
     resolve_device,
 )
 
@@ -92,7 +92,7 @@ def test_the_peak_of_a_known_card_is_from_its_data_sheet_and_others_are_measured
     [
         ("cpu", "float32", "auto", None, "not compiled (default on cpu)"),
         ("cpu", "float32", False, None, "not compiled (compile=False)"),
-        ("mps", "float16", True, None, "compiled (as set)"),
+        ("mps", "float16", True, None, "compiled (compile=True)"),
         ("cuda:1", "bfloat16", "auto", None, "compiled (default on cuda)"),
         ("cuda:1", "bfloat16", "auto", 6e12, "compiled (default on cuda)"),  # 989 TFLOP/s
         ("cuda:1", "bfloat16", "auto", 4e12, "not compiled (short steps), each step a CUDA graph"),
@@ -112,54 +112,58 @@ def test_models_are_compiled_as_set_or_on_cuda_except_for_short_steps(
 
 @pytest.fixture
 def simulate(monkeypatch):
-    """A function that makes steps for some seconds. Returns their number, threads and messages.
+    """A function that makes steps of 0.5 s. Returns the number of threads of each, and messages.
 
-    share(threads) is the part of the time for which threads have a core. A step takes 1 s of
-    one thread. Without a core, threads wait for each other, so that the step takes longer.
+    share(threads) is the part of the time for which threads have a core.
     """
     clock, current = SimpleNamespace(now=0.0), SimpleNamespace(threads=4)
-    run = np.zeros(2)
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(device, "_thread_times", lambda: {"": 1e9 * run})
     monkeypatch.setattr(torch, "get_num_threads", lambda: current.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(current, "threads", n))
-    cores = SharedCores(Machine("cpu", "float32", False, ""))
+    cores = SharedCores(Machine("cpu", "float32", False))
     cores.is_used = True
 
     def simulate(seconds, share):
-        count, messages, end = 0, [], clock.now + seconds
-        while clock.now < end:
-            part = share(current.threads)
-            duration = 1 / current.threads / part**2
-            clock.now += duration
-            run[:] += duration * np.array([part, 1 - part])
-            count += 1
-            messages.append(cores.check())
-        return count, current.threads, list(filter(None, messages))
+        monkeypatch.setattr(cores, "_share", lambda: share(current.threads))
+        threads, messages = [], []
+        for _ in range(2 * seconds):
+            clock.now += 0.5
+            threads.append(current.threads)
+            messages += filter(None, [cores.check()])
+        return threads, messages
 
     return simulate
 
 
-@pytest.mark.parametrize(("share", "threads"), [(0.95, 4), (0.77, 3), (0.1, 2)])
-def test_threads_without_cores_are_given_up(simulate, share, threads):
-    _, left, messages = simulate(3 if share > 0.5 else 20, lambda n: share if n == 4 else 1)
-    assert left == threads
-    assert len(messages) == (threads < 4)
+@pytest.mark.parametrize(("share", "kept"), [(0.95, 4), (0.77, 3), (0.1, 2)])
+def test_threads_without_cores_are_given_up(simulate, share, kept):
+    threads, messages = simulate(20, lambda n: share if n == 4 else 1)
+    assert threads[-1] == kept
+    reason = "other programs use the cores"
+    assert messages == [f"{reason}: continuing with {kept} of 4 threads"] * (kept < 4)
 
 
 def test_threads_are_used_again_after_a_disturbance(simulate):
-    assert simulate(10, lambda n: 0.5 if n > 1 else 1)[1:] == (1, ANY)
-    _, threads, messages = simulate(100, lambda n: 1)
-    assert threads == 4
+    threads, _ = simulate(10, lambda n: 0.5 if n > 1 else 1)
+    assert threads[-1] == 1
+    threads, messages = simulate(100, lambda n: 1)
+    assert threads[-1] == 4
     reason = "more threads have cores again"
     assert messages == [f"{reason}: continuing with {n} of 4 threads" for n in (2, 4)]
 
 
-def test_beside_a_steady_rival_trying_more_threads_costs_little(simulate):
+def test_beside_a_steady_rival_more_threads_are_rarely_tried(simulate):
     simulate(20, lambda n: 0.4 if n == 4 else 1)
-    count, threads, messages = simulate(3600, lambda n: 0.4 if n == 4 else 1)
-    assert (threads, messages) == (2, [])
-    assert 0.98 * 2 * 3600 < count < 2 * 3600
+    threads, messages = simulate(3600, lambda n: 0.4 if n == 4 else 1)
+    assert threads.count(2) + threads.count(4) == len(threads)
+    assert 0 < threads.count(4) < 0.01 * len(threads)
+    assert messages == []
+
+
+def test_a_limit_of_threads_is_no_trial(simulate):
+    simulate(1, lambda n: 1)
+    with limit_threads(0):
+        assert simulate(20, lambda n: 1) == ([1] * 40, [])
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")
@@ -172,8 +176,4 @@ def test_thread_times_grow():
 def test_a_thread_that_has_ended_takes_no_core(monkeypatch):
     times = iter([{"a": np.array([9, 0]), "b": np.array([50, 1])}, {"a": np.array([19, 1])}])
     monkeypatch.setattr(device, "_thread_times", lambda: next(times))
-    monkeypatch.setattr(device, "CORES_CHECK_INTERVAL_S", 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    cores = SharedCores(Machine("cpu", "float32", False, ""))
-    cores.is_used = True
-    assert cores.check() is None
+    assert SharedCores(Machine("cpu", "float32", False))._share() == 10 / 11
