@@ -14,11 +14,12 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 
-from folio.cli.errors import UserError, script_name
+from folio.cli.errors import UserError, cause_of, script_name
 from folio.cli.settings import parse_arguments
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
+OLD_GPU_ERROR = "no kernel image is available"  # in a RuntimeError of CUDA
 LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
@@ -89,6 +90,11 @@ def _run(function, *args):
         return _report(error)
     except MemoryError:
         return _report("out of memory: use less data, or a machine with more memory")
+    except RuntimeError as error:
+        if OLD_GPU_ERROR not in str(error):
+            raise
+        advice = "install a torch build that supports this GPU, as in docs/platforms.md"
+        return _report(f"{cause_of(error)}: {advice}, or use --device=cpu")
     except BrokenPipeError:  # the reader of the output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
         return 128 + SIGPIPE

@@ -24,7 +24,7 @@ MIN_CORES_SHARE = 0.8  # of the time in which threads can run, the time that the
 CORES_CHECK_INTERVAL_S = 3
 CORES_TRIAL_S = 1
 CORES_RETRY_S = 30, 600  # before more threads are tried: at first, and at most; it doubles
-MAX_GRAPH_S = 5e-3  # of a step at peak speed; real steps take at least twice as long
+MAX_GRAPH_S = 2e-3  # of a step at peak speed; real steps take at least twice as long
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
 
 # Pattern of a card's name, and its peak for 16-bit and for float32 matrix products (TF32 if it has

@@ -51,6 +51,7 @@ def shell(command, *lines, **variables):
     [
         (UserError("no such\n  thing: \ud800\x1b"), "no such thing: \\ud800\\x1b"),
         (MemoryError(), "out of memory: use less data, or a machine with more memory"),
+        (RuntimeError("no kernel image is available\nCUDA"), "no kernel image is available: "),
     ],
 )
 def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
