@@ -214,7 +214,7 @@ def test_a_missing_gpu_gives_one_error_line(copy, run, command):
     [
         (TEXT, "folio.data.corpus.Alphabet"),
         (TRAIN, "folio.data.dataset.meta_checksum"),
-        (SAMPLE, "folio.checkpoint.format.Progress"),
+        (SAMPLE, "folio.checkpoint.format.Checkpoint"),
         (RESUME, "folio.training.optimizers.shard_like"),
     ],
 )

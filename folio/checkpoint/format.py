@@ -28,13 +28,10 @@ PROGRESS_KEYS = {"step": "iter_num", "evaluated_at": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 TOKENS_PER_STEP = ("gradient_accumulation_steps", "batch_size", "block_size")
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
-CONTENT_TYPES = {  # NoneType: it may be missing, as in nanoGPT's files
+CONTENT_TYPES = {  # beside Progress; NoneType: it may be missing, as in nanoGPT's files
     **dict.fromkeys(("model", "model_args"), dict),
     **dict.fromkeys(("config", "optimizer", "muon", "scaler", "tokenizer", "data"), dict | None),
-    **dict.fromkeys(("format", "iter_num", "best_step", "evaluated_step", "tokens"), int | None),
-    **dict.fromkeys(("evaluations_since_best", "log_bytes"), int | None),
-    "best_val_loss": int | float | torch.Tensor | None,
-    **dict.fromkeys(("evaluated", "elapsed_s"), int | float | None),
+    **dict.fromkeys(("format", "log_bytes"), int | None),
 }
 PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")  # of models that are compiled or distributed
 HARMLESS_MODULES = ("argparse.", "numpy.")  # of objects in checkpoints of nanoGPT's forks
@@ -171,15 +168,10 @@ def _read(path, mapped):
             f"{path} is not a checkpoint: give a file of torch.save, such as ckpt.pt of a run, or "
             "the folder of a Hugging Face model"
         )
-    if is_zip and not zipfile.is_zipfile(path):  # its end is missing
-        advice = "copy or download it again, or use the run's other checkpoint"
-        raise UserError(f"{path} is incomplete: {advice}")
     try:
         if is_zip:
-            _check_archive(path)  # torch.load verifies no checksums
+            _check_archive(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zip)
-    except UserError:
-        raise
     except Exception as error:  # the content may be anything
         if is_out_of_memory(error):
             raise
@@ -193,58 +185,58 @@ def _read(path, mapped):
 
 
 def _check_archive(path):
-    """Raises UserError or BadZipFile if torch would take other bytes for tensors."""
+    """Raises BadZipFile for damage that torch.load does not notice."""
+    if not zipfile.is_zipfile(path):
+        advice = "copy or download it again, or use the run's other checkpoint"
+        raise zipfile.BadZipFile(f"its end is missing: {advice}")
     with zipfile.ZipFile(path) as archive:
         if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-            raise UserError(f"{path} is compressed: unzip it, and zip it again with zip -0")
+            raise zipfile.BadZipFile("it is compressed: unzip it, and zip it again with zip -0")
         damaged_name = archive.testzip()
     if damaged_name is not None:
         raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
 
 
 def _parse(content, path):
-    """Returns the Checkpoint that the content of folio's or nanoGPT's file describes.
-
-    Values that are missing, as in older files of nanoGPT, follow from the weights, or are those of
-    a model without a history.
-    """
-    step, settings = content.get("iter_num", 0), content.get("config", {})
-    sizes = [settings.get(name) for name in TOKENS_PER_STEP]  # of nanoGPT's
-    tokens_per_step = math.prod(size if isinstance(size, int) else 0 for size in sizes)
-    evaluated = float(content.get("evaluated", step))  # nanoGPT saves after an evaluation
+    """Returns the Checkpoint that the content of folio's or nanoGPT's file describes."""
     weights = {}
     for name, tensor in content["model"].items():
         name = PREFIXES.sub("", str(name))
         if not name.endswith(".attn.bias"):  # a mask, which nanoGPT stored before PyTorch 2
             weights[name] = tensor
-    optimizers = {n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)}
     return Checkpoint(
         config=_parse_config(content["model_args"], weights, path),
         weights=weights,
-        progress=Progress(
-            step=step,
-            tokens=int(content.get("tokens", step * tokens_per_step)),
-            evaluated_at=evaluated,
-            evaluated_step=int(content.get("evaluated_step", evaluated)),
-            best_step=int(content.get("best_step", evaluated)),
-            best_val_loss=float(content.get("best_val_loss", math.inf)),  # nanoGPT's is a tensor
-            evaluations_since_best=int(content.get("evaluations_since_best", 0)),
-            elapsed_s=float(content.get("elapsed_s", 0.0)),
-        ),
-        settings=settings,
-        optimizers=optimizers,
+        progress=_parse_progress(content, path),
+        settings=content.get("config", {}),
+        optimizers={n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)},
         path=path,
         **{name: content.get(name) for name in OPTIONAL_KEYS},
     )
 
 
+def _parse_progress(content, path):
+    """Returns the Progress in a file. What nanoGPT's files lack follows from the step."""
+    settings, values = content.get("config", {}), {}
+    with foreign_errors(f"{path}: the progress of the run is damaged", TypeError, ValueError):
+        step = int(content.get("iter_num", 0))
+        tokens = step * math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)
+        evaluated = content.get("evaluated", step)  # nanoGPT saves after an evaluation
+        defaults = dict.fromkeys(("evaluated_at", "evaluated_step", "best_step"), evaluated)
+        defaults["tokens"] = tokens
+        for field in dataclasses.fields(Progress):
+            default = defaults.get(field.name, field.default)
+            value = content.get(PROGRESS_KEYS.get(field.name, field.name), default)
+            values[field.name] = field.type(value)  # nanoGPT's loss is a tensor
+    return Progress(**values)
+
+
 def _parse_config(args, weights, path):
     """Returns the GPTConfig for the model_args of a file. Raises UserError if they do not fit."""
-    types = {field.name: field.type for field in dataclasses.fields(GPTConfig)}
+    known = {field.name for field in dataclasses.fields(GPTConfig)}
     args = {name: value for name, value in args.items() if value is not None}
     for name, value in args.items():
-        is_unknown = name not in types and value
-        if is_unknown or (name in types and not isinstance(value, types[name] | int)):
+        if value and name not in known:
             raise UserError(
                 f"{path}: model_args has {name}={value!r}, which this GPT does not have"
             )
@@ -252,7 +244,7 @@ def _parse_config(args, weights, path):
     if EMBEDDING_WEIGHT in weights:
         args.setdefault("vocab_size", len(weights[EMBEDDING_WEIGHT]))
     with foreign_errors(f"{path}: model_args", ArithmeticError, TypeError, ValueError):
-        config = GPTConfig(**{name: value for name, value in args.items() if name in types})
+        config = GPTConfig(**{name: value for name, value in args.items() if name in known})
         return match_head(config, weights)
 
 

@@ -8,7 +8,6 @@ each evaluation.
 
 import dataclasses
 import json
-import math
 import os
 import re
 from contextlib import suppress
@@ -20,14 +19,6 @@ from folio.cli.files import LOCK_FILE, move_aside, replace_by_link
 from folio.cli.settings import check_folder
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
-LOSS_NUMBERS = ("step", "tokens", "loss", "elapsed_s")
-EVENT_NUMBERS = {  # {event in log.jsonl: its numbers}
-    "start": ("parameters",),
-    "resume": ("step",),
-    "threads": ("step",),
-    "train": (*LOSS_NUMBERS, "tokens_per_s"),
-    **dict.fromkeys(("val", "final"), LOSS_NUMBERS),
-}
 
 
 class RunDir:
@@ -117,32 +108,24 @@ class RunDir:
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""
         self.check_lock()
-        size = self.log_size() or 0
-        try:
-            with os_errors("write", self.log), open(self.log, "ab") as file:
-                file.write(json.dumps(event).encode() + b"\n")
-        except UserError:
-            with suppress(OSError):
-                os.truncate(self.log, size)  # removes an incomplete line
-            raise
+        with os_errors("write", self.log), open(self.log, "ab") as file:
+            file.write(json.dumps(event).encode() + b"\n")
 
     def log_size(self):
         """Returns the size of log.jsonl in bytes, or None if it is missing."""
-        with suppress(OSError):
-            return self.log.stat().st_size
-        return None
+        return self.log.stat().st_size if self.log.is_file() else None
 
     def read_events(self):
         """Returns the events of log.jsonl, [] without a log.
 
-        Lines that are incomplete, because a process is still writing them, or damaged are left out.
+        Incomplete lines, such as one that a process is still writing, are left out.
         """
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
-            with suppress(
-                ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError
-            ):
-                events.append(_parse_event(line))
+            with suppress(ValueError):
+                event = json.loads(line)
+                event.setdefault("event", event.get("split"))  # its name until November 2026
+                events.append(event)
         return events
 
     def is_complete(self, progress, settings):
@@ -156,8 +139,7 @@ class RunDir:
 
         If `keep`, first writes ckpt-STEP.pt, without optimizer state.
 
-        Raises UserError if writing fails. If only the link fails, last.pt stays older, and a
-        resumed run repeats the steps since then.
+        Raises UserError if writing fails.
         """
         self.check_lock()
         if keep:
@@ -166,19 +148,4 @@ class RunDir:
         best = best or not os.path.isfile(self.best)  # somebody has deleted it
         save_checkpoint(self.best if best else self.last, checkpoint)
         if best:
-            with suppress(UserError):
-                replace_by_link(self.best, self.last)
-
-
-def _parse_event(line):
-    """Returns the event in a line of log.jsonl. Raises one of several errors if it is damaged."""
-    event = json.loads(line)
-    event.setdefault("event", event.get("split"))  # the name until November 2026
-    for name in EVENT_NUMBERS[event["event"]]:
-        if not math.isfinite(event[name]):
-            raise ValueError(name)
-    if event["event"] == "start":
-        dict(event["settings"])
-    if event["event"] == "resume":
-        event["changed"] = {name: (old, new) for name, (old, new) in event["changed"].items()}
-    return event
+            replace_by_link(self.best, self.last)

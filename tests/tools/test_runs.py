@@ -38,19 +38,12 @@ def test_folder_of_runs_stands_for_its_runs(folder):
     assert [run.folder for run in read_runs(["out-sweep/a/"])] == ["out-sweep/a"]
 
 
-def test_resuming_changes_settings_and_damaged_lines_are_skipped(folder):
+def test_resuming_changes_settings_and_incomplete_lines_are_skipped(folder):
     write_run("out-a", [4.0, 2.5])
     run = read_run("out-a")
     lines = [
         '{"step": 1, "spl{"step": 2, "split": "val"}',
         '{"step": 1, "split": "resume", "changed": {"seed": [1, 5]}}',
-        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": NaN}',
-        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": "low"}',
-        '{"step": 20, "event": "start", "parameters": 9, "settings": 1}',
-        '{"step": 20, "event": ["val"]}',
-        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": 1' + "0" * 400 + "}",
-        "[" * 100_000,
-        "[]",
         '{"step": 0, "event": "val", "tok',
     ]
     with open("out-a/log.jsonl", "a") as log:
