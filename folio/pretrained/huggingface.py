@@ -127,8 +127,7 @@ def _from_gpt2(tensors, config):
         is_zero_bias = not config.bias and name.endswith(".bias") and not tensor.float().any()
         if is_zero_bias or name.endswith(MASK_SUFFIXES):
             continue
-        is_transposed = name.endswith(TRANSPOSED_SUFFIXES) and tensor.dim() == 2
-        weights[name] = tensor.t() if is_transposed else tensor
+        weights[name] = tensor.mT if name.endswith(TRANSPOSED_SUFFIXES) else tensor
     return weights
 
 

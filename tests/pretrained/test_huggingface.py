@@ -17,7 +17,6 @@ from folio.pretrained.huggingface import (
     CONFIG_FILE,
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
-    TRANSPOSED_SUFFIXES,
     WEIGHTS_FILE,
     read_pretrained,
     write_pretrained,
@@ -29,6 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("folder"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+ATTENTION_WEIGHT = "transformer.h.0.attn.c_attn.weight"
 SHAPE = {"n_positions": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
 OTHER = {"n_positions": 12, "n_layer": 3, "n_head": 5, "n_embd": 30, "tie_word_embeddings": False}
 
@@ -46,7 +46,10 @@ def transformers(tmp_path_factory):
 
 
 def transformers_model(**changes):
-    """Returns a GPT-2 of transformers with random weights, norms and biases too."""
+    """Returns a GPT-2 of transformers with random weights, norms and biases too.
+
+    The norms' epsilon changes the logits, because the embeddings are small.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -54,6 +57,9 @@ def transformers_model(**changes):
     model = transformers.GPT2LMHeadModel(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5 if parameter.dim() == 1 else 0.2)
+    model.transformer.wpe.weight.data *= 0.01
+    if not config.tie_word_embeddings:
+        model.transformer.wte.weight.data *= 0.01
     return model
 
 
@@ -74,33 +80,21 @@ def rewrite_weights(path, change):
     save_file(change(load_file(path / WEIGHTS_FILE)), path / WEIGHTS_FILE)
 
 
-def refused(path, *words):
-    """Whether loading ends with one line that has these words."""
-    with pytest.raises(UserError) as caught:
+def assert_refused(path, words):
+    """Asserts that loading ends with one line that names the folder and matches the words."""
+    with pytest.raises(UserError, match=f"^[^\n]*{path}[^\n]*{words}[^\n]*$"):
         build_model(read_pretrained(path))
-    line = str(caught.value)
-    return "\n" not in line and all(word in line for word in words)
 
 
 # Reading what transformers wrote
 
 
 @pytest.mark.parametrize("changes", [SHAPE, OTHER], ids=str)
-def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
+def test_logits_of_a_gpt2_equal_those_of_transformers(changes):
     theirs = transformers_model(**changes)
     ours = build_model(read_pretrained(save(theirs))).eval()
     idx = tiny.random_ids(ours)
-    expected = theirs(idx, labels=idx)
-    torch.testing.assert_close(ours.logits(idx), expected.logits, rtol=0, atol=1e-4)
-    targets = torch.nn.functional.pad(idx[:, 1:], (0, 1), value=-1)
-    loss = ours(idx, targets)
-    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
-    expected.loss.backward()
-    loss.backward()
-    for name, parameter in ours.named_parameters():
-        gradient = theirs.get_parameter(name).grad
-        gradient = gradient.t() if name.endswith(TRANSPOSED_SUFFIXES) else gradient
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.logits(idx), theirs(idx).logits, rtol=0, atol=1e-4)
 
 
 def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():
@@ -135,13 +129,22 @@ def test_names_in_older_files_are_known(change):
     assert tiny.equal(read_pretrained(path).weights, before)
 
 
+def test_an_own_head_is_read_whatever_the_config_says():
+    path = save(transformers_model())
+    head = torch.randn(37, 16)
+    rewrite_weights(path, lambda tensors: tensors | {HEAD_WEIGHT: head})
+    model = build_model(read_pretrained(path))
+    assert torch.equal(model.lm_head.weight, head)
+    assert not torch.equal(model.transformer.wte.weight, head)
+
+
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "llama"}, "'llama'"),
+        ({"model_type": "llama"}, "llama"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ({"activation_function": "silu"}, "silu"),
@@ -153,50 +156,48 @@ def test_names_in_older_files_are_known(change):
 def test_config_of_another_model_is_refused(changes, words):
     path = save(transformers_model())
     rewrite_config(path, **changes)
-    assert refused(path, f"{path}/{CONFIG_FILE}", words)
+    assert_refused(path, f"{CONFIG_FILE}.*{words}")
 
 
-def test_weights_that_do_not_fit_are_named():
+def other_weights(**tensors):
+    """Returns a function that replaces tensors of a folder, or removes them if they are None."""
+
+    def change(path):
+        kept = load_file(path / WEIGHTS_FILE) | tensors
+        save_file({k: v for k, v in kept.items() if v is not None}, path / WEIGHTS_FILE)
+
+    return change
+
+
+def truncate(name):
+    return lambda path: (path / name).write_bytes((path / name).read_bytes().rstrip()[:-2])
+
+
+def point(name):
+    return lambda path: (path / name).write_bytes(tiny.LFS_POINTER)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (other_weights(**{EMBEDDING_WEIGHT: None}), EMBEDDING_WEIGHT),
+        (other_weights(**{ATTENTION_WEIGHT: torch.zeros(2, 2, 2)}), ATTENTION_WEIGHT),
+        (truncate(CONFIG_FILE), CONFIG_FILE),
+        (truncate(WEIGHTS_FILE), WEIGHTS_FILE),
+        (point(CONFIG_FILE), "config.json is a Git LFS pointer: .*git lfs pull"),
+        (point(WEIGHTS_FILE), "model.safetensors is a Git LFS pointer"),
+        (point("tokenizer.json"), "tokenizer.json is a Git LFS pointer"),
+        (lambda path: (path / CONFIG_FILE).unlink(), CONFIG_FILE),
+        (
+            lambda path: (path / WEIGHTS_FILE).rename(path / "pytorch_model.bin"),
+            f"{WEIGHTS_FILE}.* could execute code.*save_pretrained",
+        ),
+    ],
+)
+def test_damaged_and_missing_files_are_refused(change, words):
     path = save(transformers_model())
-    rewrite_weights(path, lambda t: {k: v for k, v in t.items() if k != EMBEDDING_WEIGHT})
-    assert refused(path, str(path), EMBEDDING_WEIGHT)
-
-
-@pytest.mark.parametrize("value", [torch.zeros(2, 2, 2), torch.zeros(4, dtype=torch.complex64)])
-def test_weights_of_other_kinds_are_refused(value):
-    path = save(transformers_model())
-    rewrite_weights(path, lambda t: t | {"transformer.h.0.attn.c_attn.weight": value})
-    assert refused(path, str(path))
-
-
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
-def test_truncated_files_are_refused(name):
-    path = save(transformers_model())
-    (path / name).write_bytes((path / name).read_bytes().rstrip()[:-2])
-    assert refused(path, str(path))
-
-
-@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, "tokenizer.json"])
-def test_pointers_of_git_lfs_are_refused(name):
-    path = save(transformers_model())
-    (path / name).write_bytes(tiny.LFS_POINTER)
-    assert refused(path, f"{path / name} is a Git LFS pointer: ", "git lfs pull")
-
-
-def test_missing_and_pickled_weights_are_refused():
-    assert refused("absent", "absent/config.json")
-    path = save(transformers_model())
-    (path / WEIGHTS_FILE).rename(path / "pytorch_model.bin")
-    assert refused(path, WEIGHTS_FILE, "could execute code", "save_pretrained")
-
-
-def test_an_own_head_is_read_whatever_the_config_says():
-    path = save(transformers_model())
-    tensors = load_file(path / WEIGHTS_FILE) | {"lm_head.weight": torch.randn(37, 16)}
-    save_file(tensors, path / WEIGHTS_FILE, metadata={"format": "pt"})
-    model = build_model(read_pretrained(path))
-    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
-    assert torch.equal(model.transformer.wte.weight, tensors["transformer.wte.weight"])
+    change(path)
+    assert_refused(path, words)
 
 
 # Writing
@@ -307,16 +308,6 @@ def test_beams_and_padding_of_a_model_with_its_own_code():
     assert torch.equal(logits[0, :5], ours.logits(idx[:, :5])[0])
     with pytest.raises(ValueError, match="padding on the left"):
         theirs.generate(idx[:, :3], attention_mask=torch.tensor([[0, 1, 1]] * 3))
-
-
-def test_norms_of_tiny_embeddings_are_the_same_in_transformers():
-    """The norms' epsilon dominates the variance of such embeddings."""
-    ours = tiny.random_model(tie_weights=False)
-    for name, parameter in ours.named_parameters():
-        parameter.data *= 1e-3 if "wte" in name or "wpe" in name else 1
-    write(ours)
-    idx = tiny.random_ids(ours)
-    torch.testing.assert_close(load("ours")(idx).logits, ours.logits(idx), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("position", ["learned", "rotary"])

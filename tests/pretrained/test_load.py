@@ -1,6 +1,5 @@
 """Training and sampling that start from the weights of another run or of a pretrained model."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,11 @@ from folio.checkpoint.format import Checkpoint, Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
+from folio.data.dataset import load_tokenizer
 from folio.data.tokenizer import ByteTokenizer
 from folio.pretrained import load as initial
 from folio.pretrained.huggingface import write_pretrained
-from folio.pretrained.load import load_best, load_initial
+from folio.pretrained.load import checkpoint_tokenizer, load_best, load_initial
 from folio.training.setup import make_plan
 
 CKPT = "out/ckpt.pt"
@@ -107,13 +107,6 @@ def test_a_run_that_started_from_weights_resumes_exactly(run):
     assert not tiny.differences("out-b", "out-c")
 
 
-def test_a_run_can_start_from_a_checkpoint_in_its_own_folder(run):
-    before = tiny.load()
-    train.main(flags(out_dir="out"))
-    assert tiny.equal(tiny.load(out_dir="out.1"), before)
-    assert tiny.load("last.pt")["iter_num"] == 6
-
-
 # The model
 
 
@@ -141,22 +134,6 @@ def test_a_larger_block_size_needs_rotary_positions(run):
     assert new_run(block_size=9).model.config.block_size == 9
 
 
-def test_every_difference_is_named(run):
-    tiny.prepare_verse("other", (tiny.VERSE * 20).replace("S", "Z"))
-    with pytest.raises(UserError) as caught:
-        new_run(n_layer=3, bias=True, dataset="other")
-    for words in (CKPT, "n_layer is 1", "bias is False", "another char with 24 tokens"):
-        assert words in str(caught.value)
-
-
-def test_weights_without_a_tokenizer_need_a_vocabulary_of_their_size(run):
-    torch.save(tiny.load() | {"tokenizer": None}, CKPT)
-    assert new_run().progress.step == 0
-    tiny.prepare_verse("other", "abcdefghijk" * 50)
-    with pytest.raises(UserError, match="vocab_size is 24 in the checkpoint and 11 in the"):
-        new_run(dataset="other")
-
-
 def test_a_folder_without_a_tokenizer_trains_with_that_of_the_dataset(verse):
     model = tiny.random_model(vocab_size=24)
     checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
@@ -171,18 +148,14 @@ def test_a_folder_without_a_tokenizer_trains_with_that_of_the_dataset(verse):
         new_run(init_from="hf", dataset="other")
 
 
-# Sampling
+# Tokenizers
 
 
-def test_sampling_from_a_file_equals_sampling_from_its_run(run, capsys):
-    def output_of(*arguments):
-        capsys.readouterr()
-        flags = ["--start=Shall", "--num_samples=1", "--device=cpu", "--dtype=float32"]
-        sample.main([*arguments, *flags])
-        return capsys.readouterr()
-
-    expected = output_of("--out_dir=out")
-    shutil.move(CKPT, "other.pt")
-    output = output_of("--init_from=other.pt")
-    assert output.out == expected.out
-    assert output.err.startswith("other.pt: step 3\n")
+def test_the_tokenizer_of_nanogpts_checkpoint_is_that_of_its_dataset(folder):
+    size = tiny.write_nanogpt_dataset("nano")
+    tiny.write_nanogpt_checkpoint(size, dataset="nano")
+    checkpoint = load_initial(CKPT)
+    assert checkpoint_tokenizer(checkpoint).to_dict() == load_tokenizer("nano").to_dict()
+    checkpoint.settings["dataset"] = "nowhere"
+    with pytest.raises(UserError, match=r"of 24, .*50,257 .*copy the meta.pkl .* to data/nowhere"):
+        checkpoint_tokenizer(checkpoint)
