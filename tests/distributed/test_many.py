@@ -12,13 +12,10 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
-from folio.cli.errors import UserError
 from folio.data.batches import Batches, to_device
 from folio.distributed.sharding import gather_on_cpu
 from folio.distributed.world import World
-from folio.training import evaluation
-from folio.training.muon import orthogonalize, orthogonalize_copies
-from folio.training.setup import check_parallel, model_config
+from folio.training.setup import model_config
 
 pytestmark = pytest.mark.parametrize("size", [64, 256])
 
@@ -77,20 +74,3 @@ def test_the_processes_share_the_batches_and_windows_of_one(verse, world):
         parts.append(evaluation.split_loss(run, split, iters=50))
     run.world = one
     torch.testing.assert_close(sum(parts), evaluation.split_loss(run, split, iters=50))
-
-
-def test_every_matrix_is_orthogonalized_by_one_process(world):
-    generator = torch.Generator().manual_seed(0)
-    matrices = torch.randn(world.size + 5, 4, 6, generator=generator)
-    expected, per_rank = orthogonalize(matrices), 2
-    for rank in ranks_of(world)[:: world.size // 16]:
-        results = orthogonalize_copies(list(matrices), rank)
-        own = slice(per_rank * rank.rank, per_rank * (rank.rank + 1))
-        for result, matrix in zip(results[own], expected[own], strict=True):
-            torch.testing.assert_close(result, matrix, atol=1e-5, rtol=0)
-
-
-def test_steps_that_cannot_be_divided_are_refused(size):
-    settings = tiny.settings(gradient_accumulation_steps=size + 1)
-    with pytest.raises(UserError, match=f"accumulation_steps={2 * size}$"):
-        check_parallel(settings, size)

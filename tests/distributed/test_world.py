@@ -18,7 +18,6 @@ from ranks import Ranks, in_world, train_ranks
 
 import train
 from folio.cli.errors import RankError, UserError
-from folio.cli.files import lock_folder
 from folio.distributed import world
 from folio.distributed.sharding import from_shard, full_tensor
 from folio.distributed.world import process_group
@@ -54,17 +53,6 @@ def differences(losses, others):
 def test_the_losses_of_one_process_follow_the_stored_curve(verse):
     losses = train_ranks(1, **CURVE_SETTINGS)
     assert differences(losses, json.loads(CURVE.read_text())).max() < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "split", "parallel"), [(2, (2, 4), "ddp"), (4, (8, 1), "fsdp")])
-def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, split, parallel):
-    count, batch_size = split
-    changes = {"gradient_accumulation_steps": count, "batch_size": batch_size}
-    losses = train_ranks(size, parallel=parallel, stop_at=40, **CURVE_SETTINGS | changes)
-    expected = json.loads(CURVE.read_text())[:40]
-    assert differences(losses, expected).max() < 1e-4
-    assert differences(losses[:1], expected[:1]).max() < 1e-6
 
 
 @pytest.mark.slow
@@ -243,21 +231,10 @@ def test_names_for_trackers_may_differ_between_processes_and_other_settings_not(
     assert "seed differs between processes (0 and 1)" in error
 
 
-@pytest.mark.slow
-def test_a_folder_in_use_is_reported_once(verse):
-    flags = tiny.flags(gradient_accumulation_steps=2)
-    with lock_folder("out"):
-        statuses, (error, other) = Ranks(2, train.main, flags).wait()
-    assert statuses == [2, 2]
-    assert "another process is writing to out" in error.splitlines()[-1]
-    assert other == ""
-
-
 @pytest.mark.parametrize(
     ("settings", "size", "advice"),
     [
-        ({"gradient_accumulation_steps": 5}, 2, "--gradient_accumulation_steps=6"),
-        ({"gradient_accumulation_steps": 40}, 64, "--gradient_accumulation_steps=64"),
+        ({"gradient_accumulation_steps": 65}, 64, "--gradient_accumulation_steps=128$"),
         ({"parallel": "fsdp", "dtype": "float16", "gradient_accumulation_steps": 2}, 2, "float16"),
     ],
     ids=str,

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import transformers_gpt2
 from tiny import SHAPES, SWITCHES, random_ids, random_model
 
 from folio.hardware.compile import optimize_for_inference, step_accelerator
@@ -85,16 +84,6 @@ def test_a_batch_of_prompts_equals_an_uncached_sliding_window(changes, stride, a
     expected = [generate_uncached(model, prompt, 2 * size, stride) for prompt in prompts]
     arguments = {"context_stride": stride, "accelerate": accelerate}
     assert generate_cached(model, prompts, 2 * size, **arguments) == expected
-
-
-@pytest.mark.slow  # to import
-def test_greedy_text_equals_transformers():
-    model = random_model(block_size=64)
-    idx = random_ids(model, length=5)
-    theirs = transformers_gpt2(model).generate(
-        idx, max_new_tokens=59, do_sample=False, pad_token_id=0
-    )
-    assert generate_cached(model, idx.tolist(), 59) == theirs[:, 5:].tolist()
 
 
 def test_many_prompts_are_read_in_several_passes():
