@@ -69,65 +69,60 @@ class Hostile:
         return open, ("executed", "w")
 
 
-# (damage to the current folder, arguments or a whole command, part of the error line)
-MISTAKES_BY_SCRIPT = {
-    "prepare.py": (
-        (None, [], "text.txt"),
-        (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), [], "text.txt is not UTF-8"),
-        (None, ["--input=https://x.org/a.txt"], "--input is given twice"),
-        (lambda: put("text.txt", tiny.VERSE), ["--dataset=../new"], "../new"),
-        (lambda: (put("text.txt", tiny.VERSE), put("data/new")), [], "data/new"),
-    ),
-    "train.py": (
-        (None, [f"--max_iters={'9' * 5000}"], "--max_iters must be int"),
-        (None, ["--init_from=gpt3"], "gpt2?"),
-        (None, ["--n_embd=15"], "n_embd=15"),
-        (None, ["--out_dir="], "out_dir"),
-        (None, ["--out_dir=verse.txt/out"], "verse.txt/out"),
-        (None, ["--device=gpu"], "'gpu'"),
-        (None, ["--n_embd=1000000"], "memory"),
-        (None, ["--out_dir=run/ckpt.pt"], "'run/ckpt.pt' is not a run's folder"),
-        (None, ["--teachers=run/ckpt.pt"], "'run/ckpt.pt' is not a run's folder"),
-        (None, ["--teachers=,"], "'' is not a run's folder"),
-        # Datasets
-        (None, ["--dataset=vers"], "data/vers/train.bin"),
-        (None, ["--block_size=512"], "block_size"),
-        (lambda: cut(META), [], META),
-        (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), [], CHARACTER_TABLE),
-        # Resuming
-        (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
-        (None, [*RESUME, "--n_layer=12"], "n_layer is 1 in the checkpoint and 12"),  # the default
-        (lambda: alter(LAST, lambda c: c.update(optimizer=7)), RESUME, LAST),
-    ),
-    "sample.py": (
-        (lambda: Path(BEST).unlink(), [], BEST),
-        (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), [], "24"),
-        (lambda: (remove_tokenizer(), put_table({"itos": Hostile()})), [], CHARACTER_TABLE),
-        (None, ["--start=\udcff"], "--start is not UTF-8"),
-        (None, ["--start=-"], "empty"),
-        (None, ["sample.py", "run"], "--out_dir=run"),
-        (lambda: put("hf/config.json", "[]"), ["--init_from=hf"], "hf/config.json"),
-    ),
-}
-COMMANDS = {"prepare.py": TEXT, "train.py": TRAIN, "sample.py": SAMPLE}
+# (damage to the current folder, command, part of the error line)
 MISTAKES = [
-    (damage, arguments if arguments[:1] == [script] else [*COMMANDS[script], *arguments], message)
-    for script, rows in MISTAKES_BY_SCRIPT.items()
-    for damage, arguments, message in rows
+    (None, TEXT, "text.txt"),
+    (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), TEXT, "text.txt is not UTF-8"),
+    (None, [*TEXT, "--input=https://x.org/a.txt"], "--input is given twice"),
+    (lambda: put("text.txt", tiny.VERSE), [*TEXT, "--dataset=../new"], "../new"),
+    (lambda: (put("text.txt", tiny.VERSE), put("data/new")), TEXT, "data/new"),
+    (None, [*TRAIN, "--init_from=gpt3"], "gpt2?"),
+    (None, [*TRAIN, "--n_embd=15"], "n_embd=15"),
+    (None, [*TRAIN, "--out_dir="], "out_dir"),
+    (None, [*TRAIN, "--out_dir=verse.txt/out"], "verse.txt/out"),
+    (None, [*TRAIN, "--device=gpu"], "'gpu'"),
+    (None, [*TRAIN, "--n_embd=1000000"], "memory"),
+    (None, [*TRAIN, "--out_dir=run/ckpt.pt"], "'run/ckpt.pt' is not a run's folder"),
+    (None, [*TRAIN, "--teachers=,"], "'' is not a run's folder"),
+    # Datasets
+    (None, [*TRAIN, "--dataset=vers"], "data/vers/train.bin"),
+    (None, [*TRAIN, "--block_size=512"], "block_size"),
+    (lambda: cut(META), TRAIN, META),
+    (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), TRAIN, CHARACTER_TABLE),
+    # Resuming
+    (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
+    (None, [*RESUME, "--n_layer=12"], "n_layer is 1 in the checkpoint and 12"),  # the default
+    (lambda: alter(LAST, lambda c: c.update(optimizer=7)), RESUME, LAST),
+    (lambda: Path(BEST).unlink(), SAMPLE, BEST),
+    (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), SAMPLE, "24"),
+    (lambda: (remove_tokenizer(), put_table({"itos": Hostile()})), SAMPLE, CHARACTER_TABLE),
+    (None, [*SAMPLE, "--start=\udcff"], "--start is not UTF-8"),
+    (None, [*SAMPLE, "--start=-"], "empty"),
+    (None, ["sample.py", "run"], "--out_dir=run"),
+    (lambda: put("hf/config.json", "[]"), [*SAMPLE, "--init_from=hf"], "hf/config.json"),
 ]
+
+
+def with_args(**values):
+    return lambda path: alter(path, lambda content: content["model_args"].update(values))
+
+
+def with_content(**values):
+    return lambda path: alter(path, lambda content: content.update(values))
+
 
 CHECKPOINTS = {
     "cut": cut,
     "hostile": lambda path: torch.save({"model": Hostile()}, path),
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
-    "a later format": lambda path: alter(path, lambda c: c.update(format=99)),
+    "a later format": with_content(format=99),
+    "another width": with_args(n_embd=32),
+    "another depth": with_args(n_layer=2),
+    "biases": with_args(bias=True),
+    "a step as text": with_content(iter_num="x"),
+    "other weights": with_content(model={"a": 1}),
+    "weights as a list": with_content(model=[1]),
 }
-MODEL_ARGS = [{"n_embd": 32}, {"n_layer": 2}, {"bias": True}]
-FIELDS = [{"iter_num": "x"}, {"best_val_loss": "low"}, {"model": {"a": 1}}, {"model": [1]}]
-for value in MODEL_ARGS:
-    CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c["model_args"].update(v))
-for value in FIELDS:
-    CHECKPOINTS[str(value)] = lambda path, v=value: alter(path, lambda c: c.update(v))
 
 
 # Tests

@@ -7,6 +7,7 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -21,6 +22,7 @@ from folio.cli.process import SIGPIPE, Interrupted
 from folio.training import evaluation, run_log
 
 RUN_FILES = ["ckpt.pt", "last.pt", "log.jsonl"]
+COPY_OTHER = partial(shutil.copy, "out-other/ckpt.pt")
 LIMIT = 10_000  # bytes, more than a log and less than a checkpoint has
 
 
@@ -46,6 +48,12 @@ def interrupted(*flags, number=signal.SIGTERM, name="train_step", calls=1):
         with pytest.raises(Interrupted) as caught:
             train.main(list(flags))
     return caught.value
+
+
+def fake_losses(monkeypatch, *losses):
+    """Sets the validation losses of the next evaluations."""
+    results = [{"train_loss": 1.0, "loss": loss, "perplexity": 1.0} for loss in losses]
+    monkeypatch.setattr(train, "evaluate", Mock(side_effect=results))
 
 
 def run_files(folder="out"):
@@ -134,32 +142,18 @@ def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
 
 
 def test_a_run_that_has_kept_the_newest_model_can_keep_the_best_from_now_on(verse, monkeypatch):
-    losses = iter([2.0, 1.0, 3.0, 2.5, 2.7, 2.6])  # at steps 0, 3, 6; 6, 9 and at the end
-
-    def evaluate(run, steps=None):
-        return {"train_loss": 1.0, "perplexity": 1.0, "loss": next(losses)}
-
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    fake_losses(monkeypatch, 2.0, 1.0, 3.0, 2.5, 2.7, 2.6)  # at steps 0, 3, 6; 6, 9 and at the end
     train.main(tiny.flags(eval_iters=None, always_save_checkpoint=True))
     train.main(tiny.flags(eval_iters=None, max_iters=9, init_from="resume"))
     assert tiny.load("ckpt.pt")["iter_num"] == 6
     assert tiny.log_events()[-1]["loss"] == 2.6
 
 
-@pytest.mark.parametrize("change", ["replaced", "deleted"])
+@pytest.mark.parametrize("change", [os.unlink, COPY_OTHER])
 def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change):
     train.main(tiny.flags(out_dir="out-other", max_iters=1))
-    losses = iter([2.0, 1.0, 3.0])
-
-    def evaluate(run):
-        loss = next(losses)
-        if loss == 3.0 and change == "replaced":
-            shutil.copy("out-other/ckpt.pt", "out/ckpt.pt")
-        elif loss == 3.0:
-            os.unlink("out/ckpt.pt")
-        return {"train_loss": 1.0, "perplexity": 1.0, "loss": loss}
-
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    fake_losses(monkeypatch, 2.0, 1.0, 3.0)
+    after_calls(monkeypatch, "evaluate", 3, lambda: change("out/ckpt.pt"))
     with pytest.raises(UserError, match=r"out/ckpt\.pt"):
         train.main(tiny.flags(eval_iters=None))
 
@@ -167,8 +161,7 @@ def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change
 def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys):
     train.main(tiny.flags(out_dir="out-other", max_iters=1))
     train.main(tiny.flags(eval_iters=None, stop_at=4, eval_interval=2))
-    spoil = partial(os.truncate, length=99)
-    for remove in (os.unlink, spoil, partial(shutil.copy, "out-other/ckpt.pt")):
+    for remove in (os.unlink, partial(os.truncate, length=99), COPY_OTHER):
         shutil.copytree("out", "out-copy")
         remove("out-copy/ckpt.pt")
         train.main(tiny.flags(eval_iters=None, out_dir="out-copy", init_from="resume"))
@@ -181,24 +174,18 @@ def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys)
     ("change", "is_same"),
     [
         ({"batch_size": 2}, False),
-        ({"eval_iters": 3}, False),
         ({"eval_iters": None, "eval_interval": 2}, False),
         ({"eval_interval": 2}, True),  # the evaluations are as long as before
         ({"batch_size": 2, "eval_iters": 4}, True),
-        ({"seed": 1}, True),
     ],
 )
 def test_other_windows_of_the_validation_split_begin_the_comparison_again(
     verse, monkeypatch, capsys, change, is_same
 ):
-    def evaluate(run, steps=None):
-        return {"train_loss": 1.0, "perplexity": 1.0, "loss": next(losses)}
-
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    losses = iter([2.0, 1.0, 1.5])
-    train.main(tiny.flags(max_iters=6, eval_iters=2))
+    fake_losses(monkeypatch, 2.0, 1.0, 1.5)
+    train.main(tiny.flags(eval_iters=2))
     assert tiny.load("ckpt.pt")["iter_num"] == 3
-    losses = iter([3.0, 2.9, 2.8, 2.7, 2.6, 2.5])
+    fake_losses(monkeypatch, 3.0, 2.9, 2.8, 2.7, 2.6, 2.5)
     change = {"eval_iters": 2} | change
     train.main(tiny.flags(max_iters=12, init_from="resume", **change))
     message = "cover other windows of the validation split; evaluating again"
@@ -256,9 +243,11 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
 # Stop signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
-    stop = interrupted(*tiny.flags(), number=number, calls=2)
+@pytest.mark.parametrize(
+    ("number", "stop_at"), [(signal.SIGINT, None), (signal.SIGHUP, None), (signal.SIGTERM, 2)]
+)
+def test_signal_lets_the_step_finish_and_saves_the_state(verse, number, stop_at):
+    stop = interrupted(*tiny.flags(stop_at=stop_at), number=number, calls=2)
     assert stop.number == number
     assert tiny.load("last.pt")["iter_num"] == 2
     assert "stopped at step 2, saved in out; to continue" in str(stop)
@@ -267,11 +256,6 @@ def test_signal_lets_the_step_finish_and_saves_the_state(verse, number):
 def test_stopping_at_the_last_step_ends_the_run(verse, capsys):
     train.main(tiny.flags(max_iters=3, stop_at=3))
     assert capsys.readouterr().out.splitlines()[-1].startswith("generate text: ")
-
-
-def test_a_signal_just_before_stop_at_is_reported(verse):
-    assert interrupted(*tiny.flags(stop_at=2), calls=2).number == signal.SIGTERM
-    assert tiny.load("last.pt")["iter_num"] == 2
 
 
 def test_a_signal_during_a_step_discards_it(verse):
@@ -417,12 +401,3 @@ def test_a_full_disk_ends_a_run_that_can_be_resumed(verse, limit_files):
     limit_files(-1)
     train.main(tiny.flags(init_from="resume"))
     assert tiny.differences("out", "out-whole") == []
-
-
-def test_a_log_that_cannot_be_written_ends_a_run(verse):
-    train.main(tiny.flags(max_iters=3))
-    Path("out/log.jsonl").unlink()
-    Path("out/log.jsonl").symlink_to("missing/log.jsonl")
-    with pytest.raises(UserError, match=r"cannot write out/log\.jsonl: No such file"):
-        train.main(tiny.flags(init_from="resume"))
-    assert tiny.load("last.pt")["iter_num"] == 3
