@@ -189,15 +189,3 @@ def stride_of(model, context_stride):
     """Returns the number of tokens that a full context drops. Default: half of block_size."""
     size = model.config.block_size
     return min(context_stride or max(1, size // 2), size)
-
-
-def context_start(index, block_size, stride, prompt_length=0):
-    """Returns the first token that the model sees when it predicts token `index` of a text.
-
-    At first the context holds the tokens of the prompt, or the last block_size of them. When it is
-    full, it drops `stride` tokens.
-    """
-    appended = index - max(prompt_length, block_size)  # to a full context
-    if appended <= 0:
-        return max(0, index - block_size)
-    return index - (block_size - stride + 1 + (appended - 1) % stride)

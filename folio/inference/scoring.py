@@ -4,14 +4,14 @@
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from folio.cli.errors import UserError
-from folio.inference.generate import TOKENS_PER_PASS, context_start, stride_of
+from folio.inference.generate import TOKENS_PER_PASS, stride_of
 
 
 @dataclass
@@ -77,16 +77,16 @@ def token_nll(model, ids, context_stride=None, vocab_size=None):
     """
     last, stride, losses = len(ids) - 1, stride_of(model, context_stride), []
     size = min(model.config.block_size, last)
-    contexts = (context_start(index, size, stride) for index in range(1, len(ids)))
-    scored = Counter(min(start, last - size) for start in contexts)  # {start: number of tokens}
-    starts, windows_per_pass = list(scored), max(1, TOKENS_PER_PASS // size)
+    starts = [*range(0, last - size, stride), last - size]
+    counts = [size, *(start - earlier for earlier, start in pairwise(starts))]  # tokens to score
+    windows_per_pass = max(1, TOKENS_PER_PASS // size)
     for first in range(0, len(starts), windows_per_pass):
-        pass_starts = starts[first : first + windows_per_pass]
-        windows = torch.stack([ids[start : start + size + 1] for start in pass_starts])
+        part = slice(first, first + windows_per_pass)
+        windows = torch.stack([ids[start : start + size + 1] for start in starts[part]])
         windows = windows.to(model.transformer.wte.weight.device)
         states = model.trunk(windows[:, :-1])
-        for state, window, start in zip(states, windows, pass_starts, strict=True):
-            count = scored[start]  # the logits of one window, because they are large
+        for state, window, count in zip(states, windows, counts[part], strict=True):
+            # the logits of one window, because they are large
             logits = model.head(state[-count:])[:, :vocab_size].float()
             losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
     return torch.cat(losses)
