@@ -112,7 +112,6 @@ def with_content(**values):
 
 
 CHECKPOINTS = {
-    "cut": cut,
     "hostile": lambda path: torch.save({"model": Hostile()}, path),
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
     "a later format": with_content(format=99),

@@ -36,10 +36,6 @@ CURVE_SETTINGS = {
     "n_layer": 2,
     "n_embd": 18,  # not divisible by 4 processes
 }
-TORCHRUN = {  # variables that torchrun sets with --max-restarts
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3",
-}  # fmt: skip
 both_parallel = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 
 
@@ -244,11 +240,13 @@ def test_settings_that_do_not_fit_the_processes_are_refused(settings, size, advi
         check_parallel(tiny.settings(**settings), size)
 
 
-def launch(monkeypatch, **variables):
+@pytest.fixture
+def launched(monkeypatch):
     """Makes this process look like one of torchrun."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
 
 
 @pytest.mark.parametrize(
@@ -260,21 +258,20 @@ def launch(monkeypatch, **variables):
     ],
     ids=str,
 )
-def test_only_errors_of_the_network_are_a_lost_connection(monkeypatch, error, expected):
-    launch(monkeypatch, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+def test_only_errors_of_the_network_are_a_lost_connection(launched, monkeypatch, error, expected):
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     with pytest.raises(expected), process_group("cpu"):
         raise error
 
 
-def test_restarts_that_read_old_addresses_are_refused(monkeypatch):
-    launch(monkeypatch, **TORCHRUN)
-    words = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    with pytest.raises(UserError, match=words), process_group("cpu"):
-        pass
+def test_processes_that_torchrun_cannot_connect_are_refused(launched, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # which can read old addresses
+    with pytest.raises(UserError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        process_group("cpu").__enter__()
     monkeypatch.setenv("RANK", "x")
-    with pytest.raises(RankError, match="rank x cannot connect"), process_group("cpu"):
-        pass
+    with pytest.raises(RankError, match="rank x cannot connect"):
+        process_group("cpu").__enter__()
 
 
 # Muon
