@@ -22,7 +22,7 @@ from folio.pretrained.huggingface import (
     write_pretrained,
 )
 from folio.pretrained.tokenizer_files import make_definition
-from model import ACTIVATIONS, GPTConfig
+from model import GPTConfig
 
 pytestmark = [
     pytest.mark.usefixtures("folder"),
@@ -249,12 +249,6 @@ def greedy(model, ids, count):
         logits = model.logits(ids[:, -model.config.block_size :])
         ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
     return ids
-
-
-def test_an_activation_that_transformers_lacks_is_exported_with_its_code(monkeypatch):
-    monkeypatch.setitem(ACTIVATIONS, "cube", lambda x: x**3)
-    write(tiny.random_model(activation="cube"))
-    assert json.loads(Path("ours/config.json").read_text())["model_type"] == "folio"
 
 
 @pytest.mark.parametrize("changes", [*GPT2, *OWN], ids=str)

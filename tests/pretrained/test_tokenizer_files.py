@@ -166,9 +166,3 @@ def test_damaged_and_other_tokenizers_are_refused(changes, tmp_path):
     write_changed(tmp_path, bpe(), **changes)
     with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json: [^\n]*$"):
         read_tokenizer(tmp_path / TOKENIZER_FILE)
-
-
-def test_a_folder_without_tokenizer_json_is_refused(tmp_path):
-    (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(UserError, match="^[^\n]*tokenizer.json[^\n]*$"):
-        read_tokenizer(tmp_path / TOKENIZER_FILE)
