@@ -185,7 +185,7 @@ def _read(path, mapped):
 
 
 def _check_archive(path):
-    """Raises BadZipFile for damage that torch.load does not notice."""
+    """Raises BadZipFile if an archive is damaged. torch.load verifies no checksums."""
     if not zipfile.is_zipfile(path):
         advice = "copy or download it again, or use the run's other checkpoint"
         raise zipfile.BadZipFile(f"its end is missing: {advice}")
@@ -218,12 +218,13 @@ def _parse(content, path):
 def _parse_progress(content, path):
     """Returns the Progress in a file. What nanoGPT's files lack follows from the step."""
     settings, values = content.get("config", {}), {}
+    sizes = [settings.get(name) for name in TOKENS_PER_STEP]
+    is_known = all(isinstance(size, int) for size in sizes)
     with foreign_errors(f"{path}: the progress of the run is damaged", TypeError, ValueError):
         step = int(content.get("iter_num", 0))
-        tokens = step * math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)
         evaluated = content.get("evaluated", step)  # nanoGPT saves after an evaluation
         defaults = dict.fromkeys(("evaluated_at", "evaluated_step", "best_step"), evaluated)
-        defaults["tokens"] = tokens
+        defaults["tokens"] = step * math.prod(sizes) if is_known else 0
         for field in dataclasses.fields(Progress):
             default = defaults.get(field.name, field.default)
             value = content.get(PROGRESS_KEYS.get(field.name, field.name), default)
