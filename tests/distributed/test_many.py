@@ -29,21 +29,13 @@ def world(size):
     torch.distributed.destroy_process_group()
 
 
-def ranks_of(world):
-    return [replace(world, rank=rank) for rank in range(world.size)]
-
-
-def plan_of(dataset, world, **changes):
-    settings = tiny.settings(gradient_accumulation_steps=2 * world.size, **changes)
-    config = model_config(settings, dataset.tokenizer)
-    return replace(tiny.plan_of(config, settings, to_device(dataset, "cpu")), world=world)
-
-
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_step_with_more_processes_than_rows(verse, world, parallel):
-    run = train.make_run(
-        plan_of(verse, world, parallel=parallel, optimizer="muon", **tiny.SWITCHES)
-    )
+    changes = {"parallel": parallel, "optimizer": "muon"} | tiny.SWITCHES
+    settings = tiny.settings(gradient_accumulation_steps=2 * world.size, **changes)
+    config = model_config(settings, verse.tokenizer)
+    plan = tiny.plan_of(config, settings, to_device(verse, "cpu"))
+    run = train.make_run(replace(plan, world=world))
     if parallel == "ddp":  # its own average needs a backend
         run.forward.register_comm_hook(None, keep_gradients)
     batches = Batches(run.dataset.train, run.settings, world)
@@ -59,18 +51,3 @@ def keep_gradients(_, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def test_the_processes_share_the_batches_and_windows_of_one(verse, world):
-    run = train.make_run(plan_of(verse, replace(world, is_launched=False)))
-    split, one = run.dataset.train, World(0, 1, "cpu")
-    own = [[x for x, _ in Batches(split, run.settings, rank).at(3)] for rank in ranks_of(world)]
-    whole = [x for x, _ in Batches(split, run.settings, one).at(3)]
-    assert [len(micro_batches) for micro_batches in own] == [2] * world.size
-    assert torch.equal(torch.stack(sum(own, [])), torch.stack(whole))
-
-    parts = []
-    for run.world in ranks_of(world):
-        parts.append(evaluation.split_loss(run, split, iters=50))
-    run.world = one
-    torch.testing.assert_close(sum(parts), evaluation.split_loss(run, split, iters=50))
