@@ -21,22 +21,71 @@ from tools.plot import __main__ as plot
 from tools.plot.attention import MAX_DRAWN_TOKENS, NEXT_TOKENS, compute_attention, draw_attention
 from tools.plot.embeddings import draw_embeddings
 from tools.plot.losses import MAX_TRAINING_POINTS, draw_losses
-from tools.plot.runs import group_runs, read_runs
+from tools.plot.runs import group_runs, read_run, read_runs
 from tools.plot.table import compare_groups, format_table, select_columns
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.usefixtures("folder")
 
 
-def read_groups(*folders, measure="loss"):
-    return group_runs(read_runs(folders), measure)
-
-
-# Tables
+def read_groups(*folders):
+    return group_runs(read_runs(folders))
 
 
 def make_table(*folders):
     return format_table(compare_groups(read_groups(*folders)))
+
+
+# Runs
+
+
+def test_log_of_train_is_read(verse):
+    train.main(tiny.flags())
+    run = read_run("out")
+    assert (run.parameters, run.settings["n_embd"]) == (3632, 16)
+    assert run.loss == pytest.approx(tiny.load()["best_val_loss"])
+    assert [event["tokens"] for event in run.val] == [0, 3 * 32, 6 * 32]
+    assert [event["step"] for event in run.train] == list(range(6))
+
+
+def test_resuming_changes_settings_and_damaged_lines_are_skipped():
+    write_run("out-a", [4.0, 2.5])
+    run = read_run("out-a")
+    lines = [
+        '{"step": 1, "spl{"step": 2, "split": "val"}',
+        '{"step": 1, "split": "resume", "changed": {"seed": [1, 5]}}',
+        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": NaN}',
+        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": "low"}',
+        '{"step": 20, "event": "start", "parameters": 9, "settings": 1}',
+        '{"step": 20, "event": ["val"]}',
+        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": 1' + "0" * 400 + "}",
+        "[" * 100_000,
+        "[]",
+        '{"step": 0, "event": "val", "tok',
+    ]
+    with open("out-a/log.jsonl", "a") as log:
+        log.write("\n".join(lines))
+    run.settings["seed"] = 5
+    assert read_run("out-a") == run
+
+
+def test_folder_of_runs_stands_for_its_runs():
+    write_run("out-sweep/a", [3.0])
+    write_run("out-sweep/b", [2.0])
+    runs = read_runs(["out-sweep", "out-sweep/a/"])
+    assert [run.folder for run in runs] == ["out-sweep/a", "out-sweep/b", "out-sweep/a"]
+
+
+def test_runs_that_differ_in_their_seed_only_are_grouped_best_first():
+    names = ["a/seed=1,n=2", "a/seed=2,n=2", "a/seed=1,n=4", "b/seed=1,n=2", "a/seed=11,n=2"]
+    for name, losses in zip(names, ([3], [4], [1], [], [5]), strict=True):
+        write_run(f"runs/{name}", losses)
+    groups = read_groups(*(f"runs/{name}" for name in names))
+    assert [group.name for group in groups] == ["a/seed=1,n=4", "a/seed=*,n=2", "b/seed=1,n=2"]
+    assert [group.mean_loss for group in groups] == [1, 4, math.inf]
+
+
+# Tables
 
 
 TABLE = """\
@@ -71,7 +120,7 @@ def test_the_final_evaluation_counts_until_the_run_continues():
         with open("out/log.jsonl", "a") as log:
             log.write(json.dumps(event | {"event": split, "loss": loss}) + "\n")
         [group] = read_groups("out")
-        assert group.losses == [loss]
+        assert group.mean_loss == loss
 
 
 REPEATED_TABLE = """\
@@ -93,35 +142,31 @@ def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
     assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
 
 
-def test_losses_of_different_datasets_are_not_ranked():
-    write_run("out-a", [2.0], dataset="b")
-    write_run("out-b", [4.0], dataset="a")
-    write_run("out-c", [3.0], dataset="a")
-    write_run("out-d", [], dataset="A")
-    head, _, *rows = [line.split() for line in make_table("out-a", "out-b", "out-c", "out-d")]
-    assert [(row[1], row[-2]) for row in rows] == [
-        ("out-c", "a"), ("out-b", "a"), ("out-a", "b"), ("out-d", "A"),
-    ]  # fmt: skip
-    assert head[-2] == "dataset"
+def test_losses_of_different_datasets_and_tokenizers_are_not_ranked():
+    write_run("out-a", [2.0], dataset="b", tokenizer="char")
+    write_run("out-b", [4.0], dataset="a", tokenizer="bpe")
+    write_run("out-c", [3.0], dataset="a", tokenizer="bpe")
+    write_run("out-d", [2.5], dataset="a", tokenizer="char")
+    write_run("out-e", [], dataset="A", tokenizer="char")
+    _, _, *rows = make_table("out-a", "./out-a", "out-b", "out-c", "out-d", "out-e")
+    assert [row.split()[1] for row in rows] == ["out-c", "out-b", "out-d", "out-a", "out-e"]
 
 
-def test_losses_of_different_tokenizers_are_not_ranked():
-    for name, loss, kind in (("out-a", 4.0, "bpe"), ("out-b", 2.0, "char"), ("out-c", 3.0, "bpe")):
-        write_run(name, [loss], tokenizer=kind)
-    _, _, *rows = [line.split()[1] for line in make_table("out-a", "./out-a", "out-b", "out-c")]
-    assert rows == ["out-c", "out-a", "out-b"]
-
-
-def test_table_of_bits_per_byte_has_their_best_first(capsys):
+def test_bits_per_byte_are_compared(capsys):
     write_run("out-a", [2.0, 1.0], bits=[4.0, 2.0], dataset="a")
     write_run("out-b", [4.0, 3.0, 3.5], bits=[1.75, 1.5, 1.25], dataset="b")
     write_run("out-c", [4.0, 0.5])
     plot.main(["out-a", "out-b", "out-c", "--y=bits_per_byte"])
     head, _, *rows, _ = capsys.readouterr().out.splitlines()
     assert "| best val bits per byte |" in head
-    cells = [row.split("|") for row in rows]
-    assert [row[1].strip() for row in cells] == ["out-b", "out-a", "out-c"]
-    assert [row[2].strip() for row in cells] == ["1.2500", "2.0000", ""]
+    cells = [[cell.strip() for cell in row.split("|")[1:3]] for row in rows]
+    assert cells == [["out-b", "1.2500"], ["out-a", "2.0000"], ["out-c", ""]]
+    groups = group_runs(read_runs(["out-a", "out-c"], "bits_per_byte"), "bits_per_byte")
+    figure = draw_losses(groups, "steps", "bits_per_byte")
+    assert read_curves(figure) == {"out-a": [[[0, 4.0], [10, 2.0]], [[10, 2.0]]]}
+    assert figure.axes[0].get_ylabel() == "bits per byte"
+    with pytest.raises(UserError, match="the runs have no bits per byte yet"):
+        plot.main(["out-c", "--y=bits_per_byte"])
 
 
 # Loss curves
@@ -149,18 +194,6 @@ def test_picture_has_curves_of_each_run(axis, x):
     assert validation == [[x[0], 4.0], [x[1], 2.0], [x[2], 2.25]]
     assert training == [[a, pytest.approx(b - 0.1)] for a, b in validation]
     assert best == [validation[1]]
-
-
-def test_picture_of_bits_per_byte_has_the_runs_that_have_them():
-    write_run("out-a", [4.0, 2.0])
-    write_run("out-b", [3.0, 1.0], bits=[2.5, 1.5])
-    figure = draw_losses(read_groups("out-a", "out-b", measure="bits_per_byte"), "steps")
-    validation, best = read_curves(figure)["out-b"]
-    assert list(read_curves(figure)) == ["out-b"]
-    assert (validation, best) == ([[0, 2.5], [10, 1.5]], [[10, 1.5]])
-    assert figure.axes[0].get_ylabel() == "bits per byte"
-    with pytest.raises(UserError, match="the runs have no bits per byte yet"):
-        plot.main(["out-a", "--y=bits_per_byte"])
 
 
 def test_curve_of_a_group_is_the_mean_of_its_seeds():
@@ -200,9 +233,8 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
         ([], "specify the run directories"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
         (["out-empty"], "the runs have no loss yet"),
-        (["out-a", "--out=gone/a.png"], "--out=gone/a.png must be a PNG file in an existing"),
-        (["out-a", "--out="], "--out= must be a PNG file"),
-        (["out-a", "--out=a.pdf"], "--out=a.pdf must be a PNG file"),
+        (["out-a", "--out=gone/a.png"], "cannot write gone.a.png: No such file"),
+        (["out-a", "--out=a.pdf"], "--out=a.pdf must be the name of a PNG file"),
         (["--attention", "out-a", "out-b"], "one with --attention"),
         (["--attention", "--embeddings", "out-a"], "one with --attention or --embeddings"),
         (["--attention", "out-b"], "there is no checkpoint out-b.ckpt.pt"),
@@ -218,26 +250,22 @@ def test_mistakes_raise_user_error(argv, message):
 # Attention
 
 
-SWITCHES = ({}, {"n_layer": 0}, {"position": "rotary", "qk_norm": True}, {"window": 3})
+SWITCHES = ({}, {"position": "rotary", "qk_norm": True}, {"window": 3})
 
 
 @pytest.mark.parametrize("changes", SWITCHES, ids=str)
 def test_attention_weights_are_those_of_the_model(changes):
     model = tiny.random_model(**changes)
-    idx = tiny.random_ids(model, rows=1)[0]
-    config, T = model.config, len(idx)
-    layers = range(config.n_layer)
-    weights_of_layer = compute_attention(model, idx, layers)
+    ids = tiny.random_ids(model, rows=1)[0].tolist()
+    config, T = model.config, len(ids)
+    weights = compute_attention(model, ids)
+    assert weights.shape == (config.n_layer, config.n_head, T, T)
+    assert torch.allclose(weights.sum(dim=-1), torch.ones(()))
+    assert (weights.triu(1) == 0).all()
+    if config.window:
+        assert (weights.tril(-config.window) == 0).all()
     packed = optimize_for_inference(copy.deepcopy(model))
-    assert sorted(weights_of_layer) == [*layers]
-    for layer, weights in weights_of_layer.items():
-        assert weights.shape == (config.n_head, T, T)
-        assert torch.allclose(weights.sum(dim=-1), torch.ones(config.n_head, T))
-        assert (weights.triu(1) == 0).all()
-        if config.window:
-            assert (weights.tril(-config.window) == 0).all()
-        packed_weights = compute_attention(packed, idx, [layer])[layer]
-        assert torch.allclose(packed_weights, weights, atol=1e-5)
+    assert torch.allclose(compute_attention(packed, ids), weights, atol=1e-5)
 
 
 def find_heads(figure):
@@ -278,23 +306,11 @@ def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
     ids = [number % 37 for number in range(200)]
     figure = draw_attention(trained, ids, "a title")
     assert f"last {MAX_DRAWN_TOKENS} of 200 tokens" in figure.get_suptitle()
-    weights = compute_attention(trained.model, torch.tensor(ids), range(2))
-    last = slice(-MAX_DRAWN_TOKENS, None)
-    drawn = torch.cat([values[:, last, last] for values in weights.values()])
+    weights = compute_attention(trained.model, ids).flatten(0, 1)
     images = [axes.get_images()[0] for axes in find_heads(figure)]
-    for image, expected in zip(images, drawn, strict=True):
+    for image, expected in zip(images, weights, strict=True):
         assert torch.equal(torch.tensor(image.get_array()), expected)
-        assert image.get_clim() == (0, drawn.max())
-
-
-@pytest.mark.parametrize(("n_layer", "n_head"), [(1, 1), (6, 8)])
-def test_the_label_of_the_color_bar_is_not_cut(trained, n_layer, n_head):
-    trained.model = tiny.random_model(n_layer=n_layer, n_head=n_head)
-    figure = draw_attention(trained, [1, 2], "a title")
-    figure.draw_without_rendering()
-    label = next(axes.xaxis.label for axes in figure.axes if "weight" in axes.get_xlabel())
-    corners = label.get_window_extent().corners()
-    assert all(figure.bbox.contains(*corner) for corner in corners)
+        assert image.get_clim() == (0, weights.max())
 
 
 def test_the_legend_does_not_cover_curves():

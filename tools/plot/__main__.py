@@ -13,7 +13,6 @@ import math
 import shutil
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from folio.cli import process
@@ -54,9 +53,8 @@ class PlotConfig:
             raise ValueError(
                 "specify the run directories to compare, or one with --attention or --embeddings"
             )
-        path = Path("runs.png" if self.out is None else self.out)
-        if path.suffix.lower() != ".png" or not path.parent.is_dir():
-            raise ValueError(f"--out={self.out} must be a PNG file in an existing folder")
+        if self.out is not None and not self.out.lower().endswith(".png"):
+            raise ValueError(f"--out={self.out} must be the name of a PNG file")
 
 
 process.start(__name__, PlotConfig)  # --help must not wait for torch
@@ -73,28 +71,32 @@ from tools.plot.table import compare_groups, format_table, select_columns
 
 def main(argv=None):
     settings = load_settings(PlotConfig, argv)
-    of_model = settings.attention or settings.embeddings
-    if not of_model:
-        groups = group_runs(read_runs(settings.runs), settings.y)
-        rows = compare_groups(groups)
-        if not settings.all:
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-            rows = select_columns(rows, width)
-        print("\n".join(format_table(rows)), flush=True)
-    import_optional("matplotlib", "a plot")
-    if of_model:
-        default_path = "attention.png" if settings.attention else "embeddings.png"
+    if settings.attention or settings.embeddings:
+        name = "attention.png" if settings.attention else "embeddings.png"
         figure = plot_model(settings.runs[0], settings)
     else:
-        default_path, figure = "runs.png", draw_losses(groups, settings.x)
-    path = settings.out or default_path
+        name, figure = "runs.png", compare_runs(settings)
+    path = settings.out or name
     with write_atomically(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
 
 
+def compare_runs(settings):
+    """Prints a table of runs, and returns a matplotlib figure of their losses."""
+    groups = group_runs(read_runs(settings.runs, settings.y), settings.y)
+    rows = compare_groups(groups, settings.y)
+    if not settings.all:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+        rows = select_columns(rows, width)
+    print("\n".join(format_table(rows)), flush=True)
+    import_optional("matplotlib", "a plot")
+    return draw_losses(groups, settings.x, settings.y)
+
+
 def plot_model(folder, settings):
     """Returns a matplotlib figure for the best model of a run. `settings` is a PlotConfig."""
+    import_optional("matplotlib", "a plot")
     prompt = read_prompt(settings.start)
     trained = load_trained(RunDir(folder).load_best())
     ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()

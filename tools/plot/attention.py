@@ -1,39 +1,36 @@
 """Plots of a trained model's attention weights on a prompt and of its most likely next tokens."""
 
-import math
-
 import torch
 
 from folio.cli.errors import UserError
 from folio.inference.scoring import likely_next
 from model import attention_weights, causal_mask
+from tools.plot.tokens import TOKEN_STYLE, draw_heat_map, format_token
 
-TOKEN_STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l look different
 NEXT_TOKENS = 12
 MAX_DRAWN_TOKENS = 32  # the last ones: of a longer prompt, cells and weights would be too small
 HEAT_MAP_INCHES = 3
-HEADS_PER_ROW = 4  # if a single layer is drawn
+BAR_LABEL = "attention weight of the column's token\nfor the row's token; same scale in all maps"
 
 
 @torch.inference_mode()
-def compute_attention(model, idx, layers):
-    """Returns {layer: attention weights of its heads} for the layers with these numbers.
+def compute_attention(model, ids):
+    """Returns the attention weights of a list of ids, for the last D = MAX_DRAWN_TOKENS of them.
 
-    idx: (T,) int64 -> weights: (n_head, T, T) float32 on the CPU. Element [h, t, s] is the weight
-    of position s in the output for position t.
+    They are (n_layer, n_head, D, D) float32 on the CPU. Element [l, h, t, s] is the weight of
+    position s in the output for position t.
     """
+    idx = torch.tensor(ids, device=model.transformer.wte.weight.device)
     positions = torch.arange(len(idx), device=idx.device)
-    mask = causal_mask(positions, positions, model.config.window)
-    weights_of_layer = {}
+    mask, layers = causal_mask(positions, positions, model.config.window), []
 
-    def attend(layer, q, k, v):
+    def attend(_, q, k, v):
         weights = attention_weights(q.float(), k.float(), mask)
-        if layer in layers:
-            weights_of_layer[layer] = weights[0].cpu()
+        layers.append(weights[0, :, -MAX_DRAWN_TOKENS:, -MAX_DRAWN_TOKENS:].cpu())
         return (weights @ v.float()).to(v.dtype)
 
     model.trunk(idx[None], attend=attend)
-    return weights_of_layer
+    return torch.stack(layers)
 
 
 def draw_attention(trained, ids, title, layer=None):
@@ -47,50 +44,25 @@ def draw_attention(trained, ids, title, layer=None):
     config, tokenizer = trained.model.config, trained.tokenizer
     if (layer or 0) not in range(config.n_layer):
         raise UserError(f"{title}: there is no layer {layer or 0} of {config.n_layer} layers")
-    layers = range(config.n_layer) if layer is None else [layer]
     ids = ids[-config.block_size :]
-    idx = torch.tensor(ids, device=trained.model.transformer.wte.weight.device)
-    weights = compute_attention(trained.model, idx, layers)
-
-    heads = [(layer, head) for layer in layers for head in range(config.n_head)]
-    columns = config.n_head if len(layers) > 1 else min(config.n_head, HEADS_PER_ROW)
-    rows = math.ceil(len(heads) / columns)
-    size = HEAT_MAP_INCHES * (columns + 1), HEAT_MAP_INCHES * rows + 1.5
+    weights, drawn = compute_attention(trained.model, ids), ids[-MAX_DRAWN_TOKENS:]
+    labels = [format_token(tokenizer, token) for token in drawn]
+    layers = range(config.n_layer) if layer is None else [layer]
+    size = HEAT_MAP_INCHES * (config.n_head + 1), HEAT_MAP_INCHES * len(layers) + 1.5
     figure = Figure(figsize=size, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08)  # inches between labels and titles
-    drawn = ids[-MAX_DRAWN_TOKENS:]
     part = f"last {len(drawn)} of {len(ids)} tokens" if len(drawn) < len(ids) else "prompt"
     figure.suptitle(f"{title}\n{part} {tokenizer.decode(drawn)[:60]!r}", fontsize=10, **TOKEN_STYLE)
-    heights = [1] * rows + [0.04]  # the last row is the color bar
-    grid = figure.add_gridspec(rows + 1, columns + 1, height_ratios=heights)
-    labels = [format_token(tokenizer, token) for token in drawn]
-    weights = {layer: weights[layer][:, -len(drawn) :, -len(drawn) :] for layer in layers}
-    highest = max(float(values.max()) for values in weights.values())
-    colors = {"cmap": "Blues", "vmin": 0, "vmax": highest}  # one scale for all heads
-    for number, (layer, head) in enumerate(heads):
-        axes = figure.add_subplot(grid[number // columns, number % columns])
-        axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-        image = draw_heat_map(axes, weights[layer][head], labels, **colors)
-    bar = figure.add_subplot(grid[rows, : min(columns, HEADS_PER_ROW)])
-    figure.colorbar(image, cax=bar, orientation="horizontal")
-    bar.set_xlabel(
-        "attention weight of the column's token\nfor the row's token; same scale in all maps",
-        fontsize=8,
-    )
-    draw_next_tokens(figure.add_subplot(grid[:, columns]), trained, ids)
+    left, right = figure.subfigures(1, 2, width_ratios=[config.n_head, 1])
+    maps = left.subplots(len(layers), config.n_head, squeeze=False)
+    colors = {"cmap": "Blues", "vmin": 0, "vmax": weights[layers].max()}  # one scale for all heads
+    for layer, row in zip(layers, maps, strict=True):
+        for head, axes in enumerate(row):
+            axes.set_title(f"layer {layer}, head {head}", fontsize=8)
+            image = draw_heat_map(axes, weights[layer, head], labels, **colors)
+    left.colorbar(image, ax=maps, location="bottom", shrink=0.6, aspect=30)
+    left.supxlabel(BAR_LABEL, fontsize=9)
+    draw_next_tokens(right.subplots(), trained, ids)
     return figure
-
-
-def draw_heat_map(axes, values, labels, **colors):
-    """Draws values, (T, T), with the same labels for rows and columns. Returns the image.
-
-    `colors` are arguments of imshow.
-    """
-    rotation = 90 if max(map(len, labels)) > 2 else 0
-    axes.tick_params(labelsize=6)
-    axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)
-    axes.set_yticks(range(len(labels)), labels, **TOKEN_STYLE)
-    return axes.imshow(values.numpy(), **colors)
 
 
 def draw_next_tokens(axes, trained, ids):
@@ -103,11 +75,3 @@ def draw_next_tokens(axes, trained, ids):
     labels = [format_token(trained.tokenizer, token) for token in tokens]
     axes.set_yticks(range(len(tokens)), labels, **TOKEN_STYLE)
     axes.invert_yaxis()
-
-
-def format_token(tokenizer, token):
-    """Returns a token's text, with visible spaces and line breaks; bytes if they are no text."""
-    text = tokenizer.decode([token])
-    if "\ufffd" in text:
-        text = tokenizer.token_bytes(token)
-    return repr(text).removeprefix("b")[1:-1].replace(" ", "␣")

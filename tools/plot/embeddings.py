@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from tools.plot.attention import TOKEN_STYLE, draw_heat_map, format_token
+from tools.plot.tokens import TOKEN_STYLE, draw_heat_map, format_token
 
 MAX_DRAWN_EMBEDDINGS = 100  # more labels would be too small
 INCHES_PER_TOKEN = 0.125

@@ -6,12 +6,13 @@ from folio.cli.errors import UserError
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
+LEGEND = "line: validation\ndot: best model\nfaint: training\nband: deviation over seeds"
 MAX_LABELED_GROUPS = 15  # a longer legend would be higher than the plot
 MAX_TRAINING_POINTS = 100  # more are averaged, because losses of batches are noisy
 SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
 
-def draw_losses(groups, axis):
+def draw_losses(groups, axis, measure="loss"):
     """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES.
 
     There is no training curve of bits per byte, which only evaluations measure.
@@ -19,8 +20,7 @@ def draw_losses(groups, axis):
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    measure = groups[0].measure
-    groups = [group for group in groups if group.evaluated_runs]
+    groups = [group for group in groups if group.losses]
     if not groups:
         name = measure.replace("_", " ")
         raise UserError(f"there is nothing to draw: the runs have no {name} yet")
@@ -29,28 +29,40 @@ def draw_losses(groups, axis):
     highest = []
     for number, group in enumerate(groups):
         color = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / len(groups))
+        logs = [run.train for run in group.evaluated_runs]
         if measure == "loss":
-            x, loss, _ = group.curve("train", AXES[axis])
+            x, loss, _ = mean_curve(logs, AXES[axis])
             axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
-        x, loss, deviation = group.curve("val", AXES[axis])
+        logs = [run.val for run in group.evaluated_runs]
+        x, loss, deviation = mean_curve(logs, AXES[axis])
         name = group.name.replace("$", r"\$")  # a mathematical formula otherwise
         label = name if number < MAX_LABELED_GROUPS else None
         axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
         axes.plot(x[loss.argmin()], group.mean_loss, "o", color=color)  # the table's
-        if deviation.any():
+        if len(logs) > 1:
             low, high = loss - deviation, loss + deviation
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
-    training = "\nfaint: training" if measure == "loss" else ""
-    title = f"line: validation{training}\ndot: best model"
-    if any(len(group.runs) > 1 for group in groups):
-        title += "\nmeans over seeds\nband: ± standard deviation"
+    title = LEGEND
     if len(groups) > MAX_LABELED_GROUPS:
         title += f"\nthe first {MAX_LABELED_GROUPS} of {len(groups)}"
     axes.legend(title=title, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
+
+
+def mean_curve(logs, key):
+    """Returns the means of `key`, and the means and standard deviations of the losses.
+
+    They are (3, events). `logs` has a list of events per run, of which as many are used as all
+    runs have.
+    """
+    length = min(map(len, logs))
+    x = np.array([[event[key] for event in log[:length]] for log in logs])
+    loss = np.array([[event["loss"] for event in log[:length]] for log in logs])
+    deviation = loss.std(axis=0, ddof=int(len(logs) > 1))
+    return np.stack([x.mean(axis=0), loss.mean(axis=0), deviation])
 
 
 def shorten(values):

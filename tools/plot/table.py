@@ -6,36 +6,35 @@ from statistics import median, stdev
 from folio.cli.process import printable
 
 
-def compare_groups(groups):
+def compare_groups(groups, measure="loss"):
     """Returns the rows of a table of groups, which are sorted, the best first.
 
     The first row is the header. Losses are means and standard deviations over seeds, padded to
     equal lengths. The last columns are settings in which the groups differ.
     """
     is_repeated = any(len(group.runs) > 1 for group in groups)
-    header = ["run", f"best val {groups[0].measure}".replace("_", " ")]
-    if is_repeated:
-        header.append("seeds")
+    loss_name = f"best val {measure}".replace("_", " ")
     settings = find_differing_settings(groups)
-    rows = [[*header, *compute_figures(groups[0]), *settings]]
+    rows = []
     for group in groups:
-        row = [group.name, f"{group.mean_loss:.4f}" if group.losses else ""]
+        losses = group.losses
+        row = {"run": group.name, loss_name: f"{group.mean_loss:.4f}" if losses else ""}
         if is_repeated:
-            row[1] += f" ± {stdev(group.losses):.4f}" if len(group.losses) > 1 else " " * 9
-            row.append(str(len(group.losses)))
-        row += compute_figures(group).values()
-        row += [next(iter(group.values(name))) for name in settings]
+            row[loss_name] += f" ± {stdev(losses):.4f}" if len(losses) > 1 else " " * 9
+            row["seeds"] = str(len(losses))
+        row |= compute_figures(group)
+        row |= {name: group.values(name)[0] for name in settings}
         rows.append(row)
-    return rows
+    return [list(rows[0]), *(list(row.values()) for row in rows)]
 
 
 def find_differing_settings(groups):
     """Returns the names of settings that have one value in each group, but not the same in all."""
-    names = dict.fromkeys(name for group in groups for run in group.runs for name in run.settings)
     differing = []
-    for name in names:
+    for name in dict.fromkeys(name for group in groups for name in group.runs[0].settings):
         values = [group.values(name) for group in groups]
-        if max(map(len, values)) == 1 and len(set.union(*values)) > 1:
+        is_same = all(other == values[0] for other in values)
+        if not is_same and max(map(len, values)) == 1:
             differing.append(name)
     return differing
 
@@ -43,9 +42,9 @@ def find_differing_settings(groups):
 def compute_figures(group):
     """Returns {column: cell} of the columns after the loss: medians over the runs of a group."""
     figures = {
-        "at step": [run.best(group.measure)["step"] for run in group.evaluated_runs],
+        "at step": [run.best["step"] for run in group.evaluated_runs],
         "time, s": [run.seconds for run in group.runs if run.seconds],
-        "tokens/s": [event.get("tokens_per_s", 0) for run in group.runs for event in run.train],
+        "tokens/s": [event["tokens_per_s"] for run in group.runs for event in run.train],
         "parameters": [run.parameters for run in group.runs],
         "steps": [run.val[-1]["step"] for run in group.evaluated_runs],
     }

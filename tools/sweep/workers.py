@@ -14,7 +14,7 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import lock_folder
 from folio.cli.process import Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
-from tools.plot.runs import Group, read_run
+from tools.plot.runs import read_run
 from train import TrainConfig
 
 OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
@@ -112,4 +112,4 @@ def describe_outcome(folder, status):
         output = (folder / OUTPUT_FILE).read_text(errors="replace")
         cause = printable(output.strip().rpartition("\n")[2])
         return f"failed with status {status}: {cause}"
-    return f"val loss {Group(folder.name, [read_run(folder)]).mean_loss:.4f}"
+    return f"val loss {read_run(folder).loss:.4f}"
