@@ -91,10 +91,7 @@ def check_same_grid(sweep_dir, grid):
     for folder in RunDir.find(sweep_dir):
         names = re.findall(r"(?:^|,)(\w+)=", folder.name)
         if names and set(names) != set(grid.names):
-            raise UserError(
-                f"{folder} is a run of another sweep: use another --sweep_dir, such as "
-                f"--sweep_dir={sweep_dir}-{'-'.join(grid.names)}"
-            )
+            raise UserError(f"{folder} contains another run: choose another --sweep_dir")
 
 
 def has_finished(folder, settings, fingerprint):
@@ -105,11 +102,11 @@ def has_finished(folder, settings, fingerprint):
     earlier = RunDir(folder).load_newest(required=False, optimizers=False)
     if not earlier:
         return False
-    names = names_with_scope(TrainConfig, "run")
+    names = names_with_scope(TrainConfig, "run") & earlier.settings.keys()
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
     refusal = f"{folder} contains another run; choose another --sweep_dir:"
-    for name in sorted(names & earlier.settings.keys()):
+    for name in sorted(names):
         old, new = earlier.settings[name], getattr(settings, name)
         if new not in (old, "auto"):
             raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")

@@ -49,15 +49,10 @@ class Grid:
         UserError if there are too many.
         """
         names = [name for name in self.names if name != "seed"]
-        sizes = [self.sizes[name] for name in names]
-        total = math.prod(sizes)
-        if not self.first.trials and total >= LIMIT:
-            raise UserError(f"there are {total:,} combinations: use --trials=N to train N of them")
         runs = {}
-        for row in draw_indices(sizes, self.first.trials):
-            indices = dict(zip(names, row, strict=True))
+        for row in choose_indices([self.sizes[name] for name in names], self.first.trials):
             for seed_index in range(self.sizes.get("seed", 1)):
-                settings = self._load(indices | {"seed": seed_index})
+                settings = self._load(dict(zip(names, row, strict=True)) | {"seed": seed_index})
                 values = [f"{name}={getattr(settings, name)}" for name in self.names]
                 folder = quote(",".join(values), safe=",+=")  # n_layer=4,seed=1
                 runs[Path(settings.sweep_dir, folder)] = settings
@@ -81,8 +76,7 @@ def list_values(settings_class, name, value):
 
     `value` is what a config file assigns, or the list of a flag's texts. A range,
     "uniform:LOW:HIGH" or "log:LOW:HIGH", has at most LIMIT values: integers, or numbers of four
-    digits. They or, for "log", their logarithms are evenly spaced. Raises UserError if LOW or
-    HIGH is invalid.
+    digits. They or, for "log", their logarithms are evenly spaced.
     """
     is_list = isinstance(value, list | tuple | range) and len(value) > 0
     values = value if is_list else [value]
@@ -95,8 +89,9 @@ def list_values(settings_class, name, value):
             raise ValueError
         numbers = RANGE_SPACINGS[kind](low, high, LIMIT).tolist()
     except ValueError as error:
-        rule = "LOW < HIGH" if kind == "uniform" else "0 < LOW < HIGH"
-        raise UserError(f"{values[0]} is not a range: write {kind}:LOW:HIGH, {rule}") from error
+        raise UserError(
+            f"{values[0]} is not a range: write uniform:0:1 or log:1e-4:1e-2"
+        ) from error
     if type(getattr(settings_class, name)) is int:  # the default value
         numbers = [round(number) for number in numbers]
     else:
@@ -104,12 +99,15 @@ def list_values(settings_class, name, value):
     return list(dict.fromkeys(numbers))
 
 
-def draw_indices(sizes, count=None):
-    """Returns the indices of all combinations, or of `count` at random.
+def choose_indices(sizes, count):
+    """Returns the indices of all combinations, or of `count` at random unless it is None.
 
     The combinations for a smaller `count` are among those for a larger one.
     """
-    if count is None or count >= math.prod(sizes):
+    total = math.prod(sizes)
+    if not count and total >= LIMIT:
+        raise UserError(f"there are {total:,} combinations: use --trials=N to train N of them")
+    if not count or count >= total:
         return list(itertools.product(*map(range, sizes)))
     generator = random.Random(SEED)
     drawn = set()

@@ -1,17 +1,13 @@
 """Workers, which are processes of train.py that train the runs of a sweep, several at a time."""
 
-import ctypes
 import os
-import signal
 import sys
 import time
-from collections import deque
 from subprocess import DEVNULL, STDOUT, Popen
 
 import torch
 
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.files import lock_folder
 from folio.cli.process import Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read_run
@@ -19,8 +15,6 @@ from train import TrainConfig
 
 OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
 POLL_INTERVAL_S = 0.1
-SAVING_TIMEOUT_S = 60
-PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 # Settings that a sweep passes on to train.py
 RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
 
@@ -31,26 +25,25 @@ def train_runs(runs, jobs):
     Returns the folders of the runs that failed. After a stop signal, waits until the workers have
     saved their state, and raises Interrupted.
     """
-    waiting, failed, ended = deque(runs.items()), [], 0
+    waiting, ended, failed = list(runs), [], []
     jobs = min(jobs, len(runs))
     workers = {}  # {number below jobs: (folder, process)}
     with StopSignal("waiting until the runs are saved") as stop:
         try:
-            while (waiting or workers) and not stop:
+            while len(ended) < len(runs) and not stop:
                 for number in range(jobs):
-                    if waiting and number not in workers:
-                        folder, settings = waiting.popleft()
-                        print(f"{folder.name}: training, see {folder / OUTPUT_FILE}", flush=True)
-                        workers[number] = folder, start_worker(folder, settings, number, jobs)
-                time.sleep(POLL_INTERVAL_S)
-                for number, (folder, process) in list(workers.items()):
-                    if process.poll() is not None:
-                        del workers[number]
-                        ended += 1
-                        outcome = describe_outcome(folder, process.returncode)
-                        print(f"{ended} of {len(runs)}: {folder.name}: {outcome}", flush=True)
+                    if number in workers and workers[number][1].poll() is not None:
+                        folder, process = workers.pop(number)
+                        ended.append(folder)
                         if process.returncode:
                             failed.append(folder)
+                        outcome = describe_outcome(folder, process.returncode)
+                        print(f"{len(ended)} of {len(runs)}: {folder.name}: {outcome}", flush=True)
+                    if number not in workers and waiting:
+                        folder = waiting.pop(0)
+                        print(f"{folder.name}: training, see {folder / OUTPUT_FILE}", flush=True)
+                        workers[number] = folder, start_worker(folder, runs[folder], number, jobs)
+                time.sleep(POLL_INTERVAL_S)
         finally:
             for _, process in workers.values():
                 process.terminate()
@@ -66,17 +59,11 @@ def start_worker(folder, settings, number, jobs):
 
     What it prints is appended to OUTPUT_FILE.
     """
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
     env = os.environ | worker_environment(settings.device, number, jobs)
-    with lock_folder(folder, SAVING_TIMEOUT_S):  # a worker of a killed sweep may still be saving
-        command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
-    end = end_with_parent if sys.platform == "linux" else None
     with open(folder / OUTPUT_FILE, "ab") as output:
-        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env, preexec_fn=end)
-
-
-def end_with_parent():
-    """Makes Linux send SIGTERM to this process when its parent ends, even if that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env)
 
 
 def train_flags(folder, settings):
