@@ -48,25 +48,36 @@ def test_log_of_train_is_read(verse):
     assert [event["step"] for event in run.train] == list(range(6))
 
 
+def add_lines(*lines):
+    with open("out/log.jsonl", "a") as log:
+        log.write("\n".join(lines) + "\n")
+
+
 def test_resuming_changes_settings_and_damaged_lines_are_skipped():
-    write_run("out-a", [4.0, 2.5])
-    run = read_run("out-a")
-    lines = [
+    write_run("out", [4.0, 2.5])
+    run = read_run("out")
+    add_lines(
         '{"step": 1, "spl{"step": 2, "split": "val"}',
         '{"step": 1, "split": "resume", "changed": {"seed": [1, 5]}}',
         '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": NaN}',
         '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": "low"}',
+        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": 1' + "0" * 400 + "}",
         '{"step": 20, "event": "start", "parameters": 9, "settings": 1}',
         '{"step": 20, "event": ["val"]}',
-        '{"step": 20, "event": "val", "tokens": 9, "elapsed_s": 9, "loss": 1' + "0" * 400 + "}",
         "[" * 100_000,
         "[]",
         '{"step": 0, "event": "val", "tok',
-    ]
-    with open("out-a/log.jsonl", "a") as log:
-        log.write("\n".join(lines))
+    )
     run.settings["seed"] = 5
-    assert read_run("out-a") == run
+    assert read_run("out") == run
+
+
+def test_the_final_evaluation_counts_until_the_run_continues():
+    write_run("out", [4.0, 2.0])
+    for event, loss in (("final", 2.125), ("val", 1.5)):
+        common = {"step": 10, "tokens": 1000, "elapsed_s": 5.0}
+        add_lines(json.dumps(common | {"event": event, "loss": loss}))
+        assert read_run("out").loss == loss
 
 
 def test_folder_of_runs_stands_for_its_runs():
@@ -76,32 +87,28 @@ def test_folder_of_runs_stands_for_its_runs():
     assert [run.folder for run in runs] == ["out-sweep/a", "out-sweep/b", "out-sweep/a"]
 
 
-def test_runs_that_differ_in_their_seed_only_are_grouped_best_first():
-    names = ["a/seed=1,n=2", "a/seed=2,n=2", "a/seed=1,n=4", "b/seed=1,n=2", "a/seed=11,n=2"]
-    for name, losses in zip(names, ([3], [4], [1], [], [5]), strict=True):
-        write_run(f"runs/{name}", losses)
-    groups = read_groups(*(f"runs/{name}" for name in names))
-    assert [group.name for group in groups] == ["a/seed=1,n=4", "a/seed=*,n=2", "b/seed=1,n=2"]
-    assert [group.mean_loss for group in groups] == [1, 4, math.inf]
-
-
 # Tables
 
 
 TABLE = """\
-| run   | best val loss | at step | time, s | tokens/s | parameters | steps | n_layer | seed |
-| ----- | ------------: | ------: | ------: | -------: | ---------: | ----: | ------: | ---: |
-| out-b |        1.5000 |      10 |       4 |      505 |      1,000 |    10 |       4 |    2 |
-| out-a |        2.0000 |      20 |       8 |      515 |      1,000 |    30 |       2 |    1 |
-| out-c |               |         |         |          |      1,000 |       |       2 |    1 |
+| run      |   best val loss | seeds | at step | time, s | tokens/s | parameters | steps | n_head |
+| -------- | --------------: | ----: | ------: | ------: | -------: | ---------: | ----: | -----: |
+| a,seed=* | 1.5000 ± 0.0100 |     3 |      10 |       6 |      510 |      1,000 |    20 |      a |
+| c,seed=0 | 1.5100          |     1 |      10 |       6 |      510 |      1,000 |    20 |      c |
+| b,seed=* | 1.6000 ± 0.0100 |     3 |      10 |       6 |      510 |      1,000 |    20 |      b |
+| d        |                 |     0 |         |         |          |      1,000 |       |      d |
 """
 
 
-def test_table_has_best_run_first_and_only_settings_that_differ():
-    write_run("out-a", [4.0, 2.5, 2.0, 2.25])
-    write_run("out-b", [4.0, 1.5], n_layer=4, seed=2)
-    write_run("out-c", [])
-    assert make_table("out-a", "out-b", "out-c") == TABLE.splitlines()
+def test_table_has_best_runs_first_and_only_settings_that_differ():
+    for name, losses in {"a": [1.49, 1.5, 1.51], "b": [1.61, 1.6, 1.59], "c": [1.51]}.items():
+        for number, loss in enumerate(losses):
+            folder, losses = f"out-s/{name},seed={11 * number}", [4.0 + number, loss, 1.75]
+            write_run(folder, losses, seed=number, n_head=name)
+    write_run("out-s/d", [], n_head="d")
+    assert make_table("out-s") == TABLE.splitlines()
+    [row] = make_table("out-s/c,seed=0")[2:]
+    assert row.startswith("| c,seed=0 |        1.5100 |      10 |")
 
 
 def test_only_columns_that_differ_and_fit_are_shown():
@@ -111,35 +118,6 @@ def test_only_columns_that_differ_and_fit_are_shown():
     assert [len(row) for row in select_columns(rows, math.inf)] == [4, 4, 4]
     assert select_columns(rows, 40)[0] == ("run", "loss", "x")
     assert "b\\x1b" in format_table(rows)[-1]
-
-
-def test_the_final_evaluation_counts_until_the_run_continues():
-    write_run("out", [4.0, 2.0])
-    event = {"step": 10, "tokens": 1000, "elapsed_s": 5.0}
-    for split, loss in (("final", 2.125), ("val", 1.5)):
-        with open("out/log.jsonl", "a") as log:
-            log.write(json.dumps(event | {"event": split, "loss": loss}) + "\n")
-        [group] = read_groups("out")
-        assert group.mean_loss == loss
-
-
-REPEATED_TABLE = """\
-| run      |   best val loss | seeds | at step | time, s |
-| -------- | --------------: | ----: | ------: | ------: |
-| a,seed=* | 1.5000 ± 0.0100 |     3 |      10 |       4 |
-| c,seed=0 | 1.5100          |     1 |      10 |       4 |
-| b,seed=* | 1.6000 ± 0.0100 |     3 |      10 |       4 |
-"""
-
-
-def test_table_has_a_row_for_runs_that_differ_in_their_seed_only():
-    for name, losses in {"a": [1.49, 1.5, 1.51], "b": [1.61, 1.6, 1.59], "c": [1.51]}.items():
-        for seed, loss in enumerate(losses):
-            write_run(f"out-s/{name},seed={seed}", [4.0 + seed, loss], seed=seed, n_head=name)
-    lines = make_table("out-s")
-    assert lines[0].endswith("| n_head |")
-    width = REPEATED_TABLE.index("\n")
-    assert [line[:width] for line in lines] == REPEATED_TABLE.splitlines()
 
 
 def test_losses_of_different_datasets_and_tokenizers_are_not_ranked():
@@ -291,35 +269,19 @@ def test_picture_of_attention_is_labeled(verse):
         plot.main(["--attention", "out"])
 
 
-def test_a_bfloat16_model_is_drawn_in_any_thread(trained):
-    trained.model.bfloat16()
-    with ThreadPoolExecutor(1) as pool:
-        figure = pool.submit(draw_attention, trained, list(range(30)), "a title").result()
-    assert len(find_heads(figure)) == 4
-    bars = figure.get_axes()[-1]
-    widths = [patch.get_width() for patch in bars.patches]
-    assert widths == [p for _, p in likely_next(trained, list(range(30)), NEXT_TOKENS)]
-
-
 def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
-    trained.model = tiny.random_model(block_size=200)
+    trained.model = tiny.random_model(block_size=200).bfloat16()
     ids = [number % 37 for number in range(200)]
-    figure = draw_attention(trained, ids, "a title")
+    with ThreadPoolExecutor(1) as pool:  # matplotlib's figures work in any thread
+        figure = pool.submit(draw_attention, trained, ids, "a title").result()
     assert f"last {MAX_DRAWN_TOKENS} of 200 tokens" in figure.get_suptitle()
     weights = compute_attention(trained.model, ids).flatten(0, 1)
     images = [axes.get_images()[0] for axes in find_heads(figure)]
     for image, expected in zip(images, weights, strict=True):
         assert torch.equal(torch.tensor(image.get_array()), expected)
         assert image.get_clim() == (0, weights.max())
-
-
-def test_the_legend_does_not_cover_curves():
-    write_run("out-" + 60 * "a", [4.0, 2.0])
-    figure = draw_losses(read_groups("out-" + 60 * "a"), "steps")
-    figure.draw_without_rendering()
-    legend = figure.axes[0].get_legend().get_window_extent()
-    assert not legend.overlaps(figure.axes[0].get_window_extent())
-    assert legend.x1 <= figure.bbox.x1
+    widths = [patch.get_width() for patch in figure.get_axes()[-1].patches]
+    assert widths == [p for _, p in likely_next(trained, ids, NEXT_TOKENS)]
 
 
 def test_similar_embeddings_are_drawn_in_groups(trained):
