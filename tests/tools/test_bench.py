@@ -122,16 +122,13 @@ def test_sampling_is_measured_and_profiled(verse, capsys):
     assert len(re.findall(r"^a step takes [\d.]+ ms", out, re.M)) == 2
     assert len(re.findall(r"^\| (products|attention) +\| +[\d.]+ \| +[\d.]+% \|", out, re.M)) > 2
     assert "| aten::mm " in out
-    assert re.search(r"^Optimizer.step#Muon.step takes [\d.]+ ms of it", out, re.M)
 
 
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (
-            "loss",
-            "triton_red_fused__log_softmax__to_copy_nll_loss_forward_5 aten::nll_loss_forward",
-        ),
+        ("loss", "triton_red_fused__log_softmax__to_copy_nll_loss_forward_5"),
+        ("loss", "aten::nll_loss_forward"),
         ("attention", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop fmha_cutlassF_bf16"),
         ("products", "nvjet_tst_128x256_64x4_h_bz_NTT sm90_xmma_gemm_bf16 aten::addmm aten::bmm"),
         ("optimizer, clipping", "multi_tensor_apply_kernel<FusedAdam aten::linalg_vector_norm"),
@@ -139,6 +136,6 @@ def test_sampling_is_measured_and_profiled(verse, capsys):
         ("elementwise, norms", "triton_per_fused__to_copy_add_native_layer_norm_2 aten::gelu"),
         ("other", "aten::view"),
     ],
-)
+)  # fmt: skip
 def test_kernels_have_kinds(kind, names):
     assert {kind_of(name) for name in names.split()} == {kind}

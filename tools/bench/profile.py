@@ -81,7 +81,7 @@ def time_steps(machine, run_steps, steps):
 def print_profile(machine, run_steps, steps):
     """Prints the time of run_steps(), which runs `steps` steps, by kind and by operation.
 
-    On a GPU, operations are kernels. The time of an optimizer is that of its operations.
+    On a GPU, operations are kernels.
     """
     step_ms, on_gpu = time_steps(machine, run_steps, steps), device_type(machine.device) == "cuda"
     print(f"a step takes {step_ms:.2f} ms")
@@ -92,11 +92,7 @@ def print_profile(machine, run_steps, steps):
     for event in profiler.key_averages():
         if on_gpu != (event.device_type == torch.autograd.DeviceType.CUDA):
             continue
-        own, total = event.self_cpu_time_total, event.cpu_time_total
-        if on_gpu:
-            own, total = event.self_device_time_total, event.device_time_total
-        if event.key.startswith("Optimizer.step"):
-            print(f"{event.key} takes {total / 1e3 / steps:.2f} ms of it")
+        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if not (on_gpu and event.is_user_annotation):  # a name for kernels that are counted
             operations[event.key] += own / 1e3 / steps
     for name, ms in operations.items():

@@ -14,7 +14,6 @@ last line of output is a JSON object with the figures.
 import json
 import math
 import pickle
-import shlex
 import sys
 import time
 import tomllib
@@ -29,19 +28,12 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import write_atomically
 from folio.cli.settings import ROOT, load_settings, setting
-from folio.hardware.device import resolve_device
-from sample import SampleConfig
 from tools.bench.measure import describe_commit, describe_machine, format_figure, measure_command
 from tools.plot.table import format_table
-from train import TrainConfig
 
 RESULTS = Path("out-suite")
 TABLE = tomllib.loads(Path(__file__).with_name("suite.toml").read_text("utf-8"))
 PARTS = {**TABLE["cpu"], **TABLE["long"], **TABLE["gpu"]}
-CONFIGS = {  # of scripts, as they are named in a command
-    str(ROOT / "train.py"): TrainConfig,
-    str(ROOT / "sample.py"): SampleConfig,
-}
 RANDOM_DATASET_VOCAB_SIZES = {"random_tokens": 50_304, "random_unpadded": 50_257}
 
 
@@ -51,10 +43,9 @@ class SuiteConfig:
 
     vs_dir: str = setting("../nanoGPT", "folder of nanoGPT")
     parts: str | None = setting(None, "parts of suite.toml; None: those for this machine")
-    all: bool = setting(False, "on a CPU, also the part losses, which takes half an hour")
     runs: int = setting(3, "runs of each command", "[1, inf)")
     minutes: float | None = setting(None, "begin no row after this time", "(0, inf)")
-    dry_run: bool = setting(False, "print the commands and check folio's settings in them")
+    dry_run: bool = setting(False, "only print the commands")
 
     def __post_init__(self):
         if unknown := set(self.chosen_parts) - PARTS.keys():
@@ -64,15 +55,16 @@ class SuiteConfig:
     def chosen_parts(self):
         if self.parts:
             return self.parts.split(",")
-        if torch.cuda.is_available():
-            return list(TABLE["gpu"])
-        return [*TABLE["cpu"], *(TABLE["long"] if self.all else ())]
+        return list(TABLE["gpu" if torch.cuda.is_available() else "cpu"])
 
 
 def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
     if settings.dry_run:
-        print_commands(settings)
+        for part in settings.chosen_parts:
+            for _, _, *templates in PARTS[part]:
+                for template in templates:
+                    print(f"{part}: {expand(template, settings.vs_dir)}")
         return
     if TABLE["gpu"].keys() & set(settings.chosen_parts):
         for data in (Path("data"), Path(settings.vs_dir, "data")):
@@ -99,19 +91,6 @@ def main(argv=None):
             print(" | ".join(rows[-1]), flush=True)
     print("", describe_machine(), "", *format_table(rows), "", sep="\n")
     print(json.dumps({"machine": describe_machine(), "medians": figures}))
-
-
-def print_commands(settings):
-    """Prints the commands. Raises UserError if a setting of folio in them is invalid."""
-    for part in settings.chosen_parts:
-        for _, _, *templates in PARTS[part]:
-            for template in templates:
-                command = expand(template, settings.vs_dir).split()
-                print(f"{part}: {shlex.join(command)}")
-                for script in CONFIGS.keys() & set(command):
-                    arguments, config = command[command.index(script) + 1 :], CONFIGS[script]
-                    has_device = hasattr(config, "device")
-                    load_settings(config, arguments, has_device and {"device": resolve_device})
 
 
 def measure_row(commands, figure, runs):
