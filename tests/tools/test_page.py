@@ -124,7 +124,6 @@ def test_tokens_are_those_of_the_tokenizer(kind, folder, request):
     ("flags", "message"),
     [
         (["--to=page.txt"], "--to must be the name of a file that ends with .html"),
-        (["--to=nowhere/page.html"], "the folder nowhere does not exist"),
         (["--to=page.html", "--out_dir=out, ./out/"], "have the same name"),
         (["--to=page.html"], "more than 0: use --dtype=int8"),
         (["--to=page.html", "--dtype=int8"], "more than 0: use fewer runs or a smaller model"),
