@@ -10,6 +10,7 @@ from tools.plot.tokens import TOKEN_STYLE, draw_heat_map, format_token
 NEXT_TOKENS = 12
 MAX_DRAWN_TOKENS = 32  # the last ones: of a longer prompt, cells and weights would be too small
 HEAT_MAP_INCHES = 3
+HEADS_PER_ROW = 4  # if a single layer is drawn
 BAR_LABEL = "attention weight of the column's token\nfor the row's token; same scale in all maps"
 
 
@@ -48,17 +49,21 @@ def draw_attention(trained, ids, title, layer=None):
     weights, drawn = compute_attention(trained.model, ids), ids[-MAX_DRAWN_TOKENS:]
     labels = [format_token(tokenizer, token) for token in drawn]
     layers = range(config.n_layer) if layer is None else [layer]
-    size = HEAT_MAP_INCHES * (config.n_head + 1), HEAT_MAP_INCHES * len(layers) + 1.5
+    heads = [(layer, head) for layer in layers for head in range(config.n_head)]
+    columns = config.n_head if len(layers) > 1 else min(config.n_head, HEADS_PER_ROW)
+    rows = -(-len(heads) // columns)
+    size = HEAT_MAP_INCHES * (columns + 1), HEAT_MAP_INCHES * rows + 1.5
     figure = Figure(figsize=size, layout="constrained")
     part = f"last {len(drawn)} of {len(ids)} tokens" if len(drawn) < len(ids) else "prompt"
     figure.suptitle(f"{title}\n{part} {tokenizer.decode(drawn)[:60]!r}", fontsize=10, **TOKEN_STYLE)
-    left, right = figure.subfigures(1, 2, width_ratios=[config.n_head, 1])
-    maps = left.subplots(len(layers), config.n_head, squeeze=False)
+    left, right = figure.subfigures(1, 2, width_ratios=[columns, 1])
+    maps = left.subplots(rows, columns, squeeze=False).flatten()
+    for axes in maps[len(heads) :]:
+        axes.set_axis_off()
     colors = {"cmap": "Blues", "vmin": 0, "vmax": weights[layers].max()}  # one scale for all heads
-    for layer, row in zip(layers, maps, strict=True):
-        for head, axes in enumerate(row):
-            axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-            image = draw_heat_map(axes, weights[layer, head], labels, **colors)
+    for axes, (layer, head) in zip(maps, heads, strict=False):
+        axes.set_title(f"layer {layer}, head {head}", fontsize=8)
+        image = draw_heat_map(axes, weights[layer, head], labels, **colors)
     left.colorbar(image, ax=maps, location="bottom", shrink=0.6, aspect=30)
     left.supxlabel(BAR_LABEL, fontsize=9)
     draw_next_tokens(right.subplots(), trained, ids)
