@@ -92,7 +92,11 @@ def print_profile(machine, run_steps, steps):
     for event in profiler.key_averages():
         if on_gpu != (event.device_type == torch.autograd.DeviceType.CUDA):
             continue
-        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        own, total = event.self_cpu_time_total, event.cpu_time_total
+        if on_gpu:
+            own, total = event.self_device_time_total, event.device_time_total
+        if event.key.startswith("Optimizer.step"):
+            print(f"{event.key} takes {total / 1e3 / steps:.2f} ms of it")
         if not (on_gpu and event.is_user_annotation):  # a name for kernels that are counted
             operations[event.key] += own / 1e3 / steps
     for name, ms in operations.items():
