@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import dropwhile
@@ -32,9 +32,10 @@ TABLE_SUFFIXES = (
     *JSON_SUFFIXES,  # last, because repositories of datasets have other ones
 )  # fmt: skip
 COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
-DOCUMENTATION = ("README*", "LICENSE*", "*.md")
+DOCUMENTATION = ("readme*", "license*", "*.md")  # of tables, such as in a clone of the hub's
 ARROW_METADATA = ("dataset_info.json", "state.json", "cache-*.arrow")  # of datasets.save_to_disk
 SPLIT_NAMES = ("train", "val", "valid", "validation", "dev", "test")
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 PARQUET_ROWS_PER_BATCH = 1000
@@ -78,9 +79,14 @@ class Source:
         return next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), "")
 
     @property
+    def template(self):
+        """The text of a row, with the names of columns in braces."""
+        return self.text_key if "{" in self.text_key else f"{{{self.text_key}}}"
+
+    @property
     def columns(self):
-        """The columns of a table that text_key names."""
-        return re.findall(COLUMN_IN_TEMPLATE, self.text_key) or [self.text_key]
+        """The names of the columns in the template."""
+        return re.findall(COLUMN_IN_TEMPLATE, self.template)
 
     @property
     def size(self):
@@ -98,10 +104,16 @@ class Source:
 
     def read(self):
         """Yields the Chunks of the file. Raises UserError for content that is not text."""
+        with self.errors():
+            check_lfs(self.local_path())
+            yield from _read_table(self) if self.suffix else _read_text(self)
+
+    @contextmanager
+    def errors(self):
+        """A context that turns errors of reading the file into UserErrors."""
         try:
             with os_errors("read", self.name):
-                check_lfs(self.local_path())
-                yield from _read_table(self) if self.suffix else _read_text(self)
+                yield
         except (EOFError, zlib.error) as error:
             raise UserError(f"{self.name} is damaged ({cause_of(error)})") from error
         except UnicodeDecodeError as error:
@@ -152,79 +164,92 @@ def _read_text(source):
 # Tables
 
 
+class RowError(Exception):
+    """What is wrong with a row and what helps, in words that follow the number of the row."""
+
+
 def _read_table(source):
-    """Yields a Chunk for each row of a table."""
-    number = 0
+    """Yields a Chunk for each row of a table that has text."""
+    number = 1
     try:
-        for number, row in enumerate(_read_rows(source), start=1):
-            text, problem = _row_text(row, source)
-            if problem:
-                raise UserError(f"{source.name}, row {number:,} {problem}, or leave the row out")
-            if not text:
+        for row in _read_rows(source):
+            text = _row_text(row, source)
+            if text:
+                source.line_ends.update(re.findall("\r\n|\r", text))
+                yield Chunk(unify_line_ends(text), True)
+            else:
                 source.empty_rows.add(number)
-                continue
-            source.line_ends.update(re.findall("\r\n|\r", text))
-            yield Chunk(unify_line_ends(text), True)
-    except (csv.Error, json.JSONDecodeError, RecursionError) as error:
-        cause = cause_of(error)
-        if isinstance(error, json.JSONDecodeError):
-            cause = f"{error.msg}; each line must be a JSON object"  # its line number is always 1
-        raise UserError(f"{source.name}, row {number + 1:,} is damaged ({cause})") from error
+            number += 1
+    except RowError as error:
+        raise UserError(f"{source.name}, row {number:,} {error}, or leave the row out") from error
+    except (csv.Error, json.JSONDecodeError) as error:
+        is_json = isinstance(error, json.JSONDecodeError)  # its line number is always 1
+        cause = f"{error.msg}; each line must be a JSON object" if is_json else error
+        raise UserError(f"{source.name}, row {number:,} is damaged ({cause})") from error
 
 
 def _row_text(row, source):
-    """Returns the text of a row of a table, and what is wrong with it and what helps, or None."""
-    if not isinstance(row, dict):
-        return "", f"is {row!r:.20}: write a JSON object per line"
-    if None in row:  # csv.DictReader's key
-        return "", "has more values than columns: put text with commas in double quotes"
-    texts = {}
-    for column in source.columns:
-        if column not in row:
-            known = f"{', '.join(row):.200}"
-            advice = f"name one, or several in braces, with --text_key ({known})"
-            return "", f"has no column {column!r}: {advice}"
-        value = row[column]
-        if value is None and source.suffix.startswith((".csv", ".tsv")):
-            return "", "has fewer values than columns"
-        if isinstance(value, bytes):  # as Spark and Hive write texts to Parquet
-            value = value.decode("utf-8", "surrogateescape")
-        if not isinstance(value, str | None):
-            kind = "number" if isinstance(value, int | float) else type(value).__name__
-            return "", f"has no text in column {column!r}, but a value of type {kind}"
-        texts[column] = value or ""
+    """Returns the text of a row, or "" if one of its columns has no text."""
+    texts = {column: _column_text(row, column) for column in source.columns}
     if not all(text.strip() for text in texts.values()):
-        return "", None
-    text = texts.get(source.text_key)
-    if text is None:  # a template
-        text = re.sub(COLUMN_IN_TEMPLATE, lambda match: texts[match[1]], source.text_key)
+        return ""
+    text = re.sub(COLUMN_IN_TEMPLATE, lambda match: texts[match[1]], source.template)
     if "\0" in text:
-        return "", "has a NUL character: remove it"
+        raise RowError("has a NUL character: remove it")
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "", "has what is no character, such as half of a surrogate pair: replace it"
-    return text, None
+        words = "has what is no character, such as half of a surrogate pair: replace it"
+        raise RowError(words) from None
+    return text
+
+
+def _column_text(row, column):
+    """Returns the text in a column of a row; "" for a missing value."""
+    if column not in row:
+        known = f"{', '.join(row):.200}"
+        advice = f"name one, or several in braces, with --text_key ({known})"
+        raise RowError(f"has no column {column!r}: {advice}")
+    text = row[column]
+    if isinstance(text, bytes):  # as Spark and Hive write texts to Parquet
+        text = text.decode("utf-8", "surrogateescape")
+    if not isinstance(text, str | None):
+        kind = "number" if isinstance(text, int | float) else type(text).__name__
+        raise RowError(f"has no text in column {column!r}, but a value of type {kind}")
+    return text or ""
 
 
 def _read_rows(source):
-    """Yields the rows of a table as dicts, {column: value}; lines of JSON may have other types."""
+    """Yields the rows of a table as dicts, {column: value}."""
     if source.suffix in (".parquet", ".arrow"):
         yield from _read_arrow(source)
         return
     with _open_text(source, newline="") as file:  # a field of CSV can contain line ends
-        if not source.suffix.startswith((".csv", ".tsv")):
-            # parse_int: int() refuses numbers of thousands of digits
-            yield from (json.loads(line, parse_int=float) for line in file if line.strip())
+        if source.suffix.startswith((".csv", ".tsv")):
+            yield from _read_csv(source, file)
             return
-        csv.field_size_limit(MAX_FIELD_CHARACTERS)
-        delimiter = "," if source.suffix.startswith(".csv") else "\t"
-        lines = dropwhile(str.isspace, file)  # before the header
-        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-        for column in source.columns:
-            if (reader.fieldnames or []).count(column) > 1:
-                raise csv.Error(f"there are several columns {column!r}")
-        yield from reader
+        for line in filter(str.strip, file):
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise RowError(f"is {row!r:.20}: write a JSON object per line")
+            yield row
+
+
+def _read_csv(source, file):
+    """Yields the rows of CSV or TSV."""
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
+    delimiter = "," if source.suffix.startswith(".csv") else "\t"
+    lines = dropwhile(str.isspace, file)  # before the header
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    for column in source.columns:
+        if (reader.fieldnames or []).count(column) > 1:
+            raise csv.Error(f"there are several columns {column!r}")
+    for row in reader:
+        if None in row:
+            raise RowError("has more values than columns: put text with commas in double quotes")
+        if any(row.get(column, "") is None for column in source.columns):
+            raise RowError("has fewer values than columns")
+        yield row
 
 
 def _read_arrow(source):
@@ -262,47 +287,63 @@ def find_sources(name, text_key):
     that is not UTF-8 text or a table is an error when it is read. A .json file among texts is a
     text. Raises UserError if there are no files.
     """
-    paths = [Path(name)]
-    if os.path.isdir(name):  # Path.is_dir raises for a name that is too long
-        paths = _select_files(name, list(_list_files(name)))
-    elif glob.has_magic(name) and not os.path.exists(name):
-        paths = [Path(path) for path in glob.glob(name, recursive=True)]
-    files = sorted(path for path in paths if not os.path.isdir(path))
-    if not files:
+    paths = sorted(_find_files(name))
+    if not paths:
         raise UserError(f"there are no files {name}; hidden files are skipped")
-    for file in files:
-        if not os.path.isfile(file):
-            raise UserError(f"{file} is missing or no regular file")
     unique = {}
-    for file in files:
-        unique.setdefault(os.path.realpath(file), file)
-    found = [Source(file, text_key) for file in unique.values()]
-    if all(source.suffix for source in found):
-        return found
+    for path in paths:
+        if not os.path.isfile(path):
+            raise UserError(f"{path} is missing or no regular file")
+        unique.setdefault(os.path.realpath(path), Source(path, text_key))
+    sources = list(unique.values())
+    if os.path.isdir(name):
+        _check_splits(name, [source.path for source in sources])
+        sources = _select_sources(name, sources)
+    if all(source.suffix for source in sources):
+        return sources
     # A .json file among source code is not a table.
-    found = [replace(source, is_text=source.suffix == ".json") for source in found]
-    if count := sum(source.is_text for source in found):
+    sources = [replace(source, is_text=source.suffix == ".json") for source in sources]
+    if count := sum(source.is_text for source in sources):
         print(f"reading {count:,} .json files as text, because there are other texts")
-    return found
+    return sources
 
 
-def _list_files(folder):
-    """Yields the paths of all files in a folder and its subfolders that are not hidden."""
+def _find_files(name):
+    """Returns the paths of a file, of the files in a folder or of those of a pattern."""
 
     def fail(error):
-        with os_errors("read", error.filename):
-            raise error
+        raise UserError(f"cannot read {error.filename}: {error.strerror}")
 
-    for parent, folders, names in os.walk(folder, onerror=fail):
+    if glob.has_magic(name) and not os.path.exists(name):
+        return [Path(path) for path in glob.glob(name, recursive=True) if not os.path.isdir(path)]
+    if not os.path.isdir(name):  # Path.is_dir raises for a name that is too long
+        return [Path(name)] if name else []
+    paths = []
+    for parent, folders, names in os.walk(name, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    return paths
 
 
-def _select_files(folder, paths):
-    """Returns the paths of texts and tables in a folder, and prints what is left out.
+def _select_sources(folder, sources):
+    """Returns the texts and tables among the Sources in a folder, and prints what is left out."""
+    kinds = {source.path: _classify(folder, source) for source in sources}
+    found = set(kinds.values())
+    left_out = ["binary"]
+    if "table" in found or (".json" in found and "text" not in found):
+        left_out.append("documentation")  # of these tables
+    for kind in left_out:
+        names = [path.name for path in kinds if kinds[path] == kind]
+        if names:
+            more = ", …" if len(names) > 3 else ""
+            print(f"left out {len(names):,} files, {kind}: {', '.join(names[:3])}{more}")
+    return [source for source in sources if kinds[source.path] not in left_out]
 
-    Prints a note, too, if names of files are those of splits. Raises UserError if
-    datasets.save_to_disk wrote several splits.
+
+def _check_splits(folder, paths):
+    """Prints a note if files have the names of splits.
+
+    Raises UserError if datasets.save_to_disk wrote several splits.
     """
     if os.path.isfile(Path(folder, "dataset_dict.json")):
         splits = {path.parent.name for path in paths if path.suffix == ".arrow"}
@@ -311,34 +352,21 @@ def _select_files(folder, paths):
             f"{folder} has the splits {', '.join(splits)}: use --input={folder}/{splits[0]}, and "
             "--val_input=FOLDER for a validation split"
         )
-    splits = [path for path in sorted(paths) if path.name.split(".")[0] in SPLIT_NAMES]
+    splits = [path.name for path in paths if path.name.split(".")[0] in SPLIT_NAMES]
     if len(splits) > 1:
-        names = ", ".join(path.name for path in splits)
-        print(f"{names} become one text; --input and --val_input keep two apart")
-    documentation = [path for path in paths if _is_documentation(folder, path)]
-    suffixes = {Source(path).suffix for path in paths if path not in documentation}
-    if not suffixes - {"", ".json"} and suffixes != {".json"}:  # there are no tables
-        documentation = []
-    binary = [path for path in paths if path not in documentation and _is_binary(path)]
-    for kind, left_out in (("documentation", documentation), ("binary", binary)):
-        if left_out:
-            names = ", ".join(path.name for path in left_out[:3])
-            print(f"left out {len(left_out):,} files, {kind}: {names}{', …' * (len(left_out) > 3)}")
-    return [path for path in paths if path not in {*documentation, *binary}]
+        print(f"{', '.join(splits)} become one text; --input and --val_input keep two apart")
 
 
-def _is_documentation(folder, path):
-    """Whether a file describes the tables in a folder, such as a clone of a hub's dataset."""
-    is_text = path.parent == Path(folder) and not Source(path).suffix
-    names = DOCUMENTATION if is_text else ARROW_METADATA
-    return any(fnmatch(path.name.lower(), name.lower()) for name in names)
-
-
-def _is_binary(path):
-    """Whether a file is neither a table nor a text, judged by its beginning."""
-    source, start = Source(path), b""
-    if os.path.isfile(path) and not source.suffix:
-        damaged = EOFError, zlib.error, gzip.BadGzipFile  # an error when it is read
-        with os_errors("read", path), suppress(*damaged), source.open() as file:
+def _classify(folder, source):
+    """Returns the kind of a file in a folder: table, .json, text, documentation or binary."""
+    if not source.suffix:
+        is_at_top = source.path.parent == Path(folder)
+        patterns, kind = DOCUMENTATION if is_at_top else (), "text"
+        with source.errors(), source.open() as file:
             start = file.read(2**13)
-    return b"\0" in start and not start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16
+        if b"\0" in start and not start.startswith(UTF_16_MARKS):
+            return "binary"
+    else:  # a .json file is a table, or a text among other texts
+        patterns, kind = ARROW_METADATA, ".json" if source.suffix == ".json" else "table"
+    is_documentation = any(fnmatch(source.path.name.lower(), each) for each in patterns)
+    return "documentation" if is_documentation else kind

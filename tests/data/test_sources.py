@@ -131,8 +131,6 @@ def test_damaged_file_is_named(name):
     ("line", "part"),
     [
         (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each"),
-        (b"[" * 10**5, "row 2 is damaged"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "row 2 has no column 'text'"),
         (b'{"text": "\xff"}', "byte 28, in line 3, is 0xff"),
         (b'{"text": "a\\u0000"}', "row 2 has a NUL character"),
         (b"null", "row 2 is None"),
