@@ -20,7 +20,7 @@ from folio.data.tokenizer import BLANK_LINE, Alphabet
 VAL_BYTES = 20_000_000
 MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
 BUCKETS = 2**16
-TRAIN_BUCKET, VAL_BUCKET = 0, 1  # if the validation text is given
+VAL_BUCKET = BUCKETS  # a last one, of the validation text if it is given
 SAMPLE_CHARACTERS = 2**20  # enough to estimate the length of tokens
 
 
@@ -40,8 +40,7 @@ class Corpus:
     """The documents of Sources. scan() must precede read().
 
     name: of several sources, in messages and meta.json.
-    val_sources: those of the validation split. The others are then the training split, and
-        val_fraction and test_fraction have no effect.
+    val_sources: those of the validation split; the others are then the training split.
     end_text: the text of a special token that ends a document; None: there is none.
     val_fraction: of the characters; None: the default.
     test_fraction: of the characters; they follow those of the validation split.
@@ -101,26 +100,29 @@ class Corpus:
 
     def scan(self):
         """Reads everything once, which finds the boundaries of the splits. Returns the Alphabet."""
-        alphabet, sizes, num_documents = Alphabet(), np.zeros(BUCKETS, np.int64), 0
+        alphabet, sizes, num_documents = Alphabet(), np.zeros(BUCKETS + 1, np.int64), 0
         for bucket, text, ends_document in self._read_texts(self.max_characters):
             alphabet.add(text)
             sizes[bucket] += len(text)
             num_documents += ends_document
         if num_documents > 1:
             alphabet.add(BLANK_LINE)
-        val_share = self.val_fraction
-        if val_share is None:
-            num_bytes = sum(source.size for source in self.sources)
-            val_share = min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
         total = int(sizes.sum())
-        self.train_characters = int((1 - val_share - self.test_fraction) * total)
+        self.train_characters = int((1 - self._val_share() - self.test_fraction) * total)
         if self.val_sources:
-            self.train_characters = int(sizes[TRAIN_BUCKET])
+            self.train_characters = total - int(sizes[VAL_BUCKET])
         self._split_ends = {"train": self.train_characters, "val": total + 1}
         if self.test_fraction:
             self._split_ends |= {"val": int((1 - self.test_fraction) * total), "test": total + 1}
         self._bucket_starts = sizes.cumsum() - sizes
         return alphabet
+
+    def _val_share(self):
+        """Returns the part of the characters that is the validation split."""
+        if self.val_fraction is not None:
+            return self.val_fraction
+        num_bytes = sum(source.size for source in self.sources)
+        return min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
 
     def read(self):
         """Yields the Pieces of all splits, in the order of the sources."""
@@ -147,13 +149,12 @@ class Corpus:
                         break
 
     def _read_texts(self, max_characters):
-        """Yields (bucket, text, whether its document ends)."""
+        """Yields (bucket, text, whether its document ends). The validation text has no limit."""
+        for _, text, ends_document in self._read_documents(self.val_sources):
+            yield VAL_BUCKET, text, ends_document
         num_left = max_characters
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
-            for bucket, text, ends_document in self._read_documents():
-                if self.val_sources and bucket == VAL_BUCKET:  # is not limited
-                    yield bucket, text, ends_document
-                    continue
+            for bucket, text, ends_document in self._read_documents(self.sources):
                 text = text[:num_left]
                 yield bucket, text, ends_document
                 progress.update(len(text))
@@ -162,21 +163,16 @@ class Corpus:
                     if num_left == 0:
                         return
 
-    def _read_documents(self):
-        """Yields the same as _read_texts, of all characters."""
-        for source in self.all_sources:
+    def _read_documents(self, sources):
+        """Yields the same of all characters of these sources, with the bucket of each hash."""
+        for source in sources:
             bucket = None
             for chunk in source.read():
                 if bucket is None:  # a document of several Chunks is hashed by the first
                     bucket = zlib.crc32(chunk.text.encode()) % BUCKETS
-                    if self.val_sources:
-                        is_val = any(source is each for each in self.val_sources)
-                        bucket = VAL_BUCKET if is_val else TRAIN_BUCKET
-                texts = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
-                if len(texts) > 1 and not texts[-1] and chunk.ends_document:
-                    texts.pop()  # what follows the last document
-                for text in texts[:-1]:
-                    yield bucket, text, True
-                yield bucket, texts[-1], chunk.ends_document
+                *texts, last = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
+                yield from ((bucket, text, True) for text in texts)
+                if last or not texts or not chunk.ends_document:  # else, the last document ended
+                    yield bucket, last, chunk.ends_document
                 if chunk.ends_document:
                     bucket = None
