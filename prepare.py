@@ -85,10 +85,11 @@ class PrepareConfig:
         if self.input is not None and self.dataset is None:
             name = "".join(filter(str.isalnum, Path(self.input).resolve().stem)) or "own"
             raise ValueError(f"--input needs a name for the dataset, such as --dataset={name}")
-        if self.val_input is not None and (self.input is None or self.val_fraction):
-            raise ValueError("--val_input needs --input, and excludes --val_fraction")
-        if self.val_input is not None and self.test_fraction:
-            raise ValueError("--val_input excludes --test_fraction: keep the test text apart")
+        excludes = self.val_fraction or self.test_fraction
+        if self.val_input is not None and (self.input is None or excludes):
+            raise ValueError(
+                "--val_input needs --input, and excludes --val_fraction and --test_fraction"
+            )
         if set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
             raise ValueError(f"--text_key={self.text_key} has a brace without its other brace")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
@@ -137,18 +138,11 @@ def main(argv=None):
         print(f"{folder} is intact: {train:,} training and {val:,} validation tokens")
         return
 
-    sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
-    if settings.val_input is not None:
-        val_sources = select_sources(name, settings.val_input, "validation", settings)
-    check_sources(sources, val_sources, settings.text_key)
+    corpus = find_corpus(name, settings)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
-    corpus = Corpus(sources, settings.input or name, val_sources)
-    corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
     if settings.allow_special:
         corpus.end_text = end_text_of(tokenizer)
-    if settings.input is not None:
-        check_other_text(folder, corpus)
-    check_test_text(folder, settings)
+    check_folder(folder, corpus, settings)
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
     alphabet = corpus.scan()  # finds the boundary of the splits, too
     tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
@@ -156,16 +150,15 @@ def main(argv=None):
     with open_writer(folder, tokenizer) as writer:
         num_characters = encode_corpus(corpus, tokenizer, writer, settings.allow_special)
         meta = writer.finish(corpus.description, corpus.sha256(), settings.test_fraction)
-    test_path = folder / "test.txt"
-    if settings.test_fraction:
-        write_test(corpus, test_path)
     print(
         f"{folder}: {num_characters:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
     if settings.test_fraction:
-        print(f"test: python sample.py --out_dir=out-{name} --score={test_path}")
+        path = folder / "test.txt"
+        write_test(corpus, path)
+        print(f"test: python sample.py --out_dir=out-{name} --score={path}")
     if corpus.empty_rows:
         print(f"left out {corpus.empty_rows:,} rows without text")
     if corpus.line_ends:
@@ -182,86 +175,6 @@ def write_test(corpus, path):
                 file.write((BLANK_LINE * piece.separated + piece.text).encode())
 
 
-def check_flags(argv):
-    """Raises UserError if a text is given twice, of which only the last would be read."""
-    flags = [argument.name for argument in parse_arguments(PrepareConfig, argv)]
-    for name in ("input", "val_input"):
-        if flags.count(name) > 1:
-            raise UserError(f"--{name} is given twice: give a folder, or a pattern in quotes")
-
-
-def select_sources(name, address, split, settings):
-    """Returns the Sources of a value of --input, or of a dataset that folio provides for None."""
-    text_key, max_tokens = unescape(settings.text_key), settings.max_tokens
-    if address is not None and address.startswith("hf:"):
-        return list_hub_sources(address, settings.subset, split, text_key, max_tokens)
-    if address is not None:
-        folder = dataset_folder(name)
-        is_inside = folder.resolve().is_relative_to(Path(address).resolve())
-        if is_inside and os.path.isdir(address):
-            raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-        return find_sources(address, text_key)
-    if name in HUB_DATASETS:
-        return list_hub_sources(*HUB_DATASETS[name], split, text_key, max_tokens)
-    if name in PROVIDED_DATASETS:
-        return [load_pydocs() if name == "pydocs" else load_shakespeare()]
-    known = ", ".join(PROVIDED_DATASETS)
-    hint = suggest(name, PROVIDED_DATASETS, f"; datasets that do not need it: {known}")
-    raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
-
-
-def check_sources(sources, val_sources, text_key):
-    """Raises UserError if both texts have a file, or if text_key has no effect or open braces."""
-    paths = [{os.path.realpath(s.name) for s in each} for each in (sources, val_sources)]
-    if common := sorted(paths[0] & paths[1]):
-        raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
-    if text_key != "text" and not any(source.suffix for source in [*sources, *val_sources]):
-        raise UserError(
-            f"--text_key={text_key} has no effect: {sources[0].name} is no table, whose name ends "
-            f"with one of {', '.join(TABLE_SUFFIXES)}"
-        )
-
-
-def end_text_of(tokenizer):
-    """Returns the text of the end-of-text token of a tokenizer, or of a BPE to be trained for None.
-
-    Returns None if there is none. Raises UserError if the tokenizer has no special tokens at all.
-    """
-    if tokenizer is None:
-        return BPETokenizer.end_text
-    if tokenizer.kind in ("char", "byte"):
-        raise UserError(f"--allow_special: the tokenizer, {tokenizer.name}, has no special tokens")
-    return tokenizer.end_text if tokenizer.end is not None else None
-
-
-def check_test_text(folder, settings):
-    """Deletes the test text of an earlier dataset. Raises UserError if folio has not written it."""
-    path, is_own = folder / "test.txt", False
-    with suppress(OSError, KeyError, ValueError):  # there is no dataset, or a damaged one
-        is_own = json.loads((folder / "meta.json").read_bytes())["test_fraction"] > 0
-    if is_own:
-        path.unlink(missing_ok=True)
-    elif settings.test_fraction and path.exists():
-        raise UserError(f"--test_fraction writes {path}, which exists: move it elsewhere")
-
-
-def check_other_text(folder, corpus):
-    """Raises UserError if a folder has the tokens of a text with another name and content."""
-    if os.path.exists(folder / "train.bin") and not os.path.exists(folder / "meta.json"):
-        raise UserError(
-            f"{folder} has token files of another program: choose another --dataset, or delete them"
-        )
-    with suppress(OSError, KeyError, ValueError):  # there is no dataset, or a damaged one
-        meta = json.loads((folder / "meta.json").read_bytes())
-        pattern = r" \(\d+ files\)"  # a number of files can change
-        names = [re.sub(pattern, "", text) for text in (meta["source"], corpus.description)]
-        if names[0] != names[1] and meta["source_sha256"] != corpus.sha256():
-            raise UserError(
-                f"{folder} has another text, {meta['source']}: choose another --dataset, or delete "
-                "the folder"
-            )
-
-
 def training_arguments(name, kind, tokens):
     """Returns the arguments of train.py that fit a dataset: its tokenizer and training tokens."""
     if (name, kind) == ("shakespeare_char", "char"):
@@ -275,6 +188,96 @@ def training_arguments(name, kind, tokens):
     )
     is_checkpoint = os.path.isfile(kind) and not kind.endswith(".json")
     return f"{command} --init_from={shlex.quote(kind)}" if is_checkpoint else command
+
+
+# What the user names, and what may not be replaced
+
+
+def check_flags(argv):
+    """Raises UserError if a text is given twice, of which only the last would be read."""
+    flags = [argument.name for argument in parse_arguments(PrepareConfig, argv)]
+    for name in ("input", "val_input"):
+        if flags.count(name) > 1:
+            raise UserError(f"--{name} is given twice: give a folder, or a pattern in quotes")
+
+
+def find_corpus(name, settings):
+    """Returns the Corpus of a dataset. Raises UserError if its files do not fit the settings."""
+    sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
+    if settings.val_input is not None:
+        val_sources = select_sources(name, settings.val_input, "validation", settings)
+    paths = {os.path.realpath(source.name) for source in sources}
+    if common := sorted(paths & {os.path.realpath(source.name) for source in val_sources}):
+        raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
+    if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
+        raise UserError(
+            f"--text_key={settings.text_key} has no effect: {sources[0].name} is no table, whose "
+            f"name ends with one of {', '.join(TABLE_SUFFIXES)}"
+        )
+    corpus = Corpus(sources, settings.input or name, val_sources)
+    corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
+    return corpus
+
+
+def select_sources(name, address, split, settings):
+    """Returns the Sources of a value of --input, or of a dataset that folio provides for None."""
+    text_key, subset = unescape(settings.text_key), settings.subset
+    if address is None and name in HUB_DATASETS:
+        address, subset = HUB_DATASETS[name]
+    if address is None:
+        if name not in PROVIDED_DATASETS:
+            known = ", ".join(PROVIDED_DATASETS)
+            hint = suggest(name, PROVIDED_DATASETS, f"; datasets that do not need it: {known}")
+            raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
+        return [load_pydocs() if name == "pydocs" else load_shakespeare()]
+    if address.startswith("hf:"):
+        return list_hub_sources(address, subset, split, text_key, settings.max_tokens)
+    folder = dataset_folder(name)
+    if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):
+        raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
+    return find_sources(address, text_key)
+
+
+def check_folder(folder, corpus, settings):
+    """Raises UserError if a folder has files of the user, of another program or of another text.
+
+    Deletes the test text of an earlier dataset.
+    """
+    meta, meta_path, test_path = {}, folder / "meta.json", folder / "test.txt"
+    with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
+        meta = json.loads(meta_path.read_bytes())
+    advice = "choose another --dataset, or delete the folder"
+    if settings.input is not None and is_other_text(meta, corpus):
+        raise UserError(f"{folder} has another text, {meta['source']}: {advice}")
+    if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
+        raise UserError(f"{folder} has token files of another program: {advice}")
+    if meta.get("test_fraction"):
+        test_path.unlink(missing_ok=True)
+    elif settings.test_fraction and test_path.exists():
+        raise UserError(f"--test_fraction writes {test_path}, which exists: move it elsewhere")
+
+
+def is_other_text(meta, corpus):
+    """Whether the dataset with this meta.json has a text with another name and content."""
+    number = r" \(\d+ files\)"  # which can change
+    name = re.sub(number, "", corpus.description)
+    old_name = re.sub(number, "", meta.get("source", name))
+    return old_name != name and meta["source_sha256"] != corpus.sha256()
+
+
+# Tokenizers
+
+
+def end_text_of(tokenizer):
+    """Returns the text of the end-of-text token of a tokenizer, or of a BPE to be trained for None.
+
+    Returns None if there is none. Raises UserError if the tokenizer has no special tokens at all.
+    """
+    if tokenizer is None:
+        return BPETokenizer.end_text
+    if tokenizer.kind in ("char", "byte"):
+        raise UserError(f"--allow_special: the tokenizer, {tokenizer.name}, has no special tokens")
+    return tokenizer.end_text if tokenizer.end is not None else None
 
 
 def load_existing_tokenizer(kind):
