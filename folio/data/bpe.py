@@ -22,8 +22,6 @@ def train_bpe(texts, vocab_size, end_of_text):
     It has fewer than `vocab_size` tokens if the texts are short. They do not contain `end_of_text`.
     """
     library = import_optional("tokenizers", "a BPE tokenizer")
-    if not hasattr(library.pre_tokenizers, "FixedLength"):  # before version 0.21.4
-        raise UserError("a BPE tokenizer needs: pip install --upgrade tokenizers")
     tokenizer = library.Tokenizer(library.models.BPE())
     byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     limit = library.pre_tokenizers.FixedLength(256)  # longer words would take quadratic time

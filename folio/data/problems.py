@@ -29,23 +29,27 @@ def explain_bytes(path, open_file, error):
         open_file: opens the file, decompressed, to read bytes.
         error: the UnicodeDecodeError of reading it. A byte 0 stands for a NUL character.
     """
-    is_packed = path.suffix.lower() in READERS
-    text_path = path.with_suffix("") if is_packed else path
-    words = {
-        "path": shlex.quote(str(path)),
-        "read": f"{READERS.get(path.suffix.lower(), 'cat')} {shlex.quote(str(path))}",
-        "new": shlex.quote(str(text_path.with_name(f"{text_path.stem}-new{text_path.suffix}"))),
-    }
+    suffix = path.suffix.lower()
+    text_path = path.with_suffix("") if suffix in READERS else path
+    return _explain(open_file, error).format(
+        path=shlex.quote(str(path)),
+        read=f"{READERS.get(suffix, 'cat')} {shlex.quote(str(path))}",
+        new=shlex.quote(str(text_path.with_name(f"{text_path.stem}-new{text_path.suffix}"))),
+    )
+
+
+def _explain(open_file, error):
+    """Returns the same as a template with {path}, {read}, its content, and {new}, a new path."""
     with open_file() as file:
         start = file.read(2**13)
     for signature, explanation in FOREIGN_FORMATS.items():
         if start.startswith(signature):
-            return explanation.format_map(words)
-    if error.object[error.start]:
-        return _explain_encoding(open_file, error).format_map(words)
+            return explanation
     if start.count(0) > MAX_NULS:
         return "it is a file of numbers or a program"
-    return "it contains a NUL byte; to remove it: {read} | tr -d '\\0' > {new}".format_map(words)
+    if error.object[error.start] == 0:
+        return "it contains a NUL byte; to remove it: {read} | tr -d '\\0' > {new}"
+    return _explain_encoding(open_file, error)
 
 
 def _explain_encoding(open_file, error):

@@ -194,13 +194,8 @@ def _row_text(row, source):
     if not all(text.strip() for text in texts.values()):
         return ""
     text = re.sub(COLUMN_IN_TEMPLATE, lambda match: texts[match[1]], source.template)
-    if "\0" in text:
-        raise RowError("has a NUL character: remove it")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        words = "has what is no character, such as half of a surrogate pair: replace it"
-        raise RowError(words) from None
+    if "\0" in text or text.encode(errors="replace").decode() != text:
+        raise RowError("has NUL or half of a surrogate pair, which is no character: remove it")
     return text
 
 

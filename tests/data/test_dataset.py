@@ -137,8 +137,6 @@ def test_nanogpts_datasets_are_loaded():
     vocab_size = tiny.write_nanogpt_dataset("nano", "b\na" * 10)
     assert texts_of("nano") == ("b\na" * 9, "b\na")
     assert dataset_size("nano") == DatasetSize(27, 3, vocab_size, 27)
-    Path("data/nano/meta.pkl").write_bytes(b"\x80\x04K\0r\xff\xff\xff\x7f.")  # memo index 2^31 - 1
-    assert "vocab_size is missing" in error_of(load_dataset, "nano")
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
     data = load_dataset("nano")
     assert data.tokenizer.kind == "gpt2"
@@ -164,10 +162,9 @@ def test_nanogpts_tokens_can_have_any_length(itos, text):
     assert "no token fits 'x'" in error_of(tokenizer.encode, text + "x")
 
 
-@pytest.mark.parametrize("meta", [{"vocab_size": 0}, {"vocab_size": 9, "itos": ["a"]}])
-def test_nanogpts_tokens_must_be_complete(meta):
+def test_nanogpts_tokens_must_be_complete():
     tiny.write_nanogpt_dataset("nano", "abc" * 10)
-    Path("data/nano/meta.pkl").write_bytes(pickle.dumps(meta))
+    Path("data/nano/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 9, "itos": ["a"]}))
     assert "meta.pkl cannot be used" in error_of(load_dataset, "nano")
 
 

@@ -100,7 +100,7 @@ def test_a_template_reads_questions_and_answers():
     ("values", "part"),
     [
         ([b"one", "zwölf".encode()], None),
-        ([b"one", b"\xff"], "row 2 has what is no character"),
+        ([b"one", b"\xff"], "row 2 has NUL or half of a surrogate pair"),
         ([["one"], []], "row 1 has no text in column 'text', but a value of type list"),
         ([{"a": 1}], "row 1 has no text in column 'text', but a value of type dict"),
         ([1.5], "row 1 has no text in column 'text', but a value of type number"),
@@ -132,17 +132,14 @@ def test_damaged_file_is_named(name):
     [
         (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each"),
         (b'{"text": "\xff"}', "byte 28, in line 3, is 0xff"),
-        (b'{"text": "a\\u0000"}', "row 2 has a NUL character"),
+        (b'{"text": "a\\u0000"}', "row 2 has NUL or half of a surrogate pair"),
         (b"null", "row 2 is None"),
         (b"[", "row 2 is damaged (Expecting value; each line must be a JSON object)"),
         (
             b'{"text": 5, "a": "b"}',
             "row 2 has no text in column 'text', but a value of type number",
         ),
-        (
-            b'{"text": "\\ud800"}',
-            "row 2 has what is no character, such as half of a surrogate pair",
-        ),
+        (b'{"text": "\\ud800"}', "row 2 has NUL or half of a surrogate pair"),
     ],
 )
 def test_invalid_json_line_is_refused(line, part):
