@@ -40,6 +40,11 @@ def text_of(name):
     return data.tokenizer.decode(data.train) + data.tokenizer.decode(data.val)
 
 
+def tokens_of(name):
+    tokenizer = load_dataset(name).tokenizer
+    return [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+
+
 def contents(name):
     return {path.name: path.read_bytes() for path in Path("data", name).iterdir()}
 
@@ -68,44 +73,94 @@ def test_a_file_without_text_leaves_the_old_dataset(content):
 
 
 def test_a_dataset_of_another_text_is_not_replaced():
-    write("own.txt", "rose " * 20)
-    main(["--input=own.txt", "--dataset=own"])
-    write("own.txt", "rose " * 30)  # an edited text
-    main(["--input=own.txt", "--dataset=own"])
+    write("own (1).txt", "rose " * 20)
+    main(["--input=own (1).txt", "--dataset=own"])
+    write("own (1).txt", "rose " * 30)  # an edited text
+    main(["--input=own (1).txt", "--dataset=own"])
     expected = contents("own")
-    write("other.txt", "lily " * 20)
-    assert "has another text, own.txt" in error_of("--input=other.txt", "--dataset=own")
+    write("own (2).txt", "lily " * 20)
+    assert "has another text, own (1).txt" in error_of("--input=own (2).txt", "--dataset=own")
     assert contents("own") == expected
     write("copy.txt", "rose " * 30)
     main(["--input=copy.txt", "--dataset=own", "--tokenizer=byte"])
+    tiny.write_nanogpt_dataset("nano")
+    message = "data/nano has token files of another program"
+    assert message in error_of("--input=copy.txt", "--dataset=nano")
+
+
+def test_a_template_and_its_newlines_make_the_texts():
+    rows = (f'{{"question": "What is {i} plus 1?", "answer": "{i + 1}"}}\n' for i in range(40))
+    write("qa.jsonl", "".join(rows))
+    main(["--input=qa.jsonl", "--dataset=qa", r"--text_key=Q: {question}\nA: {answer}"])
+    assert text_of("qa").startswith("Q: What is 0 plus 1?\nA: 1\n\nQ: ")
+
+
+# Validation and test texts
+
+
+def test_the_test_text_is_written_for_scores_only(capsys):
+    write("a.txt", "".join(map(chr, range(97, 117))) * 5)
+    write("data/own/test.txt", "a text of the user")
+    flags = ["--input=a.txt", "--dataset=own"]
+    splits = ["--val_fraction=0.2", "--test_fraction=0.1"]
+    assert "--test_fraction writes data/own/test.txt, which" in error_of(*flags, *splits)
+    main(flags)
+    assert Path("data/own/test.txt").read_text() == "a text of the user"
+    Path("data/own/test.txt").unlink()
+    for _ in range(2):
+        main([*flags, *splits])
+        score = "test: python sample.py --out_dir=out-own --score=data/own/test.txt\n"
+        assert score in capsys.readouterr().out
+        assert (len(load_dataset("own").train), len(load_dataset("own").val)) == (70, 20)
+        assert Path("data/own/test.txt").read_text() == "klmnopqrst"
+    main(flags)
+    assert not Path("data/own/test.txt").exists()  # it belonged to other splits
+
+
+def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
+    write("train.txt", "the fox ran over the hill. " * 80)
+    write("val.jsonl", '{"text": "a heron stood."}\n{"text": ""}\n{"text": "until noon!"}\n')
+    flags = ["--input=train.txt", "--val_input=val.jsonl", "--dataset=own"]
+    for limit, num_train in (([], 27 * 80), (["--max_tokens=100"], 100)):
+        main([*flags, *limit])
+        data = load_dataset("own")
+        text = data.tokenizer.decode(data.train)
+        assert text == ("the fox ran over the hill. " * 80)[:num_train]
+        assert data.tokenizer.decode(data.val) == "a heron stood.\n\nuntil noon!"
+        out = capsys.readouterr().out
+        assert "train.txt, validation text val.jsonl, vocabulary" in out
+        assert "left out 1 rows without text" in out
+    main([*flags, "--tokenizer=bpe", "--vocab_size=300"])
+    assert not any(b"heron" in token for token in tokens_of("own"))  # of the training text only
+    write("val.jsonl", '{"text": "other"}\n')
+    main(flags)  # the same names: the dataset is replaced
+    write("other.jsonl", '{"text": "another"}\n')
+    assert "data/own has another text" in error_of(flags[0], flags[2], "--val_input=other.jsonl")
+
+
+def test_a_file_in_both_texts_is_an_error():
+    write("in/a.txt", "one " * 40)
+    Path("link.txt").symlink_to("in/a.txt")
+    message = error_of("--input=in", "--val_input=link.txt", "--dataset=own")
+    assert "in/a.txt is in --input and in --val_input" in message
 
 
 # Tokenizers
 
 
-def test_the_test_text_is_written_for_scores_only(capsys):
-    write("a.txt", "".join(map(chr, range(97, 117))) * 5)
-    flags = ["--input=a.txt", "--dataset=own"]
-    main([*flags, "--val_fraction=0.2", "--test_fraction=0.1"])
-    score = "test: python sample.py --out_dir=out-own --score=data/own/test.txt\n"
-    assert score in capsys.readouterr().out
-    assert (len(load_dataset("own").train), len(load_dataset("own").val)) == (70, 20)
-    assert Path("data/own/test.txt").read_text() == "klmnopqrst"
-    main(flags)
-    assert sorted(contents("own")) == [".lock", "meta.json", "train.bin", "val.bin"]
-    message = "--val_fraction and --test_fraction leave no training text"
-    assert message in error_of(*flags, "--test_fraction=0.9")
-
-
-def test_bpe_is_trained_on_the_training_split_only():
+def test_bpe_is_trained_on_the_training_split_only(monkeypatch):
     write("own.txt", "low lower lowest " * 100 + "zyx" * 50)
     main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe", "--vocab_size=280"])
-    tokenizer = load_dataset("own").tokenizer
-    assert tokenizer.vocab_size <= 280
-    pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    assert b" lower" in pieces
-    assert not any(len(piece) > 1 and piece[:1] in (b"x", b"y", b"z") for piece in pieces)
+    tokens = tokens_of("own")
+    assert len(tokens) <= 280
+    assert b" lower" in tokens
+    assert not any(len(token) > 1 and token[:1] in (b"x", b"y", b"z") for token in tokens)
     assert text_of("own") == "low lower lowest " * 100 + "zyx" * 50
+    monkeypatch.setattr(prepare, "MAX_BPE_CHARACTERS", 300)  # of parts that are evenly spread
+    for number, word in enumerate(["low"] * 3 + ["high"] * 3):
+        write(f"in/{number}.txt", f" {word}" * 50)
+    main(["--input=in", "--dataset=long", "--tokenizer=bpe"])
+    assert {b" low", b" high"} <= set(tokens_of("long"))
 
 
 def test_text_is_prepared_with_the_tokenizer_of_a_tokenizer_json_or_its_folder():
@@ -135,79 +190,6 @@ def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint(capsys):
     train.main(tiny.flags(dataset="new", init_from="out/ckpt.pt", out_dir="out-new", max_iters=1))
 
 
-def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
-    write("train.txt", "the fox ran over the hill. " * 80)
-    write("val.jsonl", '{"text": "a heron stood."}\n{"text": ""}\n{"text": "until noon!"}\n')
-    flags = ["--input=train.txt", "--val_input=val.jsonl", "--dataset=own"]
-    main(flags)
-    data = load_dataset("own")
-    assert data.tokenizer.decode(data.train) == "the fox ran over the hill. " * 80
-    assert data.tokenizer.decode(data.val) == "a heron stood.\n\nuntil noon!"
-    assert "!" in data.tokenizer.characters
-    out = capsys.readouterr().out
-    assert "train.txt, validation text val.jsonl, vocabulary" in out
-    assert "left out 1 rows without text" in out
-    main([*flags, "--tokenizer=bpe", "--vocab_size=300"])
-    tokenizer = load_dataset("own").tokenizer
-    pieces = map(tokenizer.token_bytes, range(257, tokenizer.vocab_size))
-    assert not any(b"heron" in piece for piece in pieces)  # trained on the training text only
-    write("val.jsonl", '{"text": "other"}\n')
-    main(flags)  # the same names: the dataset is replaced
-    write("other.jsonl", '{"text": "another"}\n')
-    assert "data/own has another text" in error_of(flags[0], flags[2], "--val_input=other.jsonl")
-
-
-def test_files_of_the_user_in_the_folder_of_a_dataset_are_kept():
-    for name in ("train", "val", "test"):
-        write(f"data/own/{name}.txt", f"{name} text " * 40)
-    flags = ["--input=data/own/train.txt", "--dataset=own"]
-    main(flags)
-    assert Path("data/own/test.txt").read_text() == "test text " * 40
-    assert "--test_fraction writes data/own/test.txt, which" in error_of(
-        *flags, "--test_fraction=0.1"
-    )
-    Path("data/own/test.txt").unlink()
-    main([*flags, "--test_fraction=0.1"])
-    main([*flags, "--test_fraction=0.2"])
-    main(flags)
-    assert not Path("data/own/test.txt").exists()  # it belonged to other splits
-    tiny.write_nanogpt_dataset("nano")
-    assert "data/nano has token files of another program" in error_of(flags[0], "--dataset=nano")
-
-
-def test_a_file_in_both_texts_is_an_error():
-    write("in/a.txt", "one " * 40)
-    Path("link.txt").symlink_to("in/a.txt")
-    for val_input in ("in", "in/a.txt", "link.txt"):
-        message = error_of("--input=in", f"--val_input={val_input}", "--dataset=own")
-        assert "in/a.txt is in --input and in --val_input" in message
-
-
-def test_max_tokens_do_not_limit_the_validation_text():
-    write("train.txt", "one two three " * 40)
-    write("val.txt", "four five " * 40)
-    main(["--input=train.txt", "--val_input=val.txt", "--dataset=own", "--max_tokens=100"])
-    data = load_dataset("own")
-    assert (len(data.train), len(data.val)) == (100, 400)
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_template_and_its_newlines_make_the_texts():
-    rows = (f'{{"question": "What is {i} plus 1?", "answer": "{i + 1}"}}\n' for i in range(40))
-    write("qa.jsonl", "".join(rows))
-    template = r"--text_key=Q: {question}\nA: {answer}"
-    main(["--input=qa.jsonl", "--dataset=qa", template])
-    data = load_dataset("qa")
-    assert data.tokenizer.decode(data.train).startswith("Q: What is 0 plus 1?\nA: 1\n\nQ: ")
-
-
-def test_files_whose_names_contain_numbers_in_parentheses_are_other_texts():
-    write("t (1).txt", "one " * 40)
-    write("t (2).txt", "two " * 40)
-    main(["--input=t (1).txt", "--dataset=own"])
-    assert "data/own has another text, t (1).txt" in error_of("--input=t (2).txt", "--dataset=own")
-
-
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
 def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes):
     text = "one<|endoftext|>two" * 20
@@ -218,16 +200,6 @@ def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes
         data = load_dataset("own")
         assert [*data.train, *data.val].count(data.tokenizer.end) == count
         assert text_of("own") == text
-
-
-def test_a_bpe_is_trained_on_evenly_spread_parts_of_a_long_text(monkeypatch):
-    monkeypatch.setattr(prepare, "MAX_BPE_CHARACTERS", 300)
-    for number, word in enumerate(["low"] * 3 + ["high"] * 3):
-        write(f"in/{number}.txt", f" {word}" * 50)
-    main(["--input=in", "--dataset=own", "--tokenizer=bpe"])
-    tokenizer = load_dataset("own").tokenizer
-    pieces = {tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
-    assert {b" low", b" high"} <= pieces
 
 
 @pytest.mark.parametrize(
@@ -288,13 +260,12 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
     ("flags", "message"),
     [
         ("--input=missing.txt --dataset=x", "missing.txt"),
-        (f"--input={'x' * 300} --dataset=x", "x" * 300),
-        ("--input=empty --dataset=x", "empty"),
         ("--input= --dataset=x", "there are no files"),
         ("--input=t/a.txt", "--dataset=a"),
         ("--input=t/*.txt", "--dataset=own"),
         ("--input=hf:ORG/NAME@main", "--dataset=NAMEmain"),
         ("--dataset=x", "--input=FILE_OR_FOLDER"),
+        ("--input=a --dataset=b --test_fraction=0.9", "leave no training text"),
         ("--dataset=pydoc", "did you mean pydocs?"),
         ("--dataset=pydocs", "cannot write to data/pydocs: Not a directory"),
         ("--vocab_size=512", "--tokenizer=bpe"),
@@ -312,7 +283,6 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
 )
 def test_error_names_the_flag_or_file(flags, message):
     write("data", "a file in place of the folder")
-    Path("empty").mkdir()
     assert message in error_of(*flags.split())
 
 

@@ -2,19 +2,21 @@
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny
 
 from folio.cli.errors import UserError
 from folio.data import sources
 from folio.data.sources import Source, find_sources
 
 TEXTS = ["one", "", "two 🦶\nlines", 'é "quoted", with a comma']
-TABLES = ["A.JSONL", "a.jsonl.gz", "a.ndjson.zst", "a.csv", "a.tsv", "a.parquet", "a.arrow"]
+TABLES = [
+    "A.JSONL", "a.jsonl.gz", "a.ndjson.zst", "a.csv", "a.tsv", "a.parquet", "a.arrow", "file.arrow"
+]  # fmt: skip
 pytestmark = pytest.mark.usefixtures("folder")
 
 
@@ -57,30 +59,19 @@ def error_of(source):
 @pytest.mark.parametrize("name", TABLES)
 def test_rows_of_a_table_are_documents(name):
     source = write(name, TEXTS, "body")
-    chunks = list(source.read())
     texts = [text for text in TEXTS if text]
-    assert chunks == [(text, True) for text in texts]
+    assert list(source.read()) == [(text, True) for text in texts]
     assert source.empty_rows == {1 + TEXTS.index("")}
-    message = error_of(Source(source.path))
-    assert (
-        "has no column 'text': name one, or several in braces, with --text_key (n, body)" in message
+    template = Source(source.path, "<{body}>")
+    assert [chunk.text for chunk in template.read()] == [f"<{text}>" for text in texts]
+    known = "with --text_key (n, body)"
+    assert f"has no column 'text': name one, or several in braces, {known}" in error_of(
+        Source(source.path)
     )
     if "sv" not in name:  # CSV and TSV have no missing values
         source = write(name, ["one", None, " \n"])
         assert list(source.read()) == [("one", True)]
         assert source.empty_rows == {2, 3}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_template_joins_columns(name):
-    source = Source(write(name, TEXTS, "body").path, "{n}: {body}")
-    if "JSON" in name.upper():  # an object is no text
-        Path(name).write_bytes(Path(name).read_bytes()[:0])
-    elif "sv" in name:  # where all values are texts
-        chunks = [f"{n}: {text}" for n, text in zip(range(3), TEXTS[1:], strict=True) if text]
-        assert [chunk.text for chunk in source.read()] == chunks
-    else:
-        assert "row 2 has no text in column 'n', but a value of type number" in error_of(source)
 
 
 def test_a_template_reads_questions_and_answers():
@@ -89,33 +80,24 @@ def test_a_template_reads_questions_and_answers():
     source = Source(Path("qa.jsonl"), "Q: {q}\nA: {a}")
     assert list(source.read()) == [("Q: 1 plus 1?\nA: 2 {q}", True)]
     assert source.empty_rows == {2, 3}
-    message = error_of(Source(Path("qa.jsonl"), "{q} {answer}"))
-    assert (
-        "has no column 'answer': name one, or several in braces, with --text_key (q, a, n)"
-        in message
-    )
+    assert "has no column 'answer'" in error_of(Source(Path("qa.jsonl"), "{q} {answer}"))
+
+
+def test_a_column_of_bytes_is_text():
+    chunks = write("a.parquet", [b"one", "zwölf".encode()]).read()
+    assert [chunk.text for chunk in chunks] == ["one", "zwölf"]
 
 
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ([b"one", "zwölf".encode()], None),
         ([b"one", b"\xff"], "row 2 has NUL or half of a surrogate pair"),
         ([["one"], []], "row 1 has no text in column 'text', but a value of type list"),
-        ([{"a": 1}], "row 1 has no text in column 'text', but a value of type dict"),
         ([1.5], "row 1 has no text in column 'text', but a value of type number"),
     ],
 )
-def test_columns_of_other_types(values, part):
-    source = write("a.parquet", values)
-    if part:
-        assert part in error_of(source)
-    else:
-        assert [chunk.text for chunk in source.read()] == ["one", "zwölf"]
-
-
-def test_arrow_has_two_formats():
-    assert list(write("file.arrow", ["one", "two"]).read()) == [("one", True), ("two", True)]
+def test_columns_of_other_types_are_refused(values, part):
+    assert part in error_of(write("a.parquet", values))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -130,16 +112,11 @@ def test_damaged_file_is_named(name):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each"),
+        (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each line must be a JSON"),
         (b'{"text": "\xff"}', "byte 28, in line 3, is 0xff"),
         (b'{"text": "a\\u0000"}', "row 2 has NUL or half of a surrogate pair"),
-        (b"null", "row 2 is None"),
-        (b"[", "row 2 is damaged (Expecting value; each line must be a JSON object)"),
-        (
-            b'{"text": 5, "a": "b"}',
-            "row 2 has no text in column 'text', but a value of type number",
-        ),
         (b'{"text": "\\ud800"}', "row 2 has NUL or half of a surrogate pair"),
+        (b"null", "row 2 is None"),
     ],
 )
 def test_invalid_json_line_is_refused(line, part):
@@ -155,7 +132,6 @@ def test_invalid_json_line_is_refused(line, part):
         (b"id,text\n1,one, two\n", "more values than columns"),
         (b"id,text\n1\n", "row 1 has fewer values than columns"),
         (b'text\n"one', "row 1 is damaged"),
-        (b'text\n"one" two\n', "row 1 is damaged"),
         (b"text\n\xe9t\xe9\n", "iconv -f WINDOWS-1252"),
     ],
 )
@@ -164,20 +140,15 @@ def test_invalid_csv_is_refused(raw, part):
     assert part in error_of(Source(Path("a.csv")))
 
 
-def test_csv_has_long_texts_with_line_ends():
+def test_csv_has_long_texts_with_line_ends_and_blank_lines_before_its_header():
     text = "long " * 10**5
-    Path("a.csv").write_bytes(f'\ufefftext,n\r\n"{text}\r\n""end""",1\r\n'.encode())
+    Path("a.csv").write_bytes(f'\ufeff\n \r\ntext,n\r\n"{text}\r\n""end""",1\r\n'.encode())
     assert [chunk.text for chunk in Source(Path("a.csv")).read()] == [text + '\n"end"']
 
 
-def test_blank_lines_before_the_header_of_csv_are_skipped():
-    Path("a.csv").write_text('\n \r\ntext\n"a\n\nb"\n')
-    assert list(Source(Path("a.csv")).read()) == [("a\n\nb", True)]
-
-
-@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "a.csv", "a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt", "a.txt.gz"])
 def test_a_pointer_of_git_lfs_is_named(name):
-    Path(name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    Path(name).write_bytes(tiny.LFS_POINTER)
     assert "is a Git LFS pointer" in error_of(Source(Path(name)))
 
 
@@ -204,9 +175,7 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
     ("raw", "part"),
     [
         (b"a" * 20_000 + b"\x80b", "byte 20,001, in line 1, is 0x80; its encoding can be WINDOWS"),
-        (b"abcd\xe2\x82", "it ends within a character, byte 5, in line 1"),
         (b"ab\0", "a NUL byte; to remove it: cat 'my text' | tr -d '\\0' > 'my text-new'"),
-        ("é".encode("latin-1"), "cat 'my text' | iconv -f WINDOWS-1252 -t UTF-8 > 'my text-new'"),
         ("é".encode("utf-16"), "it is UTF-16; to convert it: cat 'my text' | iconv -f UTF-16"),
         (b"PK\3\4\x14\0", "a ZIP archive"),
         (gzip.compress(b"tar", mtime=0), "it is compressed; to decompress it: gunzip 'my text'"),
@@ -228,9 +197,6 @@ def test_compressed_text_is_read():
     for damaged in (raw[:-9], b"one"):
         source.path.write_bytes(damaged)
         error_of(source)
-    source.path.write_bytes(gzip.compress(b"\xff"))
-    command = "gzip -dc a.txt.gz | iconv -f WINDOWS-1252 -t UTF-8 > a-new.txt"
-    assert command in error_of(source)
 
 
 GERMAN = "Der Fluß trägt kühle Wörter\nüber die Brücke. " * 40
@@ -278,29 +244,20 @@ def names_of(pattern):
 
 
 def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
-    for name in ("in/b.txt", "in/a.jsonl", "in/.hidden.txt", "in/.git/a.txt", "in/c/a.txt"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("{}")
+    binary = ["0.png", "1.png", "2.tar.gz", "3.png"]
+    texts = ["b.txt", "a.jsonl", "z.gz", ".hidden.txt", ".git/a.txt", "c/a.txt", "__pycache__/a"]
+    for name in texts + binary:
+        path, raw = Path("in", name), b"a\0" if name in binary else b"{}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     Path("in/loop").symlink_to("../in")
     Path("in/z.txt").symlink_to("b.txt")
-    Path("in/__pycache__").mkdir()
-    Path("in/__pycache__/a.txt").touch()
-    Path("in/picture").write_bytes(b"\x89PNG\0")
-    assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt"]
-    assert capsys.readouterr().out == "left out 1 files, binary: picture\n"
-    assert names_of("in/*.*") == ["in/a.jsonl", "in/b.txt"]
+    assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt", "in/z.gz"]
+    assert capsys.readouterr().out == "left out 4 files, binary: 0.png, 1.png, 2.tar.gz, …\n"
+    assert names_of("in/*.*[lt]") == ["in/a.jsonl", "in/b.txt"]
     assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
     Path("in/[b].txt").write_text("")
     assert names_of("in/[b].txt") == ["in/[b].txt"]
-
-
-def test_compressed_texts_of_a_folder_are_read_and_binary_files_named(capsys):
-    Path("in").mkdir()
-    for number in range(5):
-        Path(f"in/{number}.gz").write_bytes(gzip.compress(b"a tale\n" if number < 2 else b"a\0"))
-        Path(f"in/{number}.png").write_bytes(b"\x89PNG\0")
-    assert names_of("in") == ["in/0.gz", "in/1.gz"]
-    assert "left out 8 files, binary: " in capsys.readouterr().out
 
 
 def test_documentation_and_metadata_of_tables_are_left_out(capsys):
@@ -326,11 +283,9 @@ def test_files_of_several_splits_are_named(capsys):
         names_of("saved")
 
 
-@pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "in/pipe", "x" * 300, "http://a"])
+@pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "x" * 300, "http://a"])
 def test_a_name_without_regular_files_is_refused(name):
     Path("in").mkdir()
     Path("in/broken").symlink_to("missing")
-    if hasattr(os, "mkfifo"):
-        os.mkfifo("in/pipe")
     with pytest.raises(UserError, match=name.replace("*", ".").replace("//", "/+")):
         names_of(name)
