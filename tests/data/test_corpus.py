@@ -14,17 +14,6 @@ from folio.data.corpus import Corpus
 from folio.data.sources import find_sources
 from folio.data.tokenizer import END_OF_TEXT
 
-VERSES = [f"{line} in May {line}.\n" for line in range(40)]
-
-
-@pytest.fixture
-def verses(folder):
-    """JSON lines of VERSES."""
-    pytest.importorskip("pyarrow")
-    lines = [json.dumps({"text": verse}) for verse in VERSES]
-    Path("verses.jsonl").write_text("\n".join(lines))
-    return Corpus(find_sources("verses.jsonl", "text"), "verses.jsonl")
-
 
 def read(corpus, max_characters=None):
     """Returns [(split, separated, text)] of all Pieces."""
@@ -56,6 +45,8 @@ def test_documents_are_separated_within_a_split():
         ("train", True, "ij"),
         ("val", False, "kl"),
     ]
+    limited = read(tiny.corpus("abcdefgh", "ijklmnop", "q"), 10)
+    assert limited == [("train", False, "abcdefgh"), ("train", True, "i"), ("val", False, "j")]
 
 
 @settings(max_examples=30)
@@ -93,23 +84,19 @@ def test_a_text_in_chunks_has_the_same_splits(end_text, folder, monkeypatch):
         assert documents_of(read(whole)) == expected
 
 
-def test_hashes_divide_the_rows_of_a_table(verses):
-    pieces = read(verses)
-    val = texts_of(pieces, "val")
-    numbers = [int(text.split()[0]) for text in val]
-    assert numbers == [3, 12, 15, 35]  # the hashes do not change
-    assert "".join(text for _, _, text in pieces) == "".join(VERSES)
-
-
-def test_equal_documents_are_in_the_same_split_in_every_format(verses):
+def test_hashes_divide_documents_whatever_their_format(folder):
+    verses = [f"{line} in May {line}.\n" for line in range(40)]
     Path("all").mkdir()
-    Path("verses.jsonl").rename("all/verses.jsonl")
-    for number, verse in enumerate(VERSES):
-        Path(f"all/{number}.txt").write_text(verse)
+    Path("all/verses.jsonl").write_text("\n".join(json.dumps({"text": verse}) for verse in verses))
     pieces = read(Corpus(find_sources("all", "text"), "all"))
-    documents = documents_of(pieces).values()
-    counts = [sorted(texts.count(verse) for texts in documents) for verse in VERSES]
-    assert counts.count([0, 2]) >= len(VERSES) - 1  # the other one is at the boundary
+    assert "".join(text for _, _, text in pieces) == "".join(verses)
+    numbers = [int(text.split()[0]) for text in texts_of(pieces, "val")]
+    assert numbers == [3, 12, 15, 35]  # the hashes do not change
+    for number, verse in enumerate(verses):
+        Path(f"all/{number}.txt").write_text(verse)
+    documents = documents_of(read(Corpus(find_sources("all", "text"), "all"))).values()
+    counts = [sorted(texts.count(verse) for texts in documents) for verse in verses]
+    assert counts.count([0, 2]) >= len(verses) - 1  # the other one is at the boundary
 
 
 @pytest.mark.parametrize("sizes", [[640_000] * 3, [900] * 10, [5000], [5] * 12_000])
@@ -135,13 +122,6 @@ def test_test_text_follows_validation(texts):
     assert sizes == [13, 5, 2]
     if len(texts) == 1:
         assert [piece[2] for piece in pieces] == ["abcdefghijklm", "nopqr", "st"]
-
-
-def test_limit_ends_texts_and_moves_the_boundary():
-    texts = tiny.corpus("abcdefgh", "ijklmnop", "q")
-    pieces = read(texts, 10)
-    assert texts_of(pieces, "train") == ["abcdefgh", "i"]
-    assert texts_of(pieces, "val") == ["j"]
 
 
 def test_characters_of_several_documents_include_the_line_end_between_them():
