@@ -246,11 +246,11 @@ def check_folder(folder, corpus, settings):
     meta, meta_path, test_path = {}, folder / "meta.json", folder / "test.txt"
     with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads(meta_path.read_bytes())
-    advice = "choose another --dataset, or delete the folder"
+    advice = "choose another --dataset, or delete"
     if settings.input is not None and is_other_text(meta, corpus):
-        raise UserError(f"{folder} has another text, {meta['source']}: {advice}")
+        raise UserError(f"{folder} has another text, {meta['source']}: {advice} the folder")
     if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
-        raise UserError(f"{folder} has token files of another program: {advice}")
+        raise UserError(f"{folder} has token files of another program: {advice} them")
     if meta.get("test_fraction"):
         test_path.unlink(missing_ok=True)
     elif settings.test_fraction and test_path.exists():

@@ -193,14 +193,13 @@ def _check_type(path, ids):
 
     Of small ids with 32 or 64 bits, every second or more of the words is 0.
     """
-    for name in ("int64", "uint32"):
-        count = np.dtype(name).itemsize // ids.itemsize
-        words = ids[: len(ids) // count * count].reshape(-1, count)
-        if count > 1 and len(words) > 3 and words[:, 0].any() and not words[:, 1:].any():
-            raise UserError(
-                f"{path}: its type looks like {name}, not {ids.dtype}; to convert it: "
-                f"np.fromfile(FILE, np.{name}).astype(np.{ids.dtype}).tofile(FILE)"
-            )
+    if len(ids) < 4 or not ids[::2].any() or ids[1::2].any():
+        return
+    wide = "uint32" if ids.itemsize == 2 and ids[2::4].any() else "int64"
+    raise UserError(
+        f"{path}: its type looks like {wide}, not {ids.dtype}; to convert it: "
+        f"np.fromfile(FILE, np.{wide}).astype(np.{ids.dtype}).tofile(FILE)"
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -51,7 +51,7 @@ def encode_pieces(tokenizer, allow_special, pieces):
         elif separated:
             arrays[split].append(np.array([tokenizer.end], tokenizer.dtype))
         arrays[split].append(tokenizer.encode(text, allow_special))
-        num_bytes[split] += len(text) if text.isascii() else len(text.encode())
+        num_bytes[split] += len(text.encode())
     return {split: (np.concatenate(arrays[split]), num_bytes[split]) for split in arrays}
 
 

@@ -133,18 +133,17 @@ def test_files_of_a_split(names, subset, split, expected):
 
 
 @pytest.mark.parametrize(
-    ("names", "subset", "split", "parts"),
+    ("names", "subset", "split", "message"),
     [
-        ("a.txt b.py", None, "train", ["hf:a/b", ".jsonl", "refs/convert/parquet"]),
-        ("en/train.csv fr/train.csv", None, "train", ["--subset", "en, fr"]),
-        ("dev.csv test.csv", None, "train", ["--split", "dev, test"]),
-        ("a.csv", None, "dev", ["dev", "--split", "train"]),
+        ("a.txt b.py", None, "train", "hf:a/b has no .*jsonl.*=hf:a/b@refs/convert/parquet"),
+        ("en/train.csv fr/train.csv", None, "train", "--subset from en, fr"),
+        ("dev.csv test.csv", None, "train", "--split from dev, test"),
+        ("a.csv", None, "dev", "split dev; .* --split from train"),
     ],
 )
-def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, parts):
-    with pytest.raises(UserError) as caught:
+def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, message):
+    with pytest.raises(UserError, match=message):
         select_tables([PurePosixPath(name) for name in names.split()], "hf:a/b", subset, split)
-    assert all(part in str(caught.value) for part in parts)
 
 
 def table(*texts):

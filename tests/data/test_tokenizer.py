@@ -232,12 +232,6 @@ def test_damaged_tokenizer_is_refused(data):
         from_dict(data)
 
 
-@pytest.mark.parametrize("definition", [None, "{}"])
-def test_a_bpe_without_a_definition_is_refused(definition):
-    with pytest.raises(UserError, match="cannot be used"):
-        from_dict({"kind": "bpe", "definition": definition})
-
-
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
 
 
@@ -256,6 +250,9 @@ def test_a_damaged_or_unsupported_bpe_is_refused(changes, message):
     plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
     with pytest.raises(UserError, match=message):
         BPETokenizer(json.dumps(plain | changes))
+    for definition in (None, "{}"):
+        with pytest.raises(UserError, match="cannot be used"):
+            from_dict({"kind": "bpe", "definition": definition})
 
 
 def test_settings_of_the_library_that_crash_or_change_tokens_have_no_effect():
