@@ -15,6 +15,7 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from functools import cached_property
 from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
@@ -78,12 +79,12 @@ class Source:
         name = "" if self.is_text else str(self.path).lower()
         return next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), "")
 
-    @property
+    @cached_property
     def template(self):
         """The text of a row, with the names of columns in braces."""
         return self.text_key if "{" in self.text_key else f"{{{self.text_key}}}"
 
-    @property
+    @cached_property
     def columns(self):
         """The names of the columns in the template."""
         return re.findall(COLUMN_IN_TEMPLATE, self.template)
@@ -236,13 +237,14 @@ def _read_csv(source, file):
     delimiter = "," if source.suffix.startswith(".csv") else "\t"
     lines = dropwhile(str.isspace, file)  # before the header
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-    for column in source.columns:
-        if (reader.fieldnames or []).count(column) > 1:
+    columns = [column for column in reader.fieldnames or [] if column in source.columns]
+    for column in columns:
+        if columns.count(column) > 1:
             raise csv.Error(f"there are several columns {column!r}")
     for row in reader:
         if None in row:
             raise RowError("has more values than columns: put text with commas in double quotes")
-        if any(row.get(column, "") is None for column in source.columns):
+        if None in map(row.get, columns):
             raise RowError("has fewer values than columns")
         yield row
 
