@@ -74,7 +74,7 @@ def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_byte
         train = [*b"ab", *separator, *b"cde", *separator, *separator, *b"ij", *separator]
         assert data.train.tolist() == [*train, *b"k<|endoftext|>l"]
         assert data.val.tolist() == [*b"fgh"]
-        assert meta["train"]["bytes"] == 22
+        assert meta["train"]["bytes"] == 22  # without separators
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(65536, np.uint16), (65537, np.uint32)])
