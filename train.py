@@ -147,16 +147,16 @@ from folio.distributed.sharding import (
 )
 from folio.distributed.world import process_group
 from folio.hardware.compile import CudaGraph, compile_model
-from folio.hardware.device import DTYPES, device_type, resolve_device
+from folio.hardware.device import DTYPES, SharedCores, device_type, resolve_device
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import explain_out_of_memory, keep_freed_memory, recompute_activations
 from folio.inference.completion import sample_text
 from folio.training.distillation import Distillation
 from folio.training.evaluation import evaluate, is_evaluation_due
+from folio.training.messages import format_losses, print_end, print_finished, print_start
 from folio.training.muon import MOMENTUM
 from folio.training.optimizers import make_optimizers, restore_optimizers
-from folio.training.run import Run
-from folio.training.run_log import RunLog, format_losses, print_end, print_finished, print_start
+from folio.training.run import Run, open_log
 from folio.training.setup import MEMORY_ADVICE, make_plan
 
 
@@ -222,7 +222,8 @@ def train(run):
     """Trains until the clock reaches max_iters, patience is exhausted, stop_at or a stop signal."""
     settings, progress = run.settings, run.progress
     batches = Batches(run.dataset.train, settings, run.world)  # a function of the seed and the step
-    with run.stop_signal, RunLog(run) as log:  # in it, Ctrl-C only sets run.is_stopped()
+    cores = SharedCores(run.machine)  # fewer threads while other programs use the cores
+    with run.stop_signal, open_log(run) as log:  # in it, Ctrl-C only sets run.is_stopped()
         while True:
             step, clock = progress.step, run.clock()  # equal, unless --minutes ends the run early
             lr = learning_rate_at(clock, settings)
@@ -231,6 +232,7 @@ def train(run):
             if is_evaluation_due(run, clock):
                 with log.pause():
                     if losses := evaluate(run):  # None after a stop signal
+                        run.check_finite(train_loss=losses["train_loss"], val_loss=losses["loss"])
                         is_best = progress.record(losses["loss"], clock)
                         log.evaluation(losses, lr)
                         run.save(best=is_best or settings.always_save_checkpoint)
@@ -250,7 +252,13 @@ def train(run):
 
             loss, grad_norm = train_step(run, batches.at(step), step, lr)
             if loss is not None:  # no stop signal between two micro-batches
-                log.step(loss, grad_norm, lr)  # at log lines, refuses values that are not finite
+                log.count_step()
+                if step % settings.log_interval == 0:
+                    loss, grad_norm = float(loss), float(grad_norm)  # waits for the device
+                    run.check_step(loss, grad_norm)
+                    log.step(loss, grad_norm, lr)
+                if message := cores.check():
+                    log.threads(message)
                 progress.add_step(settings.tokens_per_step)
 
         loss = progress.best_val_loss

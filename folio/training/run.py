@@ -4,6 +4,7 @@ import dataclasses
 import math
 import signal
 import time
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -11,9 +12,13 @@ import torch
 from folio.checkpoint.format import Checkpoint, Progress, load_weights
 from folio.cli import process
 from folio.cli.errors import UserError
+from folio.cli.files import lock_folder
+from folio.cli.settings import names_with_scope
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
 from folio.training.evaluation import evaluation_cost, evaluation_windows
+from folio.training.run_log import RunLog
+from folio.training.trackers import Trackers
 
 MAX_ENDING_SHARE = 1 / 4  # of --minutes that is left for the evaluations at the end
 
@@ -183,6 +188,12 @@ class Run:
             )
         self.world.call_together(load_weights, self.model, best)
 
+    def check_step(self, loss, grad_norm):
+        """Raises UserError if a step has diverged."""
+        # While the loss scale can be reduced, an overflow only skips the step.
+        can_skip = self.scaler.get_scale() > 1
+        self.check_finite(loss=loss, gradient_norm=0.0 if can_skip else grad_norm)
+
     def check_finite(self, **values):
         """Raises UserError if a value is not finite, because the run has diverged."""
         if not all(math.isfinite(value) for value in values.values()):
@@ -192,3 +203,36 @@ class Run:
                 f"{pairs.replace('_', ' ')}. The last save is older. Lower --learning_rate, "
                 "increase --warmup_iters or set --grad_clip=1"
             )
+
+
+@contextmanager
+def open_log(run):
+    """A context in which a run writes to its folder, which it locks. Yields its RunLog. Collective.
+
+    Raises UserError if another process has the lock, or if a tracker cannot start.
+    """
+    with ExitStack() as stack:
+        yield run.world.call_together(_open_log, run, stack)
+
+
+def _open_log(run, stack):
+    """Locks the folder, starts the trackers, moves an earlier run away, and logs the start."""
+    if run.world.is_main:
+        run.run_dir.lock = stack.enter_context(lock_folder(run.run_dir.folder))
+    resumed, settings = run.plan.resumed, dataclasses.asdict(run.settings)
+    for name in names_with_scope(type(run.settings), "files"):
+        del settings[name]
+    trackers = Trackers(run.settings, settings, resumed)
+    stack.callback(trackers.close)
+    log = RunLog(run, trackers)
+    stack.callback(log.bar.close)
+    # Last, because it deletes or moves files.
+    moved_to = run.run_dir.begin(run.settings, resumed) if run.world.is_main else None
+    if moved_to:
+        advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
+        log.say(f"moved the earlier run in {run.settings.out_dir} to {moved_to}; use {advice}")
+    if not run.run_dir.log.exists():  # a new run, or nanoGPT's
+        log.start(settings)
+    if resumed:
+        log.resume(resumed, settings)
+    return log

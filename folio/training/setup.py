@@ -6,6 +6,7 @@ machine. It writes nothing. train.py builds what the plan describes.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from folio.checkpoint.format import Checkpoint, empty_model
@@ -164,6 +165,17 @@ def _differences(checkpoint, config, settings, dataset, free):
     return differences
 
 
+@cache
+def model_shape(config):
+    """Returns a GPT without values, on the meta device, whose sizes can be counted."""
+    return empty_model(config, "meta")
+
+
+def step_flops(config, settings):
+    """Returns the FLOPs of a step in all processes."""
+    return model_shape(config).flops_per_token() * settings.tokens_per_step
+
+
 # Machine
 
 
@@ -177,7 +189,7 @@ def graph_flops(config, settings, world):
     is_single = settings.gradient_accumulation_steps == 1 and not world.is_launched
     if not is_single or settings.activation_checkpointing or settings.momentum_warmup_iters:
         return None
-    return empty_model(config, "meta").flops_per_token() * settings.tokens_per_step
+    return step_flops(config, settings)
 
 
 def check_parallel(settings, size):
@@ -198,7 +210,7 @@ def state_bytes(config, settings, world_size=1):
     AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
     not counted, nor is what FSDP gathers.
     """
-    model = empty_model(config, "meta")
+    model = model_shape(config)
     values = model.num_params()
     if not settings.eval_only:
         values *= 4

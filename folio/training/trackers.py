@@ -8,17 +8,18 @@ from pathlib import Path
 
 from folio.cli.errors import UserError, cause_of
 from folio.cli.process import is_main
+from folio.training.messages import warn
 
 
 class Trackers:
     """The trackers that the settings request. One that fails after its start is dropped."""
 
-    def __init__(self, settings, run_settings, resumed, warn):
+    def __init__(self, settings, run_settings, resumed):
         """Starts the trackers, which store `run_settings`. Raises UserError if one cannot start.
 
         `resumed` is the Checkpoint that the run continues from, or None.
         """
-        self.warn, self.running = warn, {}  # {name: (log, close)}
+        self.running = {}  # {name: (log, close)}
         for name, start in TRACKERS.items():
             if not (getattr(settings, name) and is_main()):
                 continue
@@ -52,7 +53,7 @@ class Trackers:
         except Exception as error:  # as above
             del self.running[name]
             cause = cause_of(error)
-            self.warn(f"{name} failed and was disabled ({cause}); log.jsonl is not affected")
+            warn(f"{name} failed and was disabled ({cause}); log.jsonl is not affected")
 
 
 # Each function starts a tracker and returns log(step, numbers) and close(). `resumed` is the

@@ -16,7 +16,8 @@ import tiny
 import torch
 
 import train
-from folio.training import run_log
+from folio.training import messages, run_log
+from folio.training.run import open_log
 from folio.training.setup import make_plan
 
 TRAIN = str(Path(train.__file__))
@@ -55,7 +56,7 @@ def test_console_has_the_settings_and_lines_in_nanogpts_format(verse, capsys):
 def test_a_warmup_that_is_longer_than_the_run_is_reported_at_the_start(
     verse, capsys, changes, is_short
 ):
-    run_log.print_start(make_plan(tiny.settings(**changes)))
+    messages.print_start(make_plan(tiny.settings(**changes)))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warmup: ")]
     part = "the learning rate is at 30% of its peak, because --warmup_iters=19 is above"
     assert lines == [f"warmup: at the end, {part} --max_iters=6"] * is_short
@@ -91,15 +92,16 @@ def run(verse):
 
 def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
     peak = run.machine.peak_flops  # measured with the real clock
-    run.scaler = torch.amp.GradScaler("cpu")  # skips steps whose norm is infinite
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock.now)
-    with run_log.RunLog(run) as log:
+    with open_log(run) as log:
         with log.pause():
             clock.now += 1000  # the first evaluation
         for _ in range(3):
             clock.now += 4
-            log.step(2.5, float("inf"), lr=0.1)
+            log.count_step()
+            if run.progress.step % 2 == 0:
+                log.step(2.5, float("inf"), lr=0.1)
             run.progress.add_step(32)
             with log.pause():
                 clock.now += 10
@@ -113,21 +115,19 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
 
 
-def test_fewer_threads_are_reported_once(run, monkeypatch, capsys):
+def test_fewer_threads_are_reported_once(verse, monkeypatch, capsys):
+    messages = iter([None, "fewer threads", *[None] * 4])
+    cores = SimpleNamespace(check=lambda: next(messages))
+    monkeypatch.setattr(train, "SharedCores", lambda machine: cores)
     monkeypatch.setattr(run_log.torch, "get_num_threads", lambda: 2)
-    with run_log.RunLog(run) as log:
-        messages = iter([None, "fewer threads", None])
-        log.cores = SimpleNamespace(check=lambda: next(messages))
-        for _ in range(3):
-            log.step(2.5, 1.0, lr=0.1)
-            run.progress.add_step(32)
+    train.main(tiny.flags())
     assert capsys.readouterr().err.count("fewer threads") == 1
     assert [e["threads"] for e in tiny.log_events() if e["event"] == "threads"] == [2]
 
 
 def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with run_log.RunLog(run) as log:
+    with open_log(run) as log:
         monkeypatch.setattr(run_log.tqdm, "write", Mock(side_effect=error))
         log.say("line")
 
@@ -199,13 +199,13 @@ def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text
         {"step": 100 * number, "train_loss": train_loss, "loss": loss}
         for number, (train_loss, loss) in enumerate(zip(train_losses, val_losses, strict=True))
     ]
-    advise = partial(run_log.advice_on, evaluations, epochs=epochs)
+    advise = partial(messages.advice_on, evaluations, epochs=epochs)
     settings = tiny.settings(dropout=0.2, max_iters=300)
     line, advised_changes = advise(settings)
     assert text in line
     assert advised_changes == changes
     assert ("more text would" in line) == (epochs > 2 and not changes)
-    assert run_log.advice_on(evaluations[:2], settings, epochs) is None
+    assert messages.advice_on(evaluations[:2], settings, epochs) is None
     if "max_iters" in changes:  # twice as many steps, for which there is time
         assert advise(tiny.settings(max_iters=900, minutes=2))[1] == {"minutes": 4}
         settings = tiny.settings(max_iters=310, minutes=2, lr_decay_iters=300)
@@ -214,7 +214,7 @@ def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text
 
 def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch):
     compared = []
-    monkeypatch.setattr(run_log, "advice_on", lambda *args: compared.append(args[0]))
+    monkeypatch.setattr(messages, "advice_on", lambda *args: compared.append(args[0]))
     train.main(tiny.flags(max_iters=3))
     train.main(tiny.flags(max_iters=6, init_from="resume"))
     train.main(tiny.flags(max_iters=9, init_from="resume", batch_size=2))
@@ -247,7 +247,9 @@ def advised_arguments(capsys):
 def test_the_advised_command_is_a_run_with_the_same_start(verse, capsys, monkeypatch, processes):
     train.main(tiny.flags(out_dir="old model", seed=9, max_iters=1))
     Path("a.py").write_text("".join(f"{n} = {v!r}\n" for n, v in tiny.SETTINGS.items()))
-    monkeypatch.setattr(run_log, "advice_on", lambda *_: ("ADVICE", {"max_iters": 8, "minutes": 5}))
+    monkeypatch.setattr(
+        messages, "advice_on", lambda *_: ("ADVICE", {"max_iters": 8, "minutes": 5})
+    )
     for arguments in processes:
         train.main(arguments)
     arguments = advised_arguments(capsys)

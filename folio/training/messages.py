@@ -1,0 +1,157 @@
+"""What train.py prints at the start and the end of a run, and the advice that a log allows."""
+
+import inspect
+import shlex
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from folio.cli.process import is_main, print_error
+from folio.cli.settings import command_line
+from folio.hardware.memory import memory_bytes, peak_memory_gib
+from folio.pretrained.load import RESUME_NAMES
+from folio.training.evaluation import EVALUATION_SETTINGS
+from folio.training.setup import model_shape, state_bytes, step_flops
+
+MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
+MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
+MIN_FALL_SHARE = 2 / 3  # of the training loss's fall in this half
+MAX_GAP_GROWTH_NATS = 0.1  # in this half, of the gap between the losses
+MANY_PASSES = 2  # over the training text
+SLOW_STEP_S = 60
+
+
+def warn(message):
+    """Prints an error that does not end the run on stderr, above the progress bar."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        if is_main():
+            print_error(message)
+
+
+def format_losses(step, losses):
+    """Returns a line with the losses that evaluate returns."""
+    line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
+    line += f", val perplexity {losses['perplexity']:.5g}"
+    if "bits_per_byte" in losses:
+        line += f", val bits per byte {losses['bits_per_byte']:.4f}"
+    return line
+
+
+def print_start(plan):
+    """Prints the arguments, the dataset, the model's size, the machine and the memory."""
+    settings, dataset, machine, world = plan.settings, plan.dataset, plan.machine, plan.world
+    peak, known = machine.peak_flops, machine.data_sheet_flops
+    source = "data sheet" if known else "measured with a matrix product"
+    model = model_shape(plan.config)
+    size = state_bytes(plan.config, settings, world.size) / 2**20
+    values = "weights, gradients and moments"
+    work = f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
+    if settings.eval_only:
+        start = plan.resumed or plan.initial
+        values, work = "weights", f"from {start.summary}" if start else "random weights"
+    available = memory_bytes(machine.device)
+    limit = f" of {available / 2**30:,.0f} GiB" if available else ""
+    processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
+    print(
+        f"settings: {shlex.join(command_line(plan.arguments)) or 'defaults'}",
+        f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
+        f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
+        f"model: {model.num_params():,} parameters; {work}",
+        f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
+        f"memory: {size:,.1f} MiB{limit} for {values}; activations are not counted",
+        sep="\n",
+        flush=True,
+    )
+    if settings.eval_only:
+        return
+    if settings.keep_checkpoints:
+        files = Path(settings.out_dir, "ckpt-STEP.pt")
+        print(f"checkpoints: {4 * model.num_params():,} bytes at each evaluation, in {files}")
+    warmup, steps = settings.warmup_iters, settings.max_iters
+    if settings.decay_lr and warmup > steps:
+        part = f"at the end, the learning rate is at {100 * steps / (warmup + 1):.0f}% of its peak"
+        print(f"warmup: {part}, because --warmup_iters={warmup} is above --max_iters={steps}")
+    step_s = step_flops(plan.config, settings) / peak / world.size
+    if step_s > SLOW_STEP_S:
+        minutes = f"at least {step_s / 60:.0f} minutes"
+        print(f"time: a step takes {minutes}; config/own_text.py has a smaller model", flush=True)
+
+
+def print_finished(run):
+    """Prints how to continue a run that has finished earlier."""
+    step, settings = run.progress.step, run.settings
+    name = "max_iters" if step >= settings.max_iters else "minutes"
+    if run.progress.is_patience_exhausted(run.settings):
+        name = "patience"
+    print(f"finished at step {step}; to continue, increase --{name}")
+
+
+def print_end(run, loss):
+    """Prints where the best model is, its validation loss and how to use it."""
+    progress, settings = run.progress, run.settings
+    if progress.is_patience_exhausted(settings):
+        print(f"stopped at step {progress.step}: no improvement since step {progress.best_step}")
+    elif progress.step < settings.max_iters:
+        print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
+    kept = "newest" if settings.always_save_checkpoint else "best"
+    best = f"best val loss {loss:.4f} at step {progress.best_step}"
+    print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+    if (peak := peak_memory_gib(run.machine.device)) is not None:
+        print(f"peak memory: {peak:.2f} GiB")
+    events = run.run_dir.read_events()
+    resumed = [i for i, e in enumerate(events) if EVALUATION_SETTINGS & e.get("changed", {}).keys()]
+    comparable = events[max(resumed, default=0) :]  # evaluations of the same windows
+    evaluations = [e for e in comparable if e["event"] == "val" and "train_loss" in e]
+    epochs = progress.tokens / len(run.dataset.train)
+    if advice := advice_on(evaluations, settings, epochs):
+        text, changes = advice
+        print(f"{text}: {next_command(run.plan, **changes)}" if changes else text)
+    print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
+
+
+def next_command(plan, **changes):
+    """Returns the command of a new run like the one of a Plan, with some settings changed."""
+    if plan.settings.init_from in RESUME_NAMES:
+        changes = {"init_from": plan.origin} | changes
+    script = Path(inspect.getfile(type(plan.settings)))  # sys.argv has another one in a notebook
+    name = script.name if script.parent == Path.cwd() else str(script)
+    return f"python {shlex.join([name, *command_line(plan.arguments, **changes)])}"
+
+
+def advice_on(evaluations, settings, epochs):
+    """Returns what a log shows, and the settings that would improve the model, as a dict.
+
+    It is empty if the log does not decide. Returns None with fewer than 3 evaluations. That the
+    validation loss falls at the end says little, because a decaying learning rate always has this
+    effect. If it falls as the training loss does, the model still learns what holds for other
+    texts, too. If the gap between them grows, it memorizes; whether more steps help is then open.
+
+    Args:
+        evaluations: their events in the log; the first is before any training.
+        epochs: how often the run has read the training text.
+    """
+    if len(evaluations) < 3:
+        return None
+    best, last = min(evaluations, key=lambda event: event["loss"]), evaluations[-1]
+    rise = last["loss"] - best["loss"]
+    if rise > MAX_LOSS_RISE_NATS and last["train_loss"] > best["train_loss"]:
+        text = f"both losses have risen since step {best['step']:,}; use a lower learning rate"
+        return text, {"learning_rate": settings.learning_rate / 2}
+    if rise > MAX_LOSS_RISE_NATS:
+        text = f"the validation loss has risen by {rise:.2f} since step {best['step']:,}"
+        dropout = round(min(settings.dropout + 0.1, 0.5), 3)
+        return f"{text} (overfitting); use more text or more dropout", {"dropout": dropout}
+    losses = f"training loss {last['train_loss']:.2f}, validation loss {last['loss']:.2f}"
+    text = f"{epochs:.2g} passes over the text, {losses}"
+    earlier = evaluations[len(evaluations) // 2]
+    train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
+    if fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
+        names = ["minutes", "max_iters", "lr_decay_iters"]
+        if settings.max_iters >= 2 * last["step"]:
+            names = ["minutes"]  # which have ended the run
+        changes = {name: 2 * getattr(settings, name) for name in names if getattr(settings, name)}
+        return f"{text}; longer training would help most", changes
+    if epochs >= MANY_PASSES and train_fall - fall > MAX_GAP_GROWTH_NATS:
+        text += " (memorization); more text would help most"
+    return text, {}
