@@ -6,8 +6,7 @@
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
 This file has, in order: the settings, what a run is made of, the training loop, a step and its
-learning rate. folio/training/evaluation.py has the evaluation.
-Checkpoints and log.jsonl go to out_dir.
+learning rate. Checkpoints and log.jsonl go to out_dir.
 """
 
 import math
@@ -123,17 +122,13 @@ class TrainConfig:
 
     @property
     def has_final_evaluation(self):
-        """Whether the best model is evaluated at the end of the run, over more text.
-
-        It is not if eval_iters sets the amount, or if ckpt.pt is the latest model.
-        """
+        """Whether the best model, in ckpt.pt, is evaluated at the end over more text."""
         return not (self.eval_iters or self.always_save_checkpoint)
 
 
 # Answers --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, TrainConfig, distributed=True)
 
-import numpy as np
 import torch
 
 from folio.checkpoint.format import empty_model, load_weights
@@ -154,7 +149,7 @@ from folio.inference.completion import sample_text
 from folio.training.distillation import Distillation
 from folio.training.evaluation import evaluate, is_evaluation_due
 from folio.training.messages import format_losses, print_end, print_finished, print_start
-from folio.training.muon import MOMENTUM
+from folio.training.muon import momentum_at
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.run import Run, open_log
 from folio.training.setup import MEMORY_ADVICE, make_plan
@@ -208,11 +203,8 @@ def make_run(plan):
     if plan.teachers:
         forward = Distillation(model, [t.to(machine.device, model.dtype) for t in plan.teachers])
     if machine.compile:
-        starts = np.zeros(settings.batch_size, np.int64)
-        batch = plan.dataset.train.windows(starts, settings.block_size)
-        compiled = compile_model(forward, machine, (*batch, settings.train_temperature))
-        if all(world.gather(compiled is not forward)):  # it can fail on one machine only
-            forward = compiled
+        batch = next(Batches(plan.dataset.train, settings, world).at(0))
+        forward = compile_model(forward, machine, (*batch, settings.train_temperature))
     if not plan.is_sharded:
         forward = replicate(forward, world)  # with several processes, DDP
     return Run(plan, model, optimizers, scaler, forward)
@@ -338,22 +330,9 @@ def learning_rate_at(clock, settings):
         return low
     start = max(settings.warmup_iters, (settings.lr_decay_start or 0.0) * end)
     fraction = max(0.0, clock - start) / (end - start)
-    if settings.lr_decay_start is None:
-        rest = 0.5 * (1 + math.cos(math.pi * fraction))
-    else:
-        rest = 1 - fraction
-    return low + (settings.learning_rate - low) * rest
-
-
-def momentum_at(step, settings):
-    """Returns Muon's momentum: a linear warmup from 0.85 to 0.95, then constant.
-
-    Early in training, gradients change quickly, so that earlier ones should count less (Jordan et
-    al. 2024, https://github.com/KellerJordan/modded-nanogpt, record 9).
-    """
-    if step >= settings.momentum_warmup_iters:
-        return MOMENTUM
-    return MOMENTUM - 0.1 * (1 - step / settings.momentum_warmup_iters)
+    if settings.lr_decay_start is not None:
+        return low + (settings.learning_rate - low) * (1 - fraction)
+    return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
 if __name__ == "__main__":

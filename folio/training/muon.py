@@ -94,6 +94,17 @@ def orthogonalize(x):
     return x * math.sqrt(x.shape[2])
 
 
+def momentum_at(step, settings):
+    """Returns the momentum: a linear warmup from 0.85 to 0.95, then constant.
+
+    Early in training, gradients change quickly, so that earlier ones should count less (Jordan et
+    al. 2024, https://github.com/KellerJordan/modded-nanogpt, record 9).
+    """
+    if step >= settings.momentum_warmup_iters:
+        return MOMENTUM
+    return MOMENTUM - 0.1 * (1 - step / settings.momentum_warmup_iters)
+
+
 # Division over processes
 
 

@@ -86,6 +86,5 @@ def _restore(optimizer, saved, names, refusal):
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
         check_types(saved_group, {"lr": int | float | torch.Tensor}, refusal)
-        group["lr"].fill_(
-            float(saved_group["lr"])
-        )  # in case the state is saved before the next step
+        lr = float(saved_group["lr"])
+        group["lr"].fill_(lr)  # in case the state is saved before the next step
