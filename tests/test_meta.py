@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import train
 from folio.checkpoint.format import Progress, empty_model
 from folio.data.batches import Batches, Split, to_device
 from folio.hardware.device import Machine, choose_machine
-from folio.hardware.kernels import use_fast_kernels
-from folio.inference.generate import KVCache, decode_one, generate
+from folio.inference.generate import generate
 from folio.inference.sampling import Controls
 from folio.training import evaluation
-from folio.training.distillation import Distillation
 from folio.training.setup import model_config
-from model import GPT
 
 META = Machine("meta", "float32", False, "")
 OPTIONS = {  # beside those of the presets
@@ -90,24 +86,6 @@ def test_a_run_reads_values_only_at_log_lines(verse, dtype, optimizer, switches)
     with pytest.raises(RuntimeError, match="meta tensors"):  # float(loss)
         train.train(run)
     assert run.progress.step == 10
-
-
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs a CUDA build of torch")
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_the_forward_pass_on_a_simulated_gpu_reads_no_value(verse, switches):
-    config = model_config(tiny.settings(**switches), verse.tokenizer)
-    with FakeTensorMode(), torch.device("cuda:0"):  # no GPU is needed
-        model = GPT(config)
-        use_fast_kernels(model)
-        idx = torch.zeros(2, config.block_size, dtype=torch.int64)
-        loss = Distillation(model, [GPT(config)])(idx, idx)
-        assert loss.device == torch.device("cuda:0")
-        cache = KVCache(model, batch_size=2)
-        tail = idx[:, : 1 + config.preceding_tokens]
-        logits = decode_one(model, cache, tail, torch.full((2,), 3))
-        assert logits.device == loss.device
-        with pytest.raises(DataDependentOutputException):
-            loss.item()
 
 
 @pytest.mark.gpu

@@ -132,12 +132,6 @@ def test_a_flag_changes_only_what_it_names(preset, device):
 # Any text
 
 
-@pytest.mark.parametrize(("device", "max_iters"), [("cuda", 1800), ("cpu", 1900)])
-def test_the_preset_for_any_text_reads_tiny_shakespeare_several_times(device, max_iters):
-    settings = load_preset("own_text.py", device, "--minutes=2")
-    assert settings.max_iters == pytest.approx(max_iters, rel=0.01)
-
-
 def test_the_plan_follows_the_size_of_the_text(text_size):
     plans, passes = [], []
     for tokens in (20_000, 100_000, 600_000, 1_003_854, 10_000_000, 100_000_000):
@@ -145,6 +139,7 @@ def test_the_plan_follows_the_size_of_the_text(text_size):
         settings = load_preset("own_text.py", "cpu", "--minutes=2")
         plans.append(settings)
         passes.append(settings.max_iters * settings.tokens_per_step / tokens)
+    assert plans[3].max_iters == pytest.approx(1900, rel=0.01)  # of tiny Shakespeare
     assert passes[:4] == sorted(passes[:4], reverse=True)  # less text is read more often,
     dropouts = [settings.dropout for settings in plans]  # with more dropout
     assert dropouts == sorted(dropouts, reverse=True)
@@ -175,7 +170,7 @@ def test_the_larger_model_needs_time_and_text_whatever_the_tokens(text_size):
 @pytest.mark.parametrize(
     ("tokens", "vocab_size", "minutes", "name", "parameters", "width", "steps", "step_tokens"),
     [
-        (1_003_854, 65, None, "H100", 8.0e6, 256, 1_800, 4_096),  # as on any GPU before
+        (1_003_854, 65, None, "H100", 8.0e6, 256, 1_800, 4_096),
         (27_000_000, 65, 2, "T4", 8.0e6, 256, 48_380, 4_096),
         (27_000_000, 65, 2, "H100", 17.8e6, 384, 12_100, 16_384),
         (27_000_000, 65, 60, "T4", 17.8e6, 384, 12_100, 16_384),

@@ -29,20 +29,12 @@ COMBINED = (
 )
 
 
-@pytest.fixture(scope="module")
-def trained_files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        tiny.prepare_verse()
-        train.main(tiny.flags(max_iters=3))
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def run(folder, trained_files):
+def run(folder):
     """A run in out/ of the current folder, without the dataset."""
-    shutil.copytree(trained_files / "out", folder / "out")
+    tiny.prepare_verse()
+    train.main(tiny.flags(max_iters=3))
+    shutil.rmtree("data")
 
 
 def stdout_of(capsys, *flags):

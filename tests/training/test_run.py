@@ -127,16 +127,6 @@ def test_gathered_values_are_equal_and_tied_weights_are_tied():
     assert weights["transformer.wte.weight"] is weights["lm_head.weight"]
 
 
-def test_a_save_that_fails_keeps_the_earlier_state(verse, limit_files):
-    train.main(tiny.flags(max_iters=3))
-    run = tiny.new_run(init_from="resume", max_iters=9)
-    run.progress.step = 4
-    limit_files(10_000)  # bytes, more than a log and less than a checkpoint has
-    with pytest.raises(UserError, match=r"cannot write out/last\.pt"):
-        run.save()
-    assert tiny.load("last.pt")["iter_num"] == 3
-
-
 def test_resuming_does_not_save_the_same_state_again(verse):
     train.main(tiny.flags(stop_at=4, checkpoint_interval=2))
     run = tiny.new_run(init_from="resume", checkpoint_interval=2)
