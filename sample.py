@@ -15,7 +15,7 @@ import json
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -122,11 +122,14 @@ def main(argv=None):
         completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
         start, first_token_s, tokens = time.monotonic(), None, 0
         while batch := list(islice(completions, batch_size)):
-            with print_when_interrupted(batch[0], settings):
+            try:
                 for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
                     first_token_s = first_token_s or time.monotonic() - process.STARTED
                     if settings.stream:
                         print_new(batch[0])
+            except process.Interrupted:
+                print_part(batch[0], settings)
+                raise
             for completion in batch:
                 print_completion(completion, settings)
                 tokens += len(completion.ids)
@@ -224,16 +227,11 @@ def print_new(completion):
     completion.printed = len(text)
 
 
-@contextmanager
-def print_when_interrupted(completion, settings):
-    """A context that, if a signal ends it, prints what there is of a text."""
-    try:
-        yield
-    except process.Interrupted:
-        if not (settings.json or settings.logprobs):
-            print_new(completion)
-            print()
-        raise
+def print_part(completion, settings):
+    """Prints what there is of a text whose generation a signal has ended."""
+    if not (settings.json or settings.logprobs):
+        print_new(completion)
+        print()
 
 
 def print_completion(completion, settings):

@@ -76,12 +76,15 @@ def test_prompt_is_read_from_a_file_or_standard_input(capsys, monkeypatch, start
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
-def test_each_line_is_a_prompt_whatever_the_batch_size(capsys, monkeypatch, size):
+def test_each_line_is_a_prompt_whose_texts_do_not_depend_on_the_others(capsys, monkeypatch, size):
     set_stdin(monkeypatch, b"Shall I\n\nthee to\r\nmore")
     monkeypatch.setattr(sample, "max_batch_size", lambda model: size)
     samples = objects(capsys, "--prompts=-", "--num_samples=2")
     expected = [(prompt, n) for prompt in ("Shall I", "thee to", "more") for n in (1337, 1338)]
     assert [(sampled["prompt"], sampled["seed"]) for sampled in samples] == expected
+    for sampled in samples:
+        (alone,) = objects(capsys, f"--start={sampled['prompt']}", f"--seed={sampled['seed']}")
+        assert alone == sampled | {"logprobs": pytest.approx(sampled["logprobs"], abs=1e-5)}
 
 
 @pytest.mark.parametrize("stop", ["a", "12", '{"a": 1}', "a["])
@@ -90,16 +93,6 @@ def test_stop_texts_are_one_text_or_a_json_list(stop):
     assert sample.parse_stop_texts('["a", "\\n"]') == ["a", "\n"]
     assert sample.parse_stop_texts(r"a\n\tb") == ["a\n\tb"]  # what a shell passes
     assert sample.parse_stop_texts("[]") == sample.parse_stop_texts(None) == []
-
-
-# Randomness
-
-
-def test_each_text_has_its_own_random_stream(capsys):
-    Path("prompts.txt").write_text("Shall I\nthee\n", encoding="utf-8")
-    for sampled in objects(capsys, "--prompts=prompts.txt", "--num_samples=2", "--seed=7"):
-        (alone,) = objects(capsys, f"--start={sampled['prompt']}", f"--seed={sampled['seed']}")
-        assert alone == sampled | {"logprobs": pytest.approx(sampled["logprobs"], abs=1e-5)}
 
 
 # Output

@@ -32,7 +32,7 @@ def is_evaluation_due(run, clock):
 
 def evaluation_cost(run, steps=None):
     """Returns how many steps take as long as an evaluation; see evaluate."""
-    windows = evaluation_windows(run.dataset, run.settings, steps)
+    windows = count_windows(run.dataset, run.settings, steps)
     return FORWARD_SHARE * sum(windows) * run.settings.block_size / run.settings.tokens_per_step
 
 
@@ -111,7 +111,7 @@ def _count_windows(split, settings, iters):
     return min((len(split) - 1) // settings.block_size, iters * settings.batch_size)
 
 
-def evaluation_windows(dataset, settings, steps=None):
+def count_windows(dataset, settings, steps=None):
     """Returns how many windows of each split an evaluation has; see evaluation_iters."""
     pairs = zip((dataset.train, dataset.val), evaluation_iters(settings, steps), strict=True)
     return [_count_windows(split, settings, iters) for split, iters in pairs]
@@ -123,7 +123,6 @@ def val_bytes(dataset, settings, iters):
         return None
     total, starts = 0, evaluation_starts(dataset.val, settings, iters) + 1
     for start in starts:  # one gather of all targets would need much more memory
-        total += int(
-            dataset.byte_lengths[dataset.val.ids[start : start + settings.block_size]].sum()
-        )
+        ids = dataset.val.ids[start : start + settings.block_size]
+        total += int(dataset.byte_lengths[ids].sum())
     return total / (len(starts) * settings.block_size)

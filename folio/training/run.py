@@ -16,7 +16,7 @@ from folio.cli.files import lock_folder
 from folio.cli.settings import names_with_scope
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.distributed.world import SharedFlag
-from folio.training.evaluation import evaluation_cost, evaluation_windows
+from folio.training.evaluation import count_windows, evaluation_cost
 from folio.training.run_log import RunLog
 from folio.training.trackers import Trackers
 
@@ -51,27 +51,41 @@ class Run:
 
     def _restore(self, checkpoint):
         """Continues the progress of a checkpoint, or begins its comparison of losses anew."""
-        self.progress = checkpoint.progress
+        self.progress, saved = checkpoint.progress, checkpoint.settings
         self.saved_step = self.progress.step
-        saved = checkpoint.settings
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
             self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
-        is_kept = saved.get("always_save_checkpoint") or self.settings.always_save_checkpoint
-        best = None if is_kept else self._load_best()
-        is_later = False  # than last.pt: it is written again when the run reaches its step
-        if best and best.settings.get("out_dir") == saved.get("out_dir"):
-            is_later = self.progress.step < best.progress.step <= self.settings.max_iters
-        old, reason = SimpleNamespace(**dataclasses.asdict(self.settings) | saved), None
-        windows = [evaluation_windows(self.dataset, s)[1] for s in (old, self.settings)]
-        is_over = self.settings.eval_only or self.progress.is_finished(self.settings)
-        if windows[0] != windows[1] and not is_over:
+        if self._has_other_windows(saved):
             reason = "the evaluations now cover other windows of the validation split"
-        elif not (self.settings.always_save_checkpoint or is_later or self._is_best(best)):
+        elif not self._has_best(saved):
             reason = f"{self.run_dir.best} is not the best model of this run"
-        if reason:  # an evaluation at once begins the comparison
-            print(f"{reason}; evaluating again")
-            self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
-            self.progress.evaluations_since_best = 0
+        else:
+            return
+        print(f"{reason}; evaluating again")  # at once, which begins the comparison
+        self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
+        self.progress.evaluations_since_best = 0
+
+    def _has_other_windows(self, saved):
+        """Whether this run still evaluates, and with other windows than the saved settings had."""
+        if self.settings.eval_only or self.progress.is_finished(self.settings):
+            return False
+        old = SimpleNamespace(**dataclasses.asdict(self.settings) | saved)
+        return count_windows(self.dataset, old)[1] != count_windows(self.dataset, self.settings)[1]
+
+    def _has_best(self, saved):
+        """Whether ckpt.pt is as it should be: the newest model, or the best one. Collective."""
+        if self.settings.always_save_checkpoint:
+            return True
+        if saved.get("always_save_checkpoint"):  # it is the newest one
+            return False
+        best = self._load_best()
+        if best is None:
+            return False
+        if self._is_best(best):
+            return True
+        # After a kill, it can be later than last.pt. It is written again at the same step.
+        is_own = best.settings.get("out_dir") == saved.get("out_dir")
+        return is_own and self.progress.step < best.progress.step <= self.settings.max_iters
 
     def _load_best(self):
         """Returns the Checkpoint in ckpt.pt, or None if there is none to be read. Collective."""
@@ -85,8 +99,6 @@ class Run:
 
     def _is_best(self, checkpoint):
         """Whether a Checkpoint is that of this run's best evaluation."""
-        if checkpoint is None:
-            return False
         step, loss = checkpoint.progress.step, checkpoint.progress.best_val_loss
         return (step, loss) == (self.progress.best_step, self.progress.best_val_loss)
 
@@ -181,7 +193,7 @@ class Run:
         if self.progress.best_step == self.progress.step:
             return
         best = self._load_best()
-        if not self._is_best(best):
+        if best is None or not self._is_best(best):
             raise UserError(
                 f"{self.run_dir.best} was replaced or deleted during the run: it is not the best "
                 f"model, that of step {self.progress.best_step}; continue with --init_from=resume"
