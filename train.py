@@ -171,6 +171,7 @@ def main(argv=None):
             print_finished(run)
         else:
             train(run)
+        del run  # freeing DDP after its process group can wait forever
 
 
 def make_run(plan):
