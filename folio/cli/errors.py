@@ -10,14 +10,20 @@ OTHER_NAMES = {  # {setting: its usual names in other programs}
     "learning_rate": "lr",
     "max_iters": "epochs steps iters",
     "batch_size": "batch",
-    "device": "gpu cuda",
-    "init_from": "model checkpoint",
+    "eval_interval": "eval_every eval_steps",
+    "device": "gpu cuda cpu",
+    "init_from": "model checkpoint resume",
     "start": "prompt",
     "max_new_tokens": "length max_length max_tokens",
     "block_size": "context length max_length",
     "n_layer": "layers",
     "n_head": "heads",
-    "n_embd": "dim",
+    "n_embd": "dim hidden_size",
+    "temperature": "temp",
+    "max_tokens": "limit",
+    "val_fraction": "val_split",
+    "val_input": "val",
+    "text_key": "text_column column",
 }
 
 
