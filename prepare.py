@@ -91,7 +91,7 @@ class PrepareConfig:
                 "--val_input needs --input, and excludes --val_fraction and --test_fraction"
             )
         if set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
-            raise ValueError(f"--text_key={self.text_key} has a brace without its other brace")
+            raise ValueError(f"--text_key={self.text_key} has an unmatched brace")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
         if (self.val_fraction or 0.1) + self.test_fraction >= 1:

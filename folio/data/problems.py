@@ -39,7 +39,10 @@ def explain_bytes(path, open_file, error):
 
 
 def _explain(open_file, error):
-    """Returns the same as a template with {path}, {read}, its content, and {new}, a new path."""
+    """Returns the explanation as a template.
+
+    {path}: the file. {read}: a command that prints its content. {new}: a path for the new file.
+    """
     with open_file() as file:
         start = file.read(2**13)
     for signature, explanation in FOREIGN_FORMATS.items():

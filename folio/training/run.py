@@ -50,7 +50,7 @@ class Run:
         self.clock()  # raises UserError if --minutes is over, before a folder is changed
 
     def _restore(self, checkpoint):
-        """Continues the progress of a checkpoint, or begins its comparison of losses anew."""
+        """Restores the progress of a checkpoint. Resets its best loss if it cannot be compared."""
         self.progress, saved = checkpoint.progress, checkpoint.settings
         self.saved_step = self.progress.step
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):

@@ -52,6 +52,17 @@ def test_the_losses_of_one_process_follow_the_stored_curve(verse):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "split", "parallel"), [(2, (2, 4), "ddp"), (4, (8, 1), "fsdp")])
+def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, split, parallel):
+    count, batch_size = split
+    changes = {"gradient_accumulation_steps": count, "batch_size": batch_size}
+    losses = train_ranks(size, parallel=parallel, stop_at=40, **CURVE_SETTINGS | changes)
+    expected = json.loads(CURVE.read_text())[:40]
+    assert differences(losses, expected).max() < 1e-4
+    assert differences(losses[:1], expected[:1]).max() < 1e-6
+
+
+@pytest.mark.slow
 @both_parallel
 def test_evaluations_and_weights_of_several_processes_equal_those_of_one(verse, parallel):
     settings = {"optimizer": "muon", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}

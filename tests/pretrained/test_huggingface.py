@@ -17,6 +17,7 @@ from folio.pretrained.huggingface import (
     CONFIG_FILE,
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
+    TRANSPOSED_SUFFIXES,
     WEIGHTS_FILE,
     read_pretrained,
     write_pretrained,
@@ -90,11 +91,21 @@ def assert_refused(path, words):
 
 
 @pytest.mark.parametrize("changes", [SHAPE, OTHER], ids=str)
-def test_logits_of_a_gpt2_equal_those_of_transformers(changes):
+def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
     theirs = transformers_model(**changes)
     ours = build_model(read_pretrained(save(theirs))).eval()
     idx = tiny.random_ids(ours)
-    torch.testing.assert_close(ours.logits(idx), theirs(idx).logits, rtol=0, atol=1e-4)
+    expected = theirs(idx, labels=idx)
+    torch.testing.assert_close(ours.logits(idx), expected.logits, rtol=0, atol=1e-4)
+    targets = torch.nn.functional.pad(idx[:, 1:], (0, 1), value=-1)
+    loss = ours(idx, targets)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=0)
+    expected.loss.backward()
+    loss.backward()
+    for name, parameter in ours.named_parameters():
+        gradient = theirs.get_parameter(name).grad
+        gradient = gradient.t() if name.endswith(TRANSPOSED_SUFFIXES) else gradient
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():

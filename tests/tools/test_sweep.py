@@ -207,6 +207,21 @@ def test_runs_are_compared_and_only_failed_ones_repeated(verse, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(2)")
+def test_the_runs_of_a_killed_sweep_end(verse):
+    process = start(*flags(max_iters=10**6, eval_interval=1000, dropout="0,0.1"), "--jobs=2")
+    folders = [Path("out-sweep", f"dropout={dropout}") for dropout in (0.0, 0.1)]
+    while not all((folder / "last.pt").exists() for folder in folders):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    for folder in folders:
+        with lock_folder(folder, timeout_s=30):  # its process has ended, long before its last step
+            assert "stopped at step" in (folder / "output.txt").read_text()
+
+
+@pytest.mark.slow
 def test_interrupted_sweep_continues_to_the_same_results(verse):
     settings = {"max_iters": 500, "eval_interval": 100}
     argv = [*flags(**settings, dropout="0,0.1"), "--jobs=2"]

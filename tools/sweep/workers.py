@@ -1,6 +1,8 @@
 """Workers, which are processes of train.py that train the runs of a sweep, several at a time."""
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from subprocess import DEVNULL, STDOUT, Popen
@@ -8,6 +10,7 @@ from subprocess import DEVNULL, STDOUT, Popen
 import torch
 
 from folio.checkpoint.run_dir import RunDir
+from folio.cli.files import lock_folder
 from folio.cli.process import Interrupted, StopSignal, printable
 from folio.cli.settings import ROOT, changed_settings, names_with_scope
 from tools.plot.runs import read_run
@@ -15,6 +18,8 @@ from train import TrainConfig
 
 OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
 POLL_INTERVAL_S = 0.1
+SAVING_TIMEOUT_S = 60
+PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 # Settings that a sweep passes on to train.py
 RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
 
@@ -59,11 +64,17 @@ def start_worker(folder, settings, number, jobs):
 
     What it prints is appended to OUTPUT_FILE.
     """
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
+    with lock_folder(folder, SAVING_TIMEOUT_S):  # a worker of a killed sweep may still be saving
+        command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
     env = os.environ | worker_environment(settings.device, number, jobs)
+    end = end_with_parent if sys.platform == "linux" else None
     with open(folder / OUTPUT_FILE, "ab") as output:
-        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env)
+        return Popen(command, stdin=DEVNULL, stdout=output, stderr=STDOUT, env=env, preexec_fn=end)
+
+
+def end_with_parent():
+    """Makes Linux send SIGTERM to this process when its parent ends, even if that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def train_flags(folder, settings):
