@@ -139,6 +139,7 @@ from folio.distributed.sharding import (
     replicate,
     set_gradient_sync,
     shard_model,
+    unshard,
 )
 from folio.distributed.world import process_group
 from folio.hardware.compile import CudaGraph, compile_model
@@ -239,7 +240,7 @@ def train(run):
                 run.save_and_stop()
                 return
             if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
-                with log.pause():
+                with log.pause(), unshard(run.model):
                     text = sample_text(run.model, run.dataset.tokenizer, settings.seed)
                     log.say(f"sample at step {step}:\n{text}\n")
             if is_finished:

@@ -47,6 +47,10 @@ class World:
         """Returns the mean of a scalar tensor over all processes."""
         return self.sum(value) / self.size
 
+    def any(self, flag):
+        """Returns whether a flag is true in any process. Does not wait for a GPU's queue."""
+        return bool(self.sum(torch.tensor(float(flag))))
+
     def all_gather(self, tensor):
         """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
         if not self.is_launched:
@@ -94,32 +98,6 @@ class World:
 
 
 SINGLE_PROCESS = World()
-
-
-class SharedFlag:
-    """Tells whether a flag is true in any process of a World, without waiting for the others.
-
-    The flags are exchanged on the CPU while the processes compute, so they count from the next call
-    on. All processes get the same answers.
-    """
-
-    def __init__(self, world):
-        self.world, self.exchange = world, None
-
-    def any(self, flag):
-        """Returns whether the flag was true in any process at the previous call.
-
-        Without torchrun, returns the flag.
-        """
-        if not self.world.is_launched:
-            return flag
-        is_true = False
-        if self.exchange:
-            self.exchange.wait()
-            is_true = bool(self.total)
-        self.total = torch.tensor(float(flag))
-        self.exchange = torch.distributed.all_reduce(self.total, async_op=True)
-        return is_true
 
 
 # Start and end

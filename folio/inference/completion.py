@@ -8,7 +8,6 @@ import torch
 
 from folio.checkpoint.format import empty_model
 from folio.cli.process import print_error
-from folio.distributed.sharding import unshard
 from folio.hardware.compile import step_accelerator
 from folio.hardware.device import limit_threads
 from folio.hardware.kernels import disable_cudnn_attention
@@ -127,11 +126,11 @@ def max_batch_size(model):
 
 
 def sample_text(model, tokenizer, seed):
-    """Returns a short sample of a model in training. Collective if it is sharded."""
+    """Returns a short sample of a model in training."""
     prompt = tokenizer.encode(tokenizer.start).tolist()
     controls = Controls(temperature=0.8, top_k=200, max_new_tokens=200)
     model.eval()
-    with unshard(model), disable_cudnn_attention(model.transformer.wte.weight.device):
+    with disable_cudnn_attention(model.transformer.wte.weight.device):
         steps = generate(model, [prompt], [seed], controls, tokenizer.vocab_size)
         text = tokenizer.decode([int(ids) for ids, _ in steps])
     model.train()

@@ -15,7 +15,6 @@ from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
 from folio.cli.settings import names_with_scope
 from folio.distributed.sharding import full_tensor, gather_on_cpu
-from folio.distributed.world import SharedFlag
 from folio.training.evaluation import count_windows, evaluation_cost
 from folio.training.run_log import RunLog
 from folio.training.trackers import Trackers
@@ -46,7 +45,6 @@ class Run:
         self.can_free_gradients = plan.is_sharded or not self.world.is_launched
         self.graph = None  # a CudaGraph of update_weights, which train_step makes
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
-        self.stop_flag = SharedFlag(self.world)
         self.clock()  # raises UserError if --minutes is over, before a folder is changed
 
     def _restore(self, checkpoint):
@@ -129,7 +127,7 @@ class Run:
 
     def is_stopped(self):
         """Whether any process of the run has received a stop signal. Collective."""
-        is_stopped = self.stop_flag.any(bool(self.stop_signal))
+        is_stopped = self.world.any(bool(self.stop_signal))
         if is_stopped:
             self.stop_signal.request(signal.SIGTERM)  # if it was another process
         return is_stopped
