@@ -46,7 +46,6 @@ class TrainConfig:
     wandb_log: bool = setting(False, "log to Weights & Biases", scope="display")
     wandb_project: str = setting("owt", "project name", scope="display")
     wandb_run_name: str = setting("gpt2", "run name", scope="display")
-    tensorboard: bool = setting(False, "log to out_dir/tensorboard", scope="display")
 
     dataset: str = setting("openwebtext", "name of the folder in data/", group="Data")
     gradient_accumulation_steps: int = setting(

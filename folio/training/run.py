@@ -17,7 +17,7 @@ from folio.cli.settings import names_with_scope
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.training.evaluation import count_windows, evaluation_cost
 from folio.training.run_log import RunLog
-from folio.training.trackers import Trackers
+from folio.training.wandb_log import WandbLog
 
 MAX_ENDING_SHARE = 1 / 4  # of --minutes that is left for the evaluations at the end
 
@@ -219,22 +219,22 @@ class Run:
 def open_log(run):
     """A context in which a run writes to its folder, which it locks. Yields its RunLog. Collective.
 
-    Raises UserError if another process has the lock, or if a tracker cannot start.
+    Raises UserError if another process has the lock, or if Weights & Biases cannot start.
     """
     with ExitStack() as stack:
         yield run.world.call_together(_open_log, run, stack)
 
 
 def _open_log(run, stack):
-    """Locks the folder, starts the trackers, moves an earlier run away, and logs the start."""
+    """Locks the folder, starts Weights & Biases, moves an earlier run away, and logs the start."""
     if run.world.is_main:
         run.run_dir.lock = stack.enter_context(lock_folder(run.run_dir.folder))
     resumed, settings = run.plan.resumed, dataclasses.asdict(run.settings)
     for name in names_with_scope(type(run.settings), "files"):
         del settings[name]
-    trackers = Trackers(run.settings, settings, resumed)
-    stack.callback(trackers.close)
-    log = RunLog(run, trackers)
+    wandb_log = WandbLog(run.settings, settings, resumed)
+    stack.callback(wandb_log.close)
+    log = RunLog(run, wandb_log)
     stack.callback(log.bar.close)
     # Last, because it deletes or moves files.
     moved_to = run.run_dir.begin(run.settings, resumed) if run.world.is_main else None

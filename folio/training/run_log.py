@@ -1,4 +1,4 @@
-"""The log of a training run: on the console, in log.jsonl and in experiment trackers."""
+"""The log of a training run: on the console, in log.jsonl and in Weights & Biases."""
 
 import math
 import shutil
@@ -24,8 +24,8 @@ class RunLog:
     threads). Speeds are means since the previous report.
     """
 
-    def __init__(self, run, trackers):
-        self.run, self.settings, self.trackers = run, run.settings, trackers
+    def __init__(self, run, wandb_log):
+        self.run, self.settings, self.wandb_log = run, run.settings, wandb_log
         self.tokens_per_step = run.settings.tokens_per_step
         self.step_flops = step_flops(run.plan.config, run.settings)
         self.first_step = self.reported_step = run.progress.step
@@ -123,7 +123,7 @@ class RunLog:
         line["elapsed_s"] = self.run.elapsed_s()
         self.run.run_dir.append(line)
         if event in ("train", "val", "final"):
-            self.trackers.log(line)
+            self.wandb_log.log(line)
 
     # Time
 

@@ -25,7 +25,7 @@ from model import GPTConfig
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
 # Only rank 0 uses these, so they may differ between processes: nanoGPT's names contain the time.
-TRACKER_SETTINGS = ("wandb_log", "wandb_project", "wandb_run_name", "tensorboard")
+WANDB_SETTINGS = ("wandb_log", "wandb_project", "wandb_run_name")
 MEMORY_ADVICE = (
     "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
     "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
@@ -67,7 +67,7 @@ def make_plan(settings, world=SINGLE_PROCESS):
     plan = world.call_together(_make_plan, settings, world)
     plan.arguments = settings.parsed_arguments
     values = dataclasses.asdict(plan.settings)
-    for name in TRACKER_SETTINGS:
+    for name in WANDB_SETTINGS:
         del values[name]
     values["content of the dataset"] = plan.dataset.fingerprint
     values["checkpoint"] = plan.resumed and plan.resumed.progress
