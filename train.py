@@ -186,7 +186,7 @@ def make_run(plan):
     if plan.is_sharded:
         shard_model(model, world, machine.dtype)
     if start := plan.resumed or plan.initial:
-        world.call_together(load_weights, model, start)
+        world.call_together(load_weights, model, start, assign)
         start.weights = {}  # the model has them
     else:
         torch.manual_seed(settings.seed)
@@ -228,7 +228,7 @@ def train(run):
                 with log.pause():
                     if losses := evaluate(run):  # None after a stop signal
                         run.check_finite(train_loss=losses["train_loss"], val_loss=losses["loss"])
-                        is_best = progress.record(losses["loss"], clock)
+                        is_best = progress.record(losses, clock)
                         log.evaluation(losses, lr)
                         run.save(best=is_best or settings.always_save_checkpoint)
             elif run.is_save_due():  # by checkpoint_interval

@@ -8,19 +8,18 @@
 
 import math
 
-from folio.cli.errors import UserError
 from folio.data.dataset import dataset_size
 from folio.hardware.device import choose_machine
 from folio.hardware.memory import max_micro_batch
 
 _size = dataset_size(dataset)
 if _size.vocab_size != 50_257:
-    raise UserError(
+    raise ValueError(
         f"config/gpt2_fast.py is for GPT-2's 50,257 tokens, but dataset {dataset} has "
         f"{_size.vocab_size:,}: use config/own_text.py, or prepare it with --tokenizer=gpt2"
     )
 if _size.train_tokens < 10_000_000:
-    raise UserError(
+    raise ValueError(
         f"dataset {dataset} has {_size.train_tokens:,} training tokens; config/gpt2_fast.py needs "
         "10,000,000, or its model memorizes them: use config/own_text.py"
     )

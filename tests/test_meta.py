@@ -12,7 +12,8 @@ import tiny
 import torch
 
 import train
-from folio.checkpoint.format import Progress, empty_model
+from folio.checkpoint.format import empty_model
+from folio.checkpoint.progress import Progress
 from folio.data.batches import Batches, Split, to_device
 from folio.hardware.device import Machine, choose_machine
 from folio.inference.generate import generate

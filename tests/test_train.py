@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 import sample
 import train
-from folio.checkpoint.format import Checkpoint, Progress, build_model
+from folio.checkpoint.format import Checkpoint, build_model
+from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.data.batches import (
     Batches,
@@ -52,12 +53,17 @@ def same_weights(out_dir, other):
     return tiny.equal(tiny.load("last.pt", out_dir)["model"], tiny.load("last.pt", other)["model"])
 
 
+def losses_of(loss):
+    """Returns what an evaluation with this validation loss returns."""
+    return {"train_loss": 1.0, "loss": loss, "perplexity": 1.0, "val_windows": 4}
+
+
 @pytest.fixture
 def fake_losses(monkeypatch):
     """A function that sets the validation losses of the next evaluations."""
 
     def fake(*losses):
-        results = [{"train_loss": 1.0, "loss": loss, "perplexity": 1.0} for loss in losses]
+        results = [losses_of(loss) for loss in losses]
         monkeypatch.setattr(train, "evaluate", Mock(side_effect=results))
 
     return fake
@@ -145,7 +151,7 @@ def test_the_final_evaluation_is_that_of_the_best_model(verse, monkeypatch, caps
 
     def evaluate(run, steps=None):
         weights.append(copy.deepcopy(run.model.state_dict()))
-        return {"train_loss": 1.0, "loss": losses[len(weights) - 1], "perplexity": 1.0}
+        return losses_of(losses[len(weights) - 1])
 
     monkeypatch.setattr(train, "evaluate", evaluate)
     train.main(tiny.flags(eval_iters=None))

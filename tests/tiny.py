@@ -9,7 +9,8 @@ import torch
 
 import prepare
 import train
-from folio.checkpoint.format import Checkpoint, Progress, save_checkpoint
+from folio.checkpoint.format import Checkpoint, save_checkpoint
+from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
 from folio.data.corpus import Corpus

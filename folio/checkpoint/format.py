@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError, cause_of, check_types, foreign_errors, os_errors
 from folio.cli.files import check_lfs, write_atomically
-from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig
@@ -43,41 +43,6 @@ CONVERSION = (  # makes a file with plain data of one that is trusted
 )
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
-
-
-@dataclass
-class Progress:
-    """The progress of a training run."""
-
-    step: int = 0  # updates made
-    tokens: int = 0  # trained on
-    evaluated_at: float = -1.0  # clock of the last recorded evaluation; see folio/training/run.py
-    evaluated_step: int = 0  # and its step
-    best_step: int = -1  # step of the best evaluation
-    best_val_loss: float = math.inf  # nats per token
-    evaluations_since_best: int = 0
-    elapsed_s: float = 0.0  # wall time of the earlier processes of the run
-
-    def add_step(self, tokens):
-        self.step += 1
-        self.tokens += tokens
-
-    def record(self, val_loss, clock):
-        """Adds the evaluation that began at `clock`. Returns whether it is the best."""
-        self.evaluated_at, self.evaluated_step = clock, self.step
-        self.evaluations_since_best += 1
-        is_best = val_loss < self.best_val_loss
-        if is_best:
-            self.best_step, self.best_val_loss = self.step, val_loss
-            self.evaluations_since_best = 0
-        return is_best
-
-    def is_patience_exhausted(self, settings):
-        return bool(settings.patience) and self.evaluations_since_best >= settings.patience
-
-    def is_finished(self, settings):
-        """Whether the evaluation at the end is made, or patience is exhausted."""
-        return self.evaluated_at >= settings.max_iters or self.is_patience_exhausted(settings)
 
 
 @dataclass
@@ -274,10 +239,14 @@ def build_model(checkpoint):
     return model
 
 
-def load_weights(model, checkpoint):
-    """Sets the parameters of a GPT to a checkpoint's weights.
+def share(parameter, values):
+    """Sets a parameter to a tensor. They share memory if dtype and device are the same."""
+    parameter.data = values.to(parameter).contiguous()
 
-    They share memory if dtype and device match. A sharded model copies this process's shard.
+
+def load_weights(model, checkpoint, assign=share):
+    """Sets the parameters of a GPT to a checkpoint's weights with assign(parameter, values).
+
     Raises UserError if the names or shapes differ.
     """
     parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights

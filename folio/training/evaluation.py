@@ -10,8 +10,6 @@ import numpy as np
 import torch
 
 FORWARD_SHARE = 1 / 3  # of the time of a step
-# The windows depend on these settings. When a run is resumed, they can change.
-EVALUATION_SETTINGS = {"batch_size", "eval_interval", "eval_iters", "gradient_accumulation_steps"}
 
 
 def is_evaluation_due(run, clock):
@@ -32,16 +30,19 @@ def is_evaluation_due(run, clock):
 
 def evaluation_cost(run, steps=None):
     """Returns how many steps take as long as an evaluation; see evaluate."""
-    windows = count_windows(run.dataset, run.settings, steps)
-    return FORWARD_SHARE * sum(windows) * run.settings.block_size / run.settings.tokens_per_step
+    settings = run.settings
+    train_iters, val_iters = evaluation_iters(settings, steps)
+    windows = count_windows(run.dataset.train, settings, train_iters)
+    windows += count_windows(run.dataset.val, settings, val_iters)
+    return FORWARD_SHARE * windows * settings.block_size / settings.tokens_per_step
 
 
 def evaluate(run, steps=None):
     """Returns the losses of both splits, or None after a stop signal.
 
     Keys: "train_loss" in nats per token; of the validation split "loss" in nats per token,
-    "perplexity" and, if it is known, "bits_per_byte". In its final evaluation, a run passes its
-    number of steps: the evaluation then covers more text.
+    "perplexity", "val_windows", their number, and, if it is known, "bits_per_byte". In its final
+    evaluation, a run passes its number of steps: the evaluation then covers more text.
     """
     train_iters, val_iters = evaluation_iters(run.settings, steps)
     train_loss = split_loss(run, run.dataset.train, train_iters)
@@ -50,6 +51,7 @@ def evaluate(run, steps=None):
         return None
     train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
     losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
+    losses["val_windows"] = count_windows(run.dataset.val, run.settings, val_iters)
     if bytes_per_token := val_bytes(run.dataset, run.settings, val_iters):
         losses["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return losses
@@ -103,18 +105,12 @@ def evaluation_starts(split, settings, iters):
     They are evenly spaced: `iters` batches, or the whole split if that is less. The windows do not
     overlap, so at most block_size - 1 tokens of a whole split are left out.
     """
-    count = _count_windows(split, settings, iters)
+    count = count_windows(split, settings, iters)
     return np.linspace(0, len(split) - 1 - settings.block_size, count).astype(np.int64)
 
 
-def _count_windows(split, settings, iters):
+def count_windows(split, settings, iters):
     return min((len(split) - 1) // settings.block_size, iters * settings.batch_size)
-
-
-def count_windows(dataset, settings, steps=None):
-    """Returns how many windows of each split an evaluation has; see evaluation_iters."""
-    pairs = zip((dataset.train, dataset.val), evaluation_iters(settings, steps), strict=True)
-    return [_count_windows(split, settings, iters) for split, iters in pairs]
 
 
 def val_bytes(dataset, settings, iters):

@@ -11,7 +11,6 @@ from folio.cli.process import is_main, print_error
 from folio.cli.settings import command_line
 from folio.hardware.memory import memory_bytes, peak_memory_gib
 from folio.pretrained.load import RESUME_NAMES
-from folio.training.evaluation import EVALUATION_SETTINGS
 from folio.training.setup import model_shape, state_bytes, step_flops
 
 MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
@@ -99,10 +98,8 @@ def print_end(run, loss):
     print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
     if (peak := peak_memory_gib(run.machine.device)) is not None:
         print(f"peak memory: {peak:.2f} GiB")
-    events = run.run_dir.read_events()
-    resumed = [i for i, e in enumerate(events) if EVALUATION_SETTINGS & e.get("changed", {}).keys()]
-    comparable = events[max(resumed, default=0) :]  # evaluations of the same windows
-    evaluations = [e for e in comparable if e["event"] == "val" and "train_loss" in e]
+    events = [event for event in run.run_dir.read_events() if event["event"] == "val"]
+    evaluations = [event for event in events if event.get("val_windows") == progress.val_windows]
     epochs = progress.tokens / len(run.dataset.train)
     if advice := advice_on(evaluations, settings, epochs):
         text, changes = advice

@@ -5,17 +5,17 @@ import math
 import signal
 import time
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 
 import torch
 
-from folio.checkpoint.format import Checkpoint, Progress, load_weights
+from folio.checkpoint.format import Checkpoint, load_weights
+from folio.checkpoint.progress import Progress
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
 from folio.cli.settings import names_with_scope
-from folio.distributed.sharding import full_tensor, gather_on_cpu
-from folio.training.evaluation import count_windows, evaluation_cost
+from folio.distributed.sharding import assign, full_tensor, gather_on_cpu
+from folio.training.evaluation import evaluation_cost
 from folio.training.run_log import RunLog
 from folio.training.wandb_log import WandbLog
 
@@ -48,57 +48,30 @@ class Run:
         self.clock()  # raises UserError if --minutes is over, before a folder is changed
 
     def _restore(self, checkpoint):
-        """Restores the progress of a checkpoint. Resets its best loss if it cannot be compared."""
+        """Restores the progress of a checkpoint. Without its best model, a comparison begins."""
         self.progress, saved = checkpoint.progress, checkpoint.settings
         self.saved_step = self.progress.step
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
             self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
-        if self._has_other_windows(saved):
-            reason = "the evaluations now cover other windows of the validation split"
-        elif not self._has_best(saved):
-            reason = f"{self.run_dir.best} is not the best model of this run"
-        else:
-            return
-        print(f"{reason}; evaluating again")  # at once, which begins the comparison
-        self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
-        self.progress.evaluations_since_best = 0
-
-    def _has_other_windows(self, saved):
-        """Whether this run still evaluates, and with other windows than the saved settings had."""
-        if self.settings.eval_only or self.progress.is_finished(self.settings):
-            return False
-        old = SimpleNamespace(**dataclasses.asdict(self.settings) | saved)
-        return count_windows(self.dataset, old)[1] != count_windows(self.dataset, self.settings)[1]
-
-    def _has_best(self, saved):
-        """Whether ckpt.pt is as it should be: the newest model, or the best one. Collective."""
         if self.settings.always_save_checkpoint:
-            return True
-        if saved.get("always_save_checkpoint"):  # it is the newest one
-            return False
-        best = self._load_best()
-        if best is None:
-            return False
-        if self._is_best(best):
-            return True
-        # After a kill, it can be later than last.pt. It is written again at the same step.
-        is_own = best.settings.get("out_dir") == saved.get("out_dir")
-        return is_own and self.progress.step < best.progress.step <= self.settings.max_iters
+            return
+        try:
+            self._load_best()
+        except UserError as error:
+            print(f"evaluating again: {error}")  # at once
+            self.progress.evaluated_at, self.progress.best_val_loss = -1.0, math.inf
+            self.progress.evaluations_since_best = 0
 
     def _load_best(self):
-        """Returns the Checkpoint in ckpt.pt, or None if there is none to be read. Collective."""
-        if not self.world.from_main(self.run_dir.best.is_file()):
-            return None
-        try:
-            return self.world.call_together(self.run_dir.load_best)
-        except UserError as error:
-            print(error)
-            return None
-
-    def _is_best(self, checkpoint):
-        """Whether a Checkpoint is that of this run's best evaluation."""
-        step, loss = checkpoint.progress.step, checkpoint.progress.best_val_loss
-        return (step, loss) == (self.progress.best_step, self.progress.best_val_loss)
+        """Returns the Checkpoint in ckpt.pt. Raises UserError if it is not the best. Collective."""
+        checkpoint = self.world.call_together(self.run_dir.load_best)
+        best, own = checkpoint.progress, self.progress
+        is_best = (best.step, best.best_val_loss) == (own.best_step, own.best_val_loss)
+        # After a kill, it can be later than last.pt. It is written again at the same step.
+        if not is_best and not best.best_step == best.step > own.step:
+            reason = f"is not the best model of this run, that of step {own.best_step}"
+            raise UserError(f"{self.run_dir.best} {reason}")
+        return checkpoint
 
     # The clock, of which a run has one: it decides the learning rate, the evaluations and the end.
 
@@ -188,15 +161,8 @@ class Run:
 
     def load_best_weights(self):
         """Raises UserError if ckpt.pt is no longer the file that this run has written."""
-        if self.progress.best_step == self.progress.step:
-            return
-        best = self._load_best()
-        if best is None or not self._is_best(best):
-            raise UserError(
-                f"{self.run_dir.best} was replaced or deleted during the run: it is not the best "
-                f"model, that of step {self.progress.best_step}; continue with --init_from=resume"
-            )
-        self.world.call_together(load_weights, self.model, best)
+        if self.progress.best_step != self.progress.step:
+            self.world.call_together(load_weights, self.model, self._load_best(), assign)
 
     def check_step(self, loss, grad_norm):
         """Raises UserError if a step has diverged."""

@@ -10,13 +10,8 @@ import pytest
 import tiny
 import torch
 
-from folio.checkpoint.format import (
-    Checkpoint,
-    Progress,
-    build_model,
-    load_checkpoint,
-    save_checkpoint,
-)
+from folio.checkpoint.format import Checkpoint, build_model, load_checkpoint, save_checkpoint
+from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from model import GPT, GPTConfig

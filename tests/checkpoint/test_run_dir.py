@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from folio.checkpoint.format import Checkpoint, Progress, load_checkpoint, save_checkpoint
+from folio.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
+from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder

@@ -10,7 +10,8 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from folio.checkpoint.format import Checkpoint, Progress, build_model
+from folio.checkpoint.format import Checkpoint, build_model
+from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
 from folio.data.tokenizer import BPETokenizer, ByteTokenizer
 from folio.pretrained.huggingface import (

@@ -8,7 +8,8 @@ import torch
 
 import sample
 import train
-from folio.checkpoint.format import Checkpoint, Progress
+from folio.checkpoint.format import Checkpoint
+from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
