@@ -35,12 +35,6 @@ CONTENT_TYPES = {  # beside Progress; NoneType: it may be missing, as in nanoGPT
 }
 PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")  # of models that are compiled or distributed
 HARMLESS_MODULES = ("argparse.", "numpy.")  # of objects in checkpoints of nanoGPT's forks
-CONVERSION = (  # makes a file with plain data of one that is trusted
-    "import torch; c = torch.load('%s', weights_only=False); plain = lambda v: getattr(v, 'item', "
-    "lambda: v)(); torch.save({'model': c['model'], 'model_args': {k: plain(v) for k, v in "
-    "c['model_args'].items()}, 'config': dict(getattr(c['config'], '__dict__', c['config']))}, "
-    "'plain.pt')"
-)
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
 NANOGPT_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
 
@@ -57,7 +51,7 @@ class Checkpoint:
     scaler: dict | None = None  # loss scaler, for float16
     tokenizer: dict | None = None  # tokenizer.to_dict(); None in nanoGPT's
     data: dict | None = None  # Dataset.fingerprint; None in nanoGPT's
-    log_bytes: int | None = None  # length of log.jsonl when this was saved
+    log_bytes: int = 0  # length of log.jsonl when this was saved
     path: Path | None = None  # of the file it was read from
 
     @property
@@ -106,14 +100,10 @@ def load_checkpoint(path, optimizers=True):
     is damaged, not a checkpoint, or from a later version.
     """
     content = _read(Path(path), mapped=not optimizers)
-    refusal = f"{path} is not a checkpoint of a GPT"
-    if not (isinstance(content, dict) and {"model", "model_args"} <= content.keys()):
-        raise UserError(
-            f"{refusal}, a dict with 'model' and 'model_args'; nanoGPT's model_args are "
-            f"{', '.join(NANOGPT_ARGS)}"
-        )
-    content = {key: value for key, value in content.items() if value is not None}
+    args = ", ".join(NANOGPT_ARGS)
+    refusal = f"{path} is not a checkpoint of a GPT, a dict with 'model' and 'model_args' ({args})"
     check_types(content, CONTENT_TYPES, refusal)
+    content = {key: value for key, value in content.items() if value is not None}
     if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
         raise UserError(f"{path} is from a later version of folio (format {content['format']})")
     checkpoint = _parse(content, Path(path))
@@ -135,31 +125,21 @@ def _read(path, mapped):
         )
     try:
         if is_zip:
-            _check_archive(path)
+            with zipfile.ZipFile(path) as archive:
+                damaged_name = archive.testzip()
+            if damaged_name:  # torch.load verifies no checksums
+                raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zip)
     except Exception as error:  # the content may be anything
         if is_out_of_memory(error):
             raise
-        reason = cause_of(error)
+        reason = f"{cause_of(error)}; copy or download it again, or use the run's other checkpoint"
         if isinstance(error, pickle.UnpicklingError):  # torch's message suggests executing it
             name = re.search(r"GLOBAL (\S+)|$", str(error))[1] or "objects"
             reason = f"it contains {name}, not only plain data and tensors; nothing was executed"
             if name.startswith(HARMLESS_MODULES):
-                reason += f'; to convert it: python -c "{CONVERSION % path}"'
+                reason += "; docs/from-nanogpt.md has code that converts it"
         raise UserError(f"{path} is damaged or not a checkpoint of a GPT ({reason})") from error
-
-
-def _check_archive(path):
-    """Raises BadZipFile if an archive is damaged. torch.load verifies no checksums."""
-    if not zipfile.is_zipfile(path):
-        advice = "copy or download it again, or use the run's other checkpoint"
-        raise zipfile.BadZipFile(f"its end is missing: {advice}")
-    with zipfile.ZipFile(path) as archive:
-        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-            raise zipfile.BadZipFile("it is compressed: unzip it, and zip it again with zip -0")
-        damaged_name = archive.testzip()
-    if damaged_name is not None:
-        raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
 
 
 def _parse(content, path):
@@ -176,7 +156,7 @@ def _parse(content, path):
         settings=content.get("config", {}),
         optimizers={n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)},
         path=path,
-        **{name: content.get(name) for name in OPTIONAL_KEYS},
+        **{name: content[name] for name in OPTIONAL_KEYS if name in content},
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, os_errors, suggest
-from folio.cli.files import LOCK_FILE, move_aside, replace_by_link
+from folio.cli.files import move_aside, replace_by_link
 from folio.cli.settings import check_folder
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
@@ -32,7 +32,6 @@ class RunDir:
         if not folder or os.path.isfile(folder):  # in a list of teachers, or with /ckpt.pt
             raise UserError(f"'{folder}' is not a run's folder: give one, such as --out_dir=out")
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
-        self.lock = None  # what lock_folder() yields, while this process writes
 
     @staticmethod
     def find(parent="."):
@@ -66,10 +65,9 @@ class RunDir:
 
     def load_newest(self, required=True, optimizers=True):
         """Returns the newest checkpoint, or None if there is none and it is not required."""
-        path = self.last if os.path.isfile(self.last) else self.best
-        if not (required or os.path.isfile(path)):
+        if not (required or self.exists()):
             return None
-        return self._load(path, optimizers)
+        return self._load(self.last if os.path.isfile(self.last) else self.best, optimizers)
 
     def _load(self, path, optimizers=True):
         if not os.path.isfile(path):
@@ -89,31 +87,22 @@ class RunDir:
         """
         with os_errors("write to", self.folder):
             if resumed:
-                if os.path.isfile(self.log) and resumed.log_bytes is not None:
-                    # removes the events of steps that the run repeats
-                    os.truncate(self.log, min(resumed.log_bytes, self.log.stat().st_size))
+                if self.log_size() > resumed.log_bytes:  # events of steps that the run repeats
+                    os.truncate(self.log, resumed.log_bytes)
                 return None
             if settings.overwrite:
                 for path in self.files():
                     path.unlink(missing_ok=True)
             return move_aside(self.folder, [path.name for path in self.files()])
 
-    def check_lock(self):
-        """Raises UserError if the folder is no longer the locked one: another run may use it."""
-        with suppress(OSError):
-            if not self.lock or os.path.samestat(self.lock, os.stat(self.folder / LOCK_FILE)):
-                return
-        raise UserError(f"{self.folder} was deleted or moved while the run was writing to it")
-
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""
-        self.check_lock()
         with os_errors("write", self.log), open(self.log, "ab") as file:
             file.write(json.dumps(event).encode() + b"\n")
 
     def log_size(self):
-        """Returns the size of log.jsonl in bytes, or None if it is missing."""
-        return self.log.stat().st_size if self.log.is_file() else None
+        """Returns the size of log.jsonl in bytes, 0 if it is missing."""
+        return self.log.stat().st_size if self.log.is_file() else 0
 
     def read_events(self):
         """Returns the events of log.jsonl, [] without a log.
@@ -137,11 +126,9 @@ class RunDir:
     def save(self, checkpoint, best, keep=False):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.
 
-        If `keep`, first writes ckpt-STEP.pt, without optimizer state.
-
-        Raises UserError if writing fails.
+        If `keep`, first writes ckpt-STEP.pt, without optimizer state. Raises UserError if writing
+        fails.
         """
-        self.check_lock()
         if keep:
             path = self.folder / f"ckpt-{checkpoint.progress.step}.pt"
             save_checkpoint(path, dataclasses.replace(checkpoint, optimizers={}))

@@ -194,7 +194,7 @@ def open_log(run):
 def _open_log(run, stack):
     """Locks the folder, starts Weights & Biases, moves an earlier run away, and logs the start."""
     if run.world.is_main:
-        run.run_dir.lock = stack.enter_context(lock_folder(run.run_dir.folder))
+        stack.enter_context(lock_folder(run.run_dir.folder))
     resumed, settings = run.plan.resumed, dataclasses.asdict(run.settings)
     for name in names_with_scope(type(run.settings), "files"):
         del settings[name]
@@ -207,7 +207,7 @@ def _open_log(run, stack):
     if moved_to:
         advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
         log.say(f"moved the earlier run in {run.settings.out_dir} to {moved_to}; use {advice}")
-    if not run.run_dir.log.exists():  # a new run, or nanoGPT's
+    if not run.run_dir.log_size():  # a new run, or nanoGPT's
         log.start(settings)
     if resumed:
         log.resume(resumed, settings)
