@@ -111,31 +111,31 @@ def momentum_at(step, settings):
 def orthogonalize_copies(matrices, world):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
-    Matrices of the same shape, some transposed, form a stack. Each process computes n of them; the
-    last parts are padded with zeros.
+    Those that have the same shape, some transposed, are concatenated. Each process computes n of
+    them; the last parts are padded with zeros.
     """
-    parts = [split_attention(matrix) for matrix in matrices]
-    results = [part for group in parts for part in group]
-    # No more rows than columns, for a smaller Gram matrix.
-    wide = [part if part.shape[0] <= part.shape[1] else part.T for part in results]
-    for indices in group_indices([matrix.shape for matrix in wide]):
-        stack = torch.stack([wide[i] for i in indices])
-        n = math.ceil(len(stack) / world.size)
-        padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
-        stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
-        for i, result in zip(indices, stack, strict=False):  # the stack can end with padding
-            results[i] = result if result.shape == results[i].shape else result.T
-    remaining = iter(results)
-    return [torch.cat([next(remaining) for _ in group]) for group in parts]
+    results, stacks = list(matrices), [wide_stack(matrix) for matrix in matrices]
+    for indices in group_indices([stack.shape[1:] for stack in stacks]):
+        together = torch.cat([stacks[i] for i in indices])
+        n = math.ceil(len(together) / world.size)
+        padded = F.pad(together, (0, 0, 0, 0, 0, world.size * n - len(together)))
+        together = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
+        sizes = [len(stacks[i]) for i in indices]
+        for i, result in zip(indices, together[: sum(sizes)].split(sizes), strict=True):
+            is_tall = result.shape[2] != matrices[i].shape[1]
+            results[i] = (result.mT if is_tall else result).reshape(matrices[i].shape)
+    return results
 
 
-def split_attention(matrix):
-    """Returns the query, key and value matrices in a c_attn, or only the matrix if it is another.
+def wide_stack(matrix):
+    """Returns a stack of the matrices in a matrix, (1 or 3, a, b), a <= b, for a small Gram matrix.
 
-    Only a c_attn has three times as many rows as columns.
+    A c_attn has three: queries, keys and values. Only it has three times as many rows as columns.
     """
     rows, columns = matrix.shape
-    return matrix.chunk(3) if rows == 3 * columns else (matrix,)
+    if rows == 3 * columns:
+        return matrix.reshape(3, columns, columns)
+    return (matrix if rows <= columns else matrix.T).unsqueeze(0)
 
 
 def orthogonalize_shards(shards, parameters, world):
