@@ -148,7 +148,7 @@ from folio.hardware.memory import explain_out_of_memory, keep_freed_memory, reco
 from folio.inference.completion import sample_text
 from folio.training.distillation import Distillation
 from folio.training.evaluation import evaluate, is_evaluation_due
-from folio.training.messages import format_losses, print_end, print_finished, print_start
+from folio.training.messages import format_losses, print_end, print_finished, print_start, warn
 from folio.training.muon import momentum_at
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.run import Run, open_log
@@ -253,7 +253,7 @@ def train(run):
                     run.check_step(loss, grad_norm)
                     log.step(loss, grad_norm, lr)
                 if message := cores.check():
-                    log.threads(message)
+                    warn(message)
                 progress.add_step(settings.tokens_per_step)
 
         loss = progress.best_val_loss

@@ -329,7 +329,7 @@ def test_a_folder_in_use_is_not_changed(verse):
 # Checkpoints of several steps
 
 
-def test_the_weights_of_each_evaluation_are_kept(verse, capsys):
+def test_the_weights_of_each_evaluation_are_kept(verse):
     train.main(tiny.flags(out_dir="out-whole"))
     train.main(tiny.flags(keep_checkpoints=True, stop_at=4, out_dir="out-4"))
     interrupted(*tiny.flags(keep_checkpoints=True), calls=4)
@@ -342,11 +342,7 @@ def test_the_weights_of_each_evaluation_are_kept(verse, capsys):
     assert kept["iter_num"] == best["iter_num"] == 3
     assert tiny.equal(kept["model"], best["model"])
     assert kept["optimizer"] is None
-    line = re.search(
-        r"^checkpoints: ([\d,]+) bytes .* out/ckpt-STEP.pt$", capsys.readouterr().out, re.M
-    )
-    size = int(line[1].replace(",", ""))
-    assert size == 4 * tiny.log_events()[0]["parameters"]
+    size = 4 * tiny.log_events()[0]["parameters"]
     assert size < Path("out/ckpt-3.pt").stat().st_size < size + 20_000  # names and settings
 
 

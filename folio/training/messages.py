@@ -11,14 +11,13 @@ from folio.cli.process import is_main, print_error
 from folio.cli.settings import command_line
 from folio.hardware.memory import memory_bytes, peak_memory_gib
 from folio.pretrained.load import RESUME_NAMES
-from folio.training.setup import model_shape, state_bytes, step_flops
+from folio.training.setup import model_shape, state_bytes
 
 MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
 MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
 MIN_FALL_SHARE = 2 / 3  # of the training loss's fall in this half
 MAX_GAP_GROWTH_NATS = 0.1  # in this half, of the gap between the losses
 MANY_PASSES = 2  # over the training text
-SLOW_STEP_S = 60
 
 
 def warn(message):
@@ -40,9 +39,7 @@ def format_losses(step, losses):
 def print_start(plan):
     """Prints the arguments, the dataset, the model's size, the machine and the memory."""
     settings, dataset, machine, world = plan.settings, plan.dataset, plan.machine, plan.world
-    peak, known = machine.peak_flops, machine.data_sheet_flops
-    source = "data sheet" if known else "measured with a matrix product"
-    model = model_shape(plan.config)
+    source = "data sheet" if machine.data_sheet_flops else "measured with a matrix product"
     size = state_bytes(plan.config, settings, world.size) / 2**20
     values = "weights, gradients and moments"
     work = f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
@@ -56,25 +53,13 @@ def print_start(plan):
         f"settings: {shlex.join(command_line(plan.arguments)) or 'defaults'}",
         f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
         f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
-        f"model: {model.num_params():,} parameters; {work}",
-        f"machine: {processes}{machine.summary}, peak {peak / 1e12:.3g} TFLOP/s ({source})",
+        f"model: {model_shape(plan.config).num_params():,} parameters; {work}",
+        f"machine: {processes}{machine.summary}, peak {machine.peak_flops / 1e12:.3g} TFLOP/s "
+        f"({source})",
         f"memory: {size:,.1f} MiB{limit} for {values}; activations are not counted",
         sep="\n",
         flush=True,
     )
-    if settings.eval_only:
-        return
-    if settings.keep_checkpoints:
-        files = Path(settings.out_dir, "ckpt-STEP.pt")
-        print(f"checkpoints: {4 * model.num_params():,} bytes at each evaluation, in {files}")
-    warmup, steps = settings.warmup_iters, settings.max_iters
-    if settings.decay_lr and warmup > steps:
-        part = f"at the end, the learning rate is at {100 * steps / (warmup + 1):.0f}% of its peak"
-        print(f"warmup: {part}, because --warmup_iters={warmup} is above --max_iters={steps}")
-    step_s = step_flops(plan.config, settings) / peak / world.size
-    if step_s > SLOW_STEP_S:
-        minutes = f"at least {step_s / 60:.0f} minutes"
-        print(f"time: a step takes {minutes}; config/own_text.py has a smaller model", flush=True)
 
 
 def print_finished(run):
@@ -144,9 +129,7 @@ def advice_on(evaluations, settings, epochs):
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
     if fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
-        names = ["minutes", "max_iters", "lr_decay_iters"]
-        if settings.max_iters >= 2 * last["step"]:
-            names = ["minutes"]  # which have ended the run
+        names = ("minutes", "max_iters", "lr_decay_iters")
         changes = {name: 2 * getattr(settings, name) for name in names if getattr(settings, name)}
         return f"{text}; longer training would help most", changes
     if epochs >= MANY_PASSES and train_fall - fall > MAX_GAP_GROWTH_NATS:

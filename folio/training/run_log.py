@@ -6,13 +6,11 @@ import sys
 import time
 from contextlib import contextmanager
 
-import torch
 from tqdm import tqdm
 
 from folio.cli.process import SIGPIPE
 from folio.hardware.memory import peak_memory_gib
-from folio.training.messages import format_losses, warn
-from folio.training.setup import step_flops
+from folio.training.messages import format_losses
 
 
 class RunLog:
@@ -20,14 +18,14 @@ class RunLog:
 
     Lines of log.jsonl have `step`, `event` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
     event is "start" (settings and model size), "train" (a step), "val" (an evaluation), "final"
-    (the evaluation of the best model at the end), "resume" (changed settings) or "threads" (fewer
-    threads). Speeds are means since the previous report.
+    (the evaluation of the best model at the end) or "resume" (changed settings). Speeds are means
+    since the previous report.
     """
 
     def __init__(self, run, wandb_log):
         self.run, self.settings, self.wandb_log = run, run.settings, wandb_log
         self.tokens_per_step = run.settings.tokens_per_step
-        self.step_flops = step_flops(run.plan.config, run.settings)
+        self.flops_per_token = run.model.flops_per_token()
         self.first_step = self.reported_step = run.progress.step
         self.train_s = self.reported_s = 0.0  # of the steps of this process, and at the last report
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
@@ -69,11 +67,6 @@ class RunLog:
         self._log("final", tokens=progress.tokens, **losses)
         self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
 
-    def threads(self, message):
-        """Reports that torch now uses another number of threads."""
-        warn(message)
-        self._log("threads", threads=torch.get_num_threads())
-
     def count_step(self):
         """Advances the progress bar. Called after each step."""
         self._print(self.bar.update)
@@ -87,14 +80,16 @@ class RunLog:
         seconds = (train_s - self.reported_s) / (step + 1 - self.reported_step)  # per step
         self.reported_step, self.reported_s = step + 1, train_s
         self.run.step_s = train_s / (step + 1 - self.first_step)
-        mfu = self.step_flops / seconds / machine.peak_flops / self.run.world.size
+        tokens_per_s = tokens / seconds
+        flops_per_s = self.flops_per_token * tokens_per_s
+        mfu = flops_per_s / machine.peak_flops / self.run.world.size
         values = {
             "tokens": self.run.progress.tokens + tokens,
             "loss": loss,
             "lr": lr,
             # JSON has no infinity or NaN, the norm of a step that the loss scaler skips.
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
-            "tokens_per_s": tokens / seconds,
+            "tokens_per_s": tokens_per_s,
             "mfu": mfu if mfu <= 1 else None,  # the peak was measured on a busy machine
         }
         self._log("train", **values)

@@ -171,11 +171,6 @@ def model_shape(config):
     return empty_model(config, "meta")
 
 
-def step_flops(config, settings):
-    """Returns the FLOPs of a step in all processes."""
-    return model_shape(config).flops_per_token() * settings.tokens_per_step
-
-
 # Machine
 
 
@@ -189,7 +184,7 @@ def graph_flops(config, settings, world):
     is_single = settings.gradient_accumulation_steps == 1 and not world.is_launched
     if not is_single or settings.activation_checkpointing or settings.momentum_warmup_iters:
         return None
-    return step_flops(config, settings)
+    return model_shape(config).flops_per_token() * settings.tokens_per_step
 
 
 def check_parallel(settings, size):
