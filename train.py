@@ -28,9 +28,7 @@ class TrainConfig:
     eval_iters: int | None = setting(None, "batches per evaluation; None: 5% of time", "[1, inf)")
     eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
-    keep_checkpoints: bool = setting(
-        False, "keep the weights of each evaluation in ckpt-STEP.pt", scope="display"
-    )
+    keep_checkpoints: bool = setting(False, "keep each evaluation's ckpt-STEP.pt", scope="display")
     checkpoint_interval: int | None = setting(
         None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
     )
@@ -48,9 +46,7 @@ class TrainConfig:
     wandb_run_name: str = setting("gpt2", "run name", scope="display")
 
     dataset: str = setting("openwebtext", "name of the folder in data/", group="Data")
-    gradient_accumulation_steps: int = setting(
-        40, "micro-batches per step, in all processes", "[1, inf)"
-    )
+    gradient_accumulation_steps: int = setting(40, "micro-batches per step, in total", "[1, inf)")
     batch_size: int = setting(12, "sequences per micro-batch", "[1, inf)")
     block_size: int = setting(1024, "context length in tokens", "[1, inf)")
 
@@ -91,9 +87,7 @@ class TrainConfig:
         None, "linear decay from this part of lr_decay_iters on; None: cosine decay", "[0, 1)"
     )
     warmup_iters: int = setting(2000, "steps of linear warmup", "[0, inf)")
-    momentum_warmup_iters: int = setting(
-        0, "steps in which Muon's momentum rises from 0.85 to 0.95", "[0, inf)"
-    )
+    momentum_warmup_iters: int = setting(0, "steps of warmup of Muon's momentum", "[0, inf)")
     lr_decay_iters: int | None = setting(None, "last step of decay; None: max_iters", "[0, inf)")
     min_lr: float | None = setting(None, "final rate; None: learning_rate / 10", "[0, inf)")
 

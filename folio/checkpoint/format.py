@@ -66,10 +66,10 @@ class Checkpoint:
 
 def save_checkpoint(path, checkpoint):
     """Writes a checkpoint atomically. Raises UserError if writing fails."""
-    defaults, model_args = GPTConfig(), {}
-    for name, value in dataclasses.asdict(checkpoint.config).items():
-        if name in NANOGPT_ARGS or value != getattr(defaults, name):
-            model_args[name] = value
+    model_args, defaults = dataclasses.asdict(checkpoint.config), dataclasses.asdict(GPTConfig())
+    for name in model_args.keys() - set(NANOGPT_ARGS):
+        if model_args[name] == defaults[name]:
+            del model_args[name]
     content = {
         "format": FORMAT_VERSION,
         "model": checkpoint.weights,
@@ -163,13 +163,11 @@ def _parse(content, path):
 def _parse_progress(content, path):
     """Returns the Progress in a file. What nanoGPT's files lack follows from the step."""
     settings, values = content.get("config", {}), {}
-    sizes = [settings.get(name) for name in TOKENS_PER_STEP]
-    is_known = all(isinstance(size, int) for size in sizes)
     with foreign_errors(f"{path}: the progress of the run is damaged", TypeError, ValueError):
         step = int(content.get("iter_num", 0))
         evaluated = content.get("evaluated", step)  # nanoGPT saves after an evaluation
         defaults = dict.fromkeys(("evaluated_at", "evaluated_step", "best_step"), evaluated)
-        defaults["tokens"] = step * math.prod(sizes) if is_known else 0
+        defaults["tokens"] = step * math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)
         for field in dataclasses.fields(Progress):
             default = defaults.get(field.name, field.default)
             value = content.get(PROGRESS_KEYS.get(field.name, field.name), default)

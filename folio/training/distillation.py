@@ -30,7 +30,7 @@ class Distillation(nn.Module):
     def forward(self, idx, targets, temperature=1.0):
         """Returns a loss; see GPT.forward. In training mode, no target may be -1.
 
-        The temperature prevents overconfidence, and so do the teachers. So it is not used.
+        The temperature is not used: the teachers prevent overconfidence, too.
         """
         if not self.model.training:
             return self.model(idx, targets)
@@ -60,16 +60,14 @@ def load_teachers(settings, config, tokenizer):
     run_dirs = RunDir.parse_list(settings.teachers)
     if Path(settings.out_dir).resolve() in [run_dir.folder.resolve() for run_dir in run_dirs]:
         raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
-    return [_load_teacher(run_dir, config, tokenizer) for run_dir in run_dirs]
-
-
-def _load_teacher(run_dir, config, tokenizer):
-    checkpoint = run_dir.load_best()
-    size = checkpoint.config.block_size
-    if size < config.block_size:
-        raise UserError(f"teachers: {checkpoint.path} has only block_size={size}")
-    same_size = checkpoint.config.vocab_size == config.vocab_size
-    if not same_size or checkpoint.tokenizer not in (None, tokenizer.to_dict()):
-        raise UserError(f"teachers: {checkpoint.path} has another vocabulary than the dataset")
-    checkpoint.config = replace(checkpoint.config, dropout=0.0)
-    return build_model(checkpoint)
+    teachers = []
+    for checkpoint in (run_dir.load_best() for run_dir in run_dirs):
+        size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
+        if size < config.block_size:
+            raise UserError(f"teachers: {checkpoint.path} has only block_size={size}")
+        is_same = checkpoint.tokenizer in (None, tokenizer.to_dict())
+        if not is_same or vocab_size != config.vocab_size:
+            raise UserError(f"teachers: {checkpoint.path} has another vocabulary than the dataset")
+        checkpoint.config = replace(checkpoint.config, dropout=0.0)
+        teachers.append(build_model(checkpoint))
+    return teachers

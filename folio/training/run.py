@@ -28,10 +28,8 @@ class Run:
     def __init__(self, plan, model, optimizers, scaler, forward):
         """Starts at step 0, or with the progress of plan.resumed.
 
-        Args:
-            optimizers: {name: optimizer}.
-            forward: forward(x, y, temperature) computes the loss like the model; its backward pass
-                averages gradients over the processes of the run.
+        `optimizers` are {name: optimizer}. forward(x, y, temperature) returns the loss; its
+        backward pass averages gradients over the processes of the run.
         """
         self.plan, self.settings, self.dataset = plan, plan.settings, plan.dataset
         self.world, self.machine, self.run_dir = plan.world, plan.machine, plan.run_dir
@@ -152,9 +150,9 @@ class Run:
         step, number = self.progress.step, self.stop_signal.number
         if self.saved_step != step:
             self.save()
-        how = "--init_from=resume" if number else "--init_from=resume, without --stop_at"
-        message = f"stopped at step {step}, saved in {self.run_dir.folder}; "
-        message += f"to continue, run the same command with {how}"
+        how = "with --init_from=resume" + ("" if number else ", without --stop_at")
+        state = f"stopped at step {step}, saved in {self.run_dir.folder}"
+        message = f"{state}; to continue, run the same command {how}"
         if number:
             raise process.Interrupted(number, message)
         print(message)
@@ -198,7 +196,7 @@ def _open_log(run, stack):
     resumed, settings = run.plan.resumed, dataclasses.asdict(run.settings)
     for name in names_with_scope(type(run.settings), "files"):
         del settings[name]
-    wandb_log = WandbLog(run.settings, settings, resumed)
+    wandb_log = WandbLog(run.settings, settings)
     stack.callback(wandb_log.close)
     log = RunLog(run, wandb_log)
     stack.callback(log.bar.close)

@@ -1,7 +1,5 @@
 """Logging to Weights & Biases, which is imported only if requested."""
 
-from pathlib import Path
-
 from folio.cli.errors import UserError, cause_of
 from folio.cli.process import is_main
 from folio.training.messages import warn
@@ -10,18 +8,11 @@ from folio.training.messages import warn
 class WandbLog:
     """A run of Weights & Biases, if the settings request one. It is dropped if it fails later."""
 
-    def __init__(self, settings, run_settings, resumed):
-        """Starts a run that stores `run_settings`, or continues the newest one in out_dir.
-
-        `resumed` is the Checkpoint that training continues from, or None. Raises UserError if the
-        run cannot start.
-        """
+    def __init__(self, settings, run_settings):
+        """Starts a run that stores `run_settings`. Raises UserError if it cannot start."""
         self.run = None
         if not (settings.wandb_log and is_main()):
             return
-        paths = Path(settings.out_dir, "wandb").glob("*run-*")  # [offline-]run-DATE-ID
-        newest = max((path.name.partition("run-")[2] for path in paths), default="")
-        continues = resumed and resumed.settings.get("wandb_log")
         try:
             import wandb
 
@@ -30,11 +21,7 @@ class WandbLog:
                 name=settings.wandb_run_name,
                 config=run_settings,
                 dir=settings.out_dir,
-                id=(newest.partition("-")[2] or None) if continues else None,
-                resume="allow",
             )
-            # wandb's own step counter would drop the steps that a killed run repeats.
-            self.run.define_metric("*", step_metric="step")
         except Exception as error:  # the package and the network can raise anything
             advice = "run pip install wandb, or set wandb_log=False"
             raise UserError(f"wandb_log cannot start: {cause_of(error)}; {advice}") from error
@@ -46,15 +33,15 @@ class WandbLog:
             for name, value in event.items()
             if name not in ("step", "event") and isinstance(value, int | float)
         }
-        self._call("log", {"step": event["step"], **numbers})
+        self._call("log", numbers, step=event["step"])
 
     def close(self):
         self._call("finish")
 
-    def _call(self, name, *args):
+    def _call(self, name, *args, **kwargs):
         try:
             if self.run:
-                getattr(self.run, name)(*args)
+                getattr(self.run, name)(*args, **kwargs)
         except Exception as error:  # as above
             self.run = None
             cause = cause_of(error)

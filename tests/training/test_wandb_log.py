@@ -30,20 +30,11 @@ def test_wandb_receives_the_numbers_of_the_log(verse, wandb):
     assert (settings["project"], settings["name"]) == ("verses", "first")
     assert settings["config"]["n_embd"] == 16
     run = wandb.init.return_value
-    logged = [call.args[0] for call in run.log.call_args_list]
+    logged = [(call.kwargs["step"], call.args[0]) for call in run.log.call_args_list]
     events = [event for event in tiny.log_events() if event["event"] in ("train", "val")]
-    assert logged == [{"step": event["step"]} | tracked_numbers(event) for event in events]
-    assert {"train/loss", "train/lr", "train/mfu", "train/tokens_per_s"} < set(logged[1])
+    assert logged == [(event["step"], tracked_numbers(event)) for event in events]
+    assert {"train/loss", "train/lr", "train/mfu", "train/tokens_per_s"} < set(logged[1][1])
     run.finish.assert_called_once()
-
-
-def test_resumed_run_continues_the_newest_run_of_wandb(verse, wandb, folder):
-    train.main(tiny.flags(**WANDB, max_iters=3))
-    for name in ("run-20260101_000000-older", "offline-run-20260102_000000-a-b", "latest-run"):
-        (folder / "out" / "wandb" / name).mkdir(parents=True)
-    train.main(tiny.flags(**WANDB, init_from="resume"))
-    train.main(tiny.flags(**WANDB))
-    assert [call.kwargs["id"] for call in wandb.init.call_args_list] == [None, "a-b", None]
 
 
 @pytest.mark.parametrize("call", ["log", "finish"])
