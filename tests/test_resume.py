@@ -49,14 +49,6 @@ def interrupted(*flags, number=signal.SIGTERM, name="train_step", calls=1):
     return caught.value
 
 
-def fake_losses(monkeypatch, *losses):
-    """Sets the validation losses of the next evaluations."""
-    remaining, evaluate = iter(losses), evaluation.evaluate
-    monkeypatch.setattr(
-        train, "evaluate", lambda *args: evaluate(*args) | {"loss": next(remaining)}
-    )
-
-
 def run_files(folder="out"):
     return sorted(set(os.listdir(folder)) - {LOCK_FILE})
 
@@ -143,7 +135,9 @@ def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
 
 
 def test_a_run_that_has_kept_the_newest_model_can_keep_the_best_from_now_on(verse, monkeypatch):
-    fake_losses(monkeypatch, 2.0, 1.0, 3.0, 2.5, 2.7, 2.6)  # at steps 0, 3, 6; 6, 9 and at the end
+    tiny.fake_losses(
+        monkeypatch, 2.0, 1.0, 3.0, 2.5, 2.7, 2.6
+    )  # at steps 0, 3, 6; 6, 9 and at the end
     train.main(tiny.flags(eval_iters=None, always_save_checkpoint=True))
     train.main(tiny.flags(eval_iters=None, max_iters=9, init_from="resume"))
     assert tiny.load("ckpt.pt")["iter_num"] == 6
@@ -153,7 +147,7 @@ def test_a_run_that_has_kept_the_newest_model_can_keep_the_best_from_now_on(vers
 @pytest.mark.parametrize("change", [os.unlink, COPY_OTHER])
 def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change):
     train.main(tiny.flags(out_dir="out-other", max_iters=1))
-    fake_losses(monkeypatch, 2.0, 1.0, 3.0)
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 3.0)
     after_calls(monkeypatch, "evaluate", 3, lambda: change("out/ckpt.pt"))
     with pytest.raises(UserError, match=r"out/ckpt\.pt"):
         train.main(tiny.flags(eval_iters=None))
@@ -183,10 +177,10 @@ def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys)
 def test_other_windows_of_the_validation_split_begin_the_comparison_again(
     verse, monkeypatch, change, is_same
 ):
-    fake_losses(monkeypatch, 2.0, 1.0, 1.5)
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 1.5)
     train.main(tiny.flags(eval_iters=2))
     assert tiny.load("ckpt.pt")["iter_num"] == 3
-    fake_losses(monkeypatch, 3.0, 2.9, 2.8, 2.7, 2.6, 2.5)
+    tiny.fake_losses(monkeypatch, 3.0, 2.9, 2.8, 2.7, 2.6, 2.5)
     change = {"eval_iters": 2} | change
     train.main(tiny.flags(max_iters=12, init_from="resume", **change))
     assert tiny.load("ckpt.pt")["iter_num"] == (3 if is_same else 12)
@@ -243,30 +237,27 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
 
 
 @pytest.mark.parametrize(
-    ("number", "stop_at"), [(signal.SIGINT, None), (signal.SIGHUP, None), (signal.SIGTERM, 2)]
+    ("number", "stop_at"), [(signal.SIGINT, None), (signal.SIGHUP, None), (signal.SIGTERM, 5)]
 )
-def test_signal_lets_the_step_finish_and_saves_the_state(verse, number, stop_at):
-    stop = interrupted(*tiny.flags(stop_at=stop_at), number=number, calls=2)
-    assert stop.number == number
-    assert tiny.load("last.pt")["iter_num"] == 2
-    assert "stopped at step 2, saved in out; to continue" in str(stop)
-
-
-def test_stopping_at_the_last_step_ends_the_run(verse, capsys):
-    train.main(tiny.flags(max_iters=3, stop_at=3))
-    assert capsys.readouterr().out.splitlines()[-1].startswith("generate text: ")
-
-
-def test_a_signal_during_a_step_discards_it(verse):
-    settings = {"gradient_accumulation_steps": 4, "dropout": 0.3}
-    train.main(tiny.flags(out_dir="out-whole", **settings))
+def test_a_signal_during_a_step_discards_it_and_saves_the_state(verse, number, stop_at):
+    settings = {"gradient_accumulation_steps": 4, "dropout": 0.3, "stop_at": stop_at}
     with pytest.MonkeyPatch.context() as patch:  # once per micro-batch
         after_calls(patch, "set_gradient_sync", 2 * 4 + 3, lambda: pytest.fail("too late"))
         flags = tiny.flags(**settings)
-        interrupted(*flags, number=signal.SIGINT, name="set_gradient_sync", calls=2 * 4 + 2)
+        stop = interrupted(*flags, number=number, name="set_gradient_sync", calls=2 * 4 + 2)
+    assert stop.number == number
     assert tiny.load("last.pt")["iter_num"] == 2
+    assert "stopped at step 2, saved in out; to continue" in str(stop)
+    settings["stop_at"] = None
     train.main(tiny.flags(init_from="resume", **settings))
+    train.main(tiny.flags(out_dir="out-whole", **settings))
     assert tiny.differences("out", "out-whole") == []
+
+
+def test_stopping_at_the_last_step_ends_the_run_and_a_signal_counts_more(verse, capsys):
+    assert interrupted(*tiny.flags(stop_at=2), calls=2).number == signal.SIGTERM
+    train.main(tiny.flags(max_iters=3, stop_at=3))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("generate text: ")
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGINT])  # Ctrl-C ends a reader, too
@@ -329,30 +320,20 @@ def test_a_folder_in_use_is_not_changed(verse):
 # Checkpoints of several steps
 
 
-def test_the_weights_of_each_evaluation_are_kept(verse):
+def test_the_weights_of_each_evaluation_are_kept_while_their_run_is(verse, capsys):
     train.main(tiny.flags(out_dir="out-whole"))
-    train.main(tiny.flags(keep_checkpoints=True, stop_at=4, out_dir="out-4"))
     interrupted(*tiny.flags(keep_checkpoints=True), calls=4)
     train.main(tiny.flags(keep_checkpoints=True, init_from="resume"))
     assert run_files() == ["ckpt-0.pt", "ckpt-3.pt", "ckpt-6.pt", *RUN_FILES]
     assert tiny.differences("out", "out-whole") == ["log.jsonl"]  # it has the settings
     assert tiny.untimed_log("out")[1:] == tiny.untimed_log("out-whole")[1:]
-    assert run_files("out-4") == ["ckpt-0.pt", "ckpt-3.pt", *RUN_FILES]
-    kept, best = tiny.load("ckpt-3.pt"), tiny.load("ckpt.pt", "out-4")
-    assert kept["iter_num"] == best["iter_num"] == 3
-    assert tiny.equal(kept["model"], best["model"])
-    assert kept["optimizer"] is None
-    size = 4 * tiny.log_events()[0]["parameters"]
+    kept, size = tiny.load("ckpt-3.pt"), 4 * tiny.log_events()[0]["parameters"]
+    assert (kept["iter_num"], kept["optimizer"]) == (3, None)
     assert size < Path("out/ckpt-3.pt").stat().st_size < size + 20_000  # names and settings
-
-
-def test_kept_weights_can_be_sampled_and_trained_and_leave_with_their_run(verse, capsys):
-    train.main(tiny.flags(keep_checkpoints=True))
     sample.main(["--init_from=out/ckpt-3.pt", "--device=cpu", "--max_new_tokens=3"])
     assert capsys.readouterr().err.startswith("out/ckpt-3.pt: step 3")
-    first_loss = tiny.log_events()[1]["loss"]
+    first_loss, loss = (tiny.log_events()[number]["loss"] for number in (1, 5))
     assert tiny.log_events()[5]["step"] == 3
-    loss = tiny.log_events()[5]["loss"]
     Path("out/ckpt-mine.pt").touch()
     train.main(tiny.flags(init_from="out/ckpt-3.pt", keep_checkpoints=True, max_iters=1))
     assert tiny.log_events()[1]["loss"] == loss != first_loss

@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,12 +20,7 @@ import train
 from folio.checkpoint.format import Checkpoint, build_model
 from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
-from folio.data.batches import (
-    Batches,
-    Split,
-    dropout_seed,
-    window_starts,
-)
+from folio.data.batches import Batches, Split, dropout_seed, window_starts
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import GPT2Tokenizer
 from folio.training import evaluation
@@ -53,20 +49,9 @@ def same_weights(out_dir, other):
     return tiny.equal(tiny.load("last.pt", out_dir)["model"], tiny.load("last.pt", other)["model"])
 
 
-def losses_of(loss):
-    """Returns what an evaluation with this validation loss returns."""
-    return {"train_loss": 1.0, "loss": loss, "perplexity": 1.0, "val_windows": 4}
-
-
 @pytest.fixture
 def fake_losses(monkeypatch):
-    """A function that sets the validation losses of the next evaluations."""
-
-    def fake(*losses):
-        results = [losses_of(loss) for loss in losses]
-        monkeypatch.setattr(train, "evaluate", Mock(side_effect=results))
-
-    return fake
+    return partial(tiny.fake_losses, monkeypatch)
 
 
 # One step
@@ -146,14 +131,15 @@ def test_evaluations_take_a_twentieth_of_the_time_and_the_final_one_covers_the_s
     assert f"done; best val loss {final['loss']:.4f} at step 40;" in capsys.readouterr().out
 
 
-def test_the_final_evaluation_is_that_of_the_best_model(verse, monkeypatch, capsys):
-    losses, weights = [9.0, 2.0, 3.0, 2.5], []
+def test_the_final_evaluation_is_that_of_the_best_model(verse, monkeypatch, fake_losses, capsys):
+    weights = []
 
     def evaluate(run, steps=None):
         weights.append(copy.deepcopy(run.model.state_dict()))
-        return losses_of(losses[len(weights) - 1])
+        return evaluation.evaluate(run, steps)
 
-    monkeypatch.setattr(train, "evaluate", evaluate)
+    monkeypatch.setattr(tiny, "evaluate", evaluate)
+    fake_losses(9.0, 2.0, 3.0, 2.5)
     train.main(tiny.flags(eval_iters=None))
     assert tiny.equal(weights[3], weights[1])
     assert not tiny.equal(weights[3], weights[2])

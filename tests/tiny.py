@@ -19,6 +19,7 @@ from folio.data.sources import Chunk, Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
 from folio.data.writer import open_writer
 from folio.hardware.device import choose_machine
+from folio.training.evaluation import evaluate
 from folio.training.optimizers import make_optimizers
 from folio.training.setup import Plan, make_plan
 from model import GPT, GPTConfig
@@ -165,6 +166,14 @@ def write_run(name, losses, bits=(), **settings):
         events.append(common | {"event": "val", "loss": loss} | bits_per_byte)
         events.append(common | {"event": "train", "loss": loss - 0.1, "tokens_per_s": 500 + step})
     Path(name, "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def fake_losses(monkeypatch, *losses):
+    """Sets the validation losses of the next evaluations of a run."""
+    remaining = iter(losses)
+    monkeypatch.setattr(
+        train, "evaluate", lambda *args: evaluate(*args) | {"loss": next(remaining)}
+    )
 
 
 def load(name="ckpt.pt", out_dir="out"):

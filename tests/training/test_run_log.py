@@ -147,10 +147,8 @@ def test_the_peak_memory_of_a_gpu_is_reported(verse, capsys):
         # memorization
         ([4, 2, 1.2, 1.0], [4, 2.1, 1.4, 1.4], 9, "9 passes over the text, training loss 1.00", {}),
         ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 9, "more text would", {}),  # the rate has decayed
-        ([4, 2, 1.6, 1.5], [4, 2.1, 1.72, 1.75], 9, "validation loss 1.75", {}),  # noise
         # not decided by the log
         ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 1.4, "1.4 passes over", {}),
-        ([4, 2, 1.51, 1.5], [4, 2.1, 1.61, 1.6], 0.3, "0.3 passes over", {}),
         # underfitting
         ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.25, "longer", {"max_iters": 600}),
         ([4, 2, 1.5, 1.4], [4, 2.8, 2.3, 2.2], 4, "longer", {"max_iters": 600}),  # another kind
@@ -193,10 +191,9 @@ def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch):
     "processes",  # the arguments of each process of a run
     [
         [["--minutes=3", "a.py", "--minutes=2.5", "--seed=7", "--init_from", "auto"]],
-        [["--batch_size=2", "a.py", "--init_from=old model/ckpt.pt"]],
         [["a.py", "--stop_at=1"], ["a.py", "--init_from", "resume"]],
         [
-            ["a.py", "--stop_at=1", "--init_from=old model/ckpt.pt"],
+            ["--batch_size=2", "a.py", "--stop_at=1", "--init_from=old model/ckpt.pt"],
             ["a.py", "--stop_at=2", "--init_from=resume"],
             ["--init_from=auto", "a.py"],
         ],
@@ -205,22 +202,19 @@ def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch):
 def test_the_advised_command_is_a_run_with_the_same_start(verse, capsys, monkeypatch, processes):
     train.main(tiny.flags(out_dir="old model", seed=9, max_iters=1))
     Path("a.py").write_text("".join(f"{n} = {v!r}\n" for n, v in tiny.SETTINGS.items()))
-    monkeypatch.setattr(
-        messages, "advice_on", lambda *_: ("ADVICE", {"max_iters": 8, "minutes": 5})
-    )
+    advice = ("ADVICE", {"max_iters": 8, "minutes": 5})
+    monkeypatch.setattr(messages, "advice_on", lambda *_: advice)
     for arguments in processes:
         train.main(arguments)
     [line] = re.findall(r"^ADVICE: (.*)", capsys.readouterr().out, re.M)
     python, script, *arguments = shlex.split(line)
     assert (python, script) == ("python", TRAIN)  # not that of a test or a notebook
-    assert "a.py" in arguments
     assert arguments[-2:] == ["--max_iters=8", "--minutes=5"]
     assert len(arguments) == len({argument.partition("=")[0] for argument in arguments})
     train.main(arguments)
-    first, second = ([e for e in tiny.log_events(out) if "loss" in e] for out in ("out.1", "out"))
-    assert second[0]["loss"] == first[0]["loss"]
-    assert second[-1]["step"] == 8
-    logs = [tiny.log_events(out)[0] for out in ("out.1", "out")]
-    assert logs[0]["parameters"] == logs[1]["parameters"]
-    changed = {n for n, v in logs[1]["settings"].items() if v != logs[0]["settings"][n]}
+    old, new = (tiny.log_events(out) for out in ("out.1", "out"))
+    assert new[1]["loss"] == old[1]["loss"]
+    assert new[-1]["step"] == 8
+    settings, new_settings = old[0]["settings"], new[0]["settings"]
+    changed = {name for name in new_settings if new_settings[name] != settings[name]}
     assert changed == {"max_iters", "minutes"}
