@@ -104,14 +104,11 @@ def next_command(plan, **changes):
 def advice_on(evaluations, settings, epochs):
     """Returns what a log shows, and the settings that would improve the model, as a dict.
 
-    It is empty if the log does not decide. Returns None with fewer than 3 evaluations. That the
-    validation loss falls at the end says little, because a decaying learning rate always has this
-    effect. If it falls as the training loss does, the model still learns what holds for other
-    texts, too. If the gap between them grows, it memorizes; whether more steps help is then open.
-
-    Args:
-        evaluations: their events in the log; the first is before any training.
-        epochs: how often the run has read the training text.
+    It is empty if the log does not decide. Returns None with fewer than 3 `evaluations`, their
+    events in the log, of which the first is before any training. That the validation loss falls at
+    the end says little, because a decaying learning rate always has this effect. If it falls as
+    the training loss does, the model still learns what holds for other texts, too. If the gap
+    between them grows in many `epochs`, it memorizes; whether more steps help is then open.
     """
     if len(evaluations) < 3:
         return None

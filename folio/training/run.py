@@ -43,7 +43,6 @@ class Run:
         self.can_free_gradients = plan.is_sharded or not self.world.is_launched
         self.graph = None  # a CudaGraph of update_weights, which train_step makes
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
-        self.clock()  # raises UserError if --minutes is over, before a folder is changed
 
     def _restore(self, checkpoint):
         """Restores the progress of a checkpoint. Without its best model, a comparison begins."""
@@ -87,9 +86,6 @@ class Run:
             ending_s += self.step_s * evaluation_cost(self, step)
         part = self.elapsed_s() / (budget_s - min(ending_s, MAX_ENDING_SHARE * budget_s))
         part = self.world.from_main(part)  # the same in all processes
-        if part >= 1 and not step:
-            minutes = f"--minutes={settings.minutes:g}"
-            raise UserError(f"{minutes} is over before the first step: increase it")
         return max(step, settings.max_iters * min(part, 1))
 
     def elapsed_s(self):

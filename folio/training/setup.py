@@ -11,7 +11,7 @@ from typing import Any
 
 from folio.checkpoint.format import Checkpoint, empty_model
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, foreign_errors
 from folio.cli.settings import changed_settings
 from folio.data.batches import to_device
 from folio.data.dataset import Dataset, load_dataset
@@ -88,8 +88,6 @@ def _make_plan(settings, world):
     check_parallel(settings, world.size)
     dataset.check_length(config.block_size)
     check_memory(config, settings, world.size)
-    if settings.sample_interval:
-        dataset.tokenizer.encode(dataset.tokenizer.start)  # raises if its files are missing
     if initial:
         crop(initial, config.block_size)
     teachers = load_teachers(settings, config, dataset.tokenizer)
@@ -138,10 +136,8 @@ def model_config(settings, tokenizer, checkpoint=None):
     vocab_size = tokenizer.padded_vocab_size
     if checkpoint and tokenizer.fits(checkpoint.config.vocab_size):
         vocab_size = checkpoint.config.vocab_size
-    try:
+    with foreign_errors("the settings describe no model", ValueError):
         return GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _differences(checkpoint, config, settings, dataset, free):
@@ -177,9 +173,8 @@ def model_shape(config):
 def graph_flops(config, settings, world):
     """Returns the FLOPs of a step if it can be a CUDA graph, else None.
 
-    It cannot be one with several processes (they communicate), several micro-batches (a run can
-    stop between them), activation checkpointing (it reads the state of the random generator) or a
-    momentum that changes (it is a Python number).
+    Processes communicate, a run can stop between micro-batches, activation checkpointing reads the
+    state of the random generator, and a momentum that changes is a Python number.
     """
     is_single = settings.gradient_accumulation_steps == 1 and not world.is_launched
     if not is_single or settings.activation_checkpointing or settings.momentum_warmup_iters:
