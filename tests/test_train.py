@@ -81,14 +81,6 @@ def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
         assert torch.allclose(mine, other, atol=1e-4)
 
 
-def test_run_does_not_depend_on_micro_batches(verse):
-    train.main(tiny.flags(out_dir="whole", max_iters=3, batch_size=8))
-    train.main(tiny.flags(max_iters=3, batch_size=2, gradient_accumulation_steps=4))
-    whole = tiny.load("last.pt", "whole")["model"]
-    for name, tensor in tiny.load("last.pt")["model"].items():
-        assert torch.allclose(tensor, whole[name], rtol=0, atol=1e-5), name
-
-
 def test_the_temperature_divides_the_logits_in_training_only():
     run = new_run(tiny.settings(train_temperature=0.5))
     split = Split(random_ids(200), "cpu")

@@ -167,14 +167,6 @@ def hook_head(monkeypatch, add_hook):
     monkeypatch.setattr(Run, "__init__", init)
 
 
-def test_divergence_ends_the_run_and_keeps_the_last_finite_state(verse):
-    with pytest.raises(UserError, match=r"diverged at step \d .*(nan|inf).*--learning_rate"):
-        train.main(tiny.flags(learning_rate=1e30, warmup_iters=0, eval_interval=1))
-    assert saved_step() == 0
-    train.main(tiny.flags(init_from="resume"))
-    assert saved_step() == 6
-
-
 @pytest.mark.parametrize(("quantity", "log_interval"), [("loss", 100), ("gradient", 1)])
 def test_a_run_that_diverged_resumes_from_a_finite_state(
     verse, monkeypatch, quantity, log_interval
