@@ -104,7 +104,7 @@ def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches)
     config = model_config(settings, verse.tokenizer)
     machine = choose_machine("cuda", dtype, False)
     run = train.make_run(tiny.plan_of(config, settings, machine=machine))
-    batches = Batches(to_device(verse, "cuda").train, settings)
+    batches = Batches(to_device(verse, "cuda").train, settings, run.world)
     assert batches.split.resident is not None
     for number in range(3):
         train.train_step(run, batches.at(number), number, 1e-3)

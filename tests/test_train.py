@@ -63,7 +63,7 @@ def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(grad_clip):
     settings = tiny.settings(gradient_accumulation_steps=2, grad_clip=grad_clip, seed=3)
     run = new_run(settings)
     reference = copy.deepcopy(run.model)
-    batches = Batches(Split(ids, "cpu"), settings)
+    batches = Batches(Split(ids, "cpu"), settings, run.world)
     loss, norm = train.train_step(run, batches.at(0), step=0, lr=0.01)
 
     expected = reference(*rows_at(ids, window_starts(3, 0, 8, len(ids) - 8)))
@@ -88,7 +88,7 @@ def test_the_temperature_divides_the_logits_in_training_only():
     starts = evaluation_starts(split, run.settings, 4)
     whole = run.model(*split.windows(starts, 8)).item()
     assert evaluation.split_loss(run, split, 4).item() == pytest.approx(whole)
-    x, y = next(iter(Batches(split, run.settings).at(0)))
+    x, y = next(iter(Batches(split, run.settings, run.world).at(0)))
     logits = run.model.logits(x).flatten(0, 1)
     expected = F.cross_entropy(logits / 0.5, y.flatten()).item()
     assert expected > F.cross_entropy(logits, y.flatten()).item() + 0.1

@@ -5,9 +5,6 @@ import dataclasses
 import numpy as np
 import torch
 
-from folio.distributed.world import SINGLE_PROCESS
-from folio.hardware.device import device_type
-
 GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # its fractional part times 2^64
 MAX_RESIDENT_BYTES = 2**30  # copying a larger split to a GPU would delay the start
 
@@ -40,9 +37,9 @@ class Split:
 
     def __init__(self, ids, device):
         """ids: (N,) uint16 or uint32, usually a memory map."""
-        self.ids, self.device = ids, device
+        self.ids, self.device = ids, torch.device(device)
         self.resident = None
-        if device_type(device) != "cpu" and 4 * len(ids) <= MAX_RESIDENT_BYTES:
+        if self.device.type != "cpu" and 4 * len(ids) <= MAX_RESIDENT_BYTES:
             self.resident = torch.from_numpy(ids.astype(np.int32)).to(device)
 
     def __len__(self):
@@ -61,7 +58,7 @@ class Split:
     def _to_device(self, array):
         """Returns a tensor of an array, without waiting until a GPU has received it."""
         tensor = torch.from_numpy(array)
-        if device_type(self.device) == "cuda":
+        if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
@@ -76,10 +73,10 @@ def to_device(dataset, device):
 class Batches:
     """The micro-batches of each step, a function of the seed and the step.
 
-    Each process of a run has the same number of them, `count` per step.
+    Each process of a World has the same number of them, `count` per step.
     """
 
-    def __init__(self, split, settings, world=SINGLE_PROCESS):
+    def __init__(self, split, settings, world):
         self.split, self.settings, self.world = split, settings, world
         self.count = settings.gradient_accumulation_steps // world.size
 

@@ -5,20 +5,19 @@ import torch
 
 from folio.data import batches
 from folio.data.batches import Batches, Split, dropout_seed, window_starts
+from folio.distributed.world import SINGLE_PROCESS
 
 IDS = np.random.default_rng(0).integers(0, 2**16, 500).astype(np.uint16)
 IDS[[0, 7, -1]] = 2**16 - 1  # too large for a signed 16-bit type
 
 
-@pytest.fixture(params=["on the cpu", "resident", "in its file"])
-def split(request, monkeypatch):
-    """IDS as on a CPU and, with a CPU in the role of a GPU, in its memory or in a file."""
-    if request.param != "on the cpu":
-        monkeypatch.setattr(batches, "device_type", lambda device: "mps")  # cuda would pin memory
-    if request.param == "in its file":
-        monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
+@pytest.fixture(params=["in its file", "resident"])
+def split(request):
+    """IDS on a CPU, and with a CPU in the role of a GPU, in whose memory they are."""
     split = Split(IDS, "cpu")
-    assert (split.resident is not None) == (request.param == "resident")
+    assert split.resident is None
+    if request.param == "resident":
+        split.resident = torch.from_numpy(IDS.astype(np.int32))
     return split
 
 
@@ -74,12 +73,18 @@ def test_a_batch_does_not_depend_on_accumulation_or_earlier_batches(
     split, batch_size, accumulation
 ):
     settings = tiny.settings(batch_size=batch_size, gradient_accumulation_steps=accumulation)
-    source = Batches(split, settings)
+    source = Batches(split, settings, SINGLE_PROCESS)
     for step in (0, 1, 2, 2, 9, 4, 0):
         micro_batches = list(source.at(step))
         assert [x.shape for x, _ in micro_batches] == [(batch_size, 8)] * accumulation
         assert {x.dtype for pair in micro_batches for x in pair} == {torch.int64}
         assert join_micro_batches(micro_batches) == expected_batch(settings, step)
+
+
+def test_a_split_of_at_most_the_maximum_is_copied_to_the_device(monkeypatch):
+    assert Split(IDS, "meta").resident.shape == IDS.shape
+    monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 4 * len(IDS) - 1)
+    assert Split(IDS, "meta").resident is None
 
 
 @pytest.mark.gpu
@@ -90,8 +95,8 @@ def test_gpu_batches_from_memory_and_from_the_file_are_equal(monkeypatch):
     monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
     streamed = Split(IDS, "cuda")
     assert [split.resident is None for split in (resident, streamed)] == [False, True]
-    for source in (Batches(resident, settings), Batches(streamed, settings)):
+    for split in (resident, streamed):
         for step in (0, 1, 2, 5):
-            micro_batches = list(source.at(step))
+            micro_batches = list(Batches(split, settings, SINGLE_PROCESS).at(step))
             assert {x.device.type for pair in micro_batches for x in pair} == {"cuda"}
             assert join_micro_batches(micro_batches) == expected_batch(settings, step)

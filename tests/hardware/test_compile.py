@@ -67,7 +67,7 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
     assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
     run = train.make_run(make_plan(settings))
     assert counter.frame_count == 2  # one graph each
-    batches = Batches(run.dataset.train, settings)
+    batches = Batches(run.dataset.train, settings, run.world)
     for step in range(2):
         train.train_step(run, batches.at(step), step, 1e-3)
         evaluation.evaluate(run)
@@ -122,7 +122,7 @@ def graphs(monkeypatch):
 
 def losses_of_steps(run, count=7):
     """Returns the losses and norms of steps with other rates, and of an evaluation after each."""
-    batches, losses = Batches(run.dataset.train, run.settings), []
+    batches, losses = Batches(run.dataset.train, run.settings, run.world), []
     for step in range(count):
         values = train.train_step(run, batches.at(step), step, lr=1e-2 / (step + 1))
         losses.append([*map(float, values), evaluation.evaluate(run)["loss"]])
@@ -191,7 +191,7 @@ def test_a_cuda_graph_of_a_step_is_close_to_the_step(verse, compile, settings):
 def test_gpu_dropout_depends_on_the_step_only(verse, compile):
     settings = tiny.settings(device="cuda", dtype="bfloat16", compile=compile, dropout=0.5)
     run = train.make_run(make_plan(settings))
-    [batch] = Batches(run.dataset.train, settings).at(0)
+    [batch] = Batches(run.dataset.train, settings, run.world).at(0)
 
     def loss(step):
         return train.train_step(run, [batch], step, lr=0.0)[0].item()

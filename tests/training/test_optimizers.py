@@ -217,7 +217,7 @@ def test_float16_overflow_in_one_optimizer_does_not_spread_to_the_other(verse):
     run = train.make_run(
         tiny.plan_of(config, settings, machine=Machine("cpu", "float16", False, ""))
     )
-    batches = Batches(to_device(verse, "cpu").train, settings)
+    batches = Batches(to_device(verse, "cpu").train, settings, run.world)
     for factor in (1.0, math.nan):
         old = copy.deepcopy(run.state_dict())
         run.model.lm_head.weight.register_hook(lambda gradient, factor=factor: gradient * factor)

@@ -40,7 +40,7 @@ def profile_training(arguments):
     """Prints the time of a step of train.py."""
     settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
     run = make_run(make_plan(settings))
-    batches = Batches(run.dataset.train, settings)
+    batches = Batches(run.dataset.train, settings, run.world)
 
     def train_steps():
         for step in range(TRAINING_STEPS):
