@@ -79,7 +79,6 @@ class PrepareConfig:
         None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
     )
     allow_special: bool = setting(False, "bpe and gpt2: read special tokens in a text")
-    verify: bool = setting(False, "only check the files of an existing dataset")
 
     def __post_init__(self):
         if self.input is not None and self.dataset is None:
@@ -101,10 +100,6 @@ class PrepareConfig:
             raise ValueError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
         if self.vocab_size and self.kind != "bpe":
             raise ValueError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
-        if self.allow_special and self.kind in ("char", "byte"):
-            raise ValueError(
-                f"--allow_special needs --tokenizer=bpe or gpt2; the tokenizer is {self.kind}"
-            )
 
     @property
     def kind(self):
@@ -118,8 +113,13 @@ process.start(__name__, PrepareConfig)
 
 from folio.cli.files import unescape, write_atomically
 from folio.data.corpus import Corpus
-from folio.data.dataset import dataset_folder, load_dataset
-from folio.data.downloads import HUB_DATASETS, list_hub_sources, load_pydocs, load_shakespeare
+from folio.data.dataset import dataset_folder
+from folio.data.downloads import (
+    HUB_DATASETS,
+    download_hub_sources,
+    load_pydocs,
+    load_shakespeare,
+)
 from folio.data.encoding import encode_corpus
 from folio.data.sources import TABLE_SUFFIXES, find_sources
 from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer
@@ -132,16 +132,10 @@ def main(argv=None):
     settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
-    if settings.verify:
-        data = load_dataset(name, verify=True)
-        train, val = len(data.train), len(data.val)
-        print(f"{folder} is intact: {train:,} training and {val:,} validation tokens")
-        return
-
     corpus = find_corpus(name, settings)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
     if settings.allow_special:
-        corpus.end_text = end_text_of(tokenizer)
+        corpus.end_text = end_text_of(tokenizer, settings.kind)
     check_folder(folder, corpus, settings)
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
     alphabet = corpus.scan()  # finds the boundary of the splits, too
@@ -161,8 +155,6 @@ def main(argv=None):
         print(f"test: python sample.py --out_dir=out-{name} --score={path}")
     if corpus.empty_rows:
         print(f"left out {corpus.empty_rows:,} rows without text")
-    if corpus.line_ends:
-        print(f"line ends: {' and '.join(corpus.line_ends)} became newlines")
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
 
@@ -231,7 +223,7 @@ def select_sources(name, address, split, settings):
             raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
         return [load_pydocs() if name == "pydocs" else load_shakespeare()]
     if address.startswith("hf:"):
-        return list_hub_sources(address, subset, split, text_key, settings.max_tokens)
+        return download_hub_sources(address, subset, split, text_key, settings.max_tokens)
     folder = dataset_folder(name)
     if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):
         raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
@@ -268,15 +260,16 @@ def is_other_text(meta, corpus):
 # Tokenizers
 
 
-def end_text_of(tokenizer):
-    """Returns the text of the end-of-text token of a tokenizer, or of a BPE to be trained for None.
+def end_text_of(tokenizer, kind):
+    """Returns the text of the end-of-text token of a tokenizer, None if it has none.
 
-    Returns None if there is none. Raises UserError if the tokenizer has no special tokens at all.
+    tokenizer: None if one of this kind is to be made. Raises UserError for characters and bytes.
     """
+    kind = tokenizer.kind if tokenizer else kind
+    if kind in ("char", "byte"):
+        raise UserError(f"--allow_special needs --tokenizer=bpe or gpt2; the tokenizer is {kind}")
     if tokenizer is None:
         return BPETokenizer.end_text
-    if tokenizer.kind in ("char", "byte"):
-        raise UserError(f"--allow_special: the tokenizer, {tokenizer.name}, has no special tokens")
     return tokenizer.end_text if tokenizer.end is not None else None
 
 

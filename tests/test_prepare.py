@@ -271,7 +271,8 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
         ("--vocab_size=512", "--tokenizer=bpe"),
         ("--tokenizer=bpe --vocab_size=256", "[257, 1000000], not 256"),
         ("--tokenizer=chars", "bpe, gpt2 or an existing path, not chars"),
-        ("--allow_special=True", "--tokenizer=bpe or gpt2"),
+        ("--dataset=own --input=t/a.txt --allow_special=True", "--tokenizer=bpe or gpt2"),
+        ("--dataset=own --input=t/a.txt --tokenizer=byte --allow_special=True", "bpe or gpt2"),
         ("--split=test --input=a --dataset=b", "--split"),
         ("--subset=en --dataset=pydocs", "--subset"),
         ("--val_input=a --dataset=b", "--val_input needs --input"),
@@ -283,16 +284,5 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
 )
 def test_error_names_the_flag_or_file(flags, message):
     write("data", "a file in place of the folder")
+    write("t/a.txt", "a text")
     assert message in error_of(*flags.split())
-
-
-def test_verify_checks_an_existing_dataset(capsys):
-    write("own.txt", "rose " * 100)
-    main(["--input=own.txt", "--dataset=own"])
-    capsys.readouterr()
-    main(["--dataset=own", "--verify"])
-    assert "data/own" in capsys.readouterr().out
-    raw = Path("data/own/val.bin").read_bytes()
-    Path("data/own/val.bin").write_bytes(raw[:-2] + b"\1\0")
-    assert "data/own/val.bin" in error_of("--dataset=own", "--verify")
-    assert "data/shakespeare_char" in error_of("--verify")

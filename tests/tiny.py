@@ -117,7 +117,7 @@ def prepare_verse(name="verse", text=VERSE * 20):
 class Document(Source):
     """A source whose path is its text."""
 
-    size, suffix = 0, ""
+    size = 0
 
     def read(self):
         yield Chunk(self.path, True)
@@ -125,7 +125,7 @@ class Document(Source):
 
 def corpus(*documents):
     """Returns a Corpus of texts in memory."""
-    return Corpus([Document(text, label="own.txt") for text in documents], "own.txt")
+    return Corpus([Document(text, name="own.txt") for text in documents], "own.txt")
 
 
 def write_dataset(folder, documents, tokenizer):

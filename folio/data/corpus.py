@@ -81,12 +81,6 @@ class Corpus:
         """The number of rows of tables without text, which reading has left out."""
         return sum(len(source.empty_rows) for source in self.all_sources)
 
-    @property
-    def line_ends(self):
-        """Names of the line ends that reading has replaced by newlines."""
-        found = set().union(*(source.line_ends for source in self.all_sources))
-        return [name for name, end in (("CRLF", "\r\n"), ("CR", "\r")) if end in found]
-
     def sha256(self):
         """Returns the hash of the source, or that of the hashes of several."""
         hashes = [source.sha256() for source in self.all_sources]

@@ -87,11 +87,11 @@ def meta_checksum(meta):
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def load_dataset(name, verify=False):
+def load_dataset(name):
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
     Raises UserError if a file is missing, damaged or does not match the others. Only the size and
-    the first MAX_CHECKED_TOKENS of a split are checked, or all tokens if `verify`.
+    the first MAX_CHECKED_TOKENS of a split are checked.
     """
     folder = dataset_folder(name)
     meta, tokenizer = _read_meta(folder)
@@ -99,14 +99,13 @@ def load_dataset(name, verify=False):
     for split in SPLITS:
         path = folder / f"{split}.bin"
         ids = splits[split] = _read_ids(path, DTYPES[meta.get("dtype", tokenizer.dtype.name)])
-        checked_ids = ids if verify else ids[:MAX_CHECKED_TOKENS]
-        is_whole = len(checked_ids) == len(ids)
+        checked_ids = ids[:MAX_CHECKED_TOKENS]
         largest, crc, size = checked_ids.max(), zlib.crc32(checked_ids), tokenizer.vocab_size
         if not meta:
             _check_type(path, checked_ids)
         if largest >= size:
             raise _unusable(path, f"it contains token {largest}, but the vocabulary has {size}")
-        if not is_whole:
+        if len(ids) > len(checked_ids):
             crc = meta[split]["crc32"] if meta else zlib.crc32(b"%d" % len(ids), crc)
         if meta and (len(ids), crc) != (meta[split]["tokens"], meta[split]["crc32"]):
             raise _unusable(path, "it does not match meta.json")

@@ -9,8 +9,7 @@ import os
 import platform
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from folio.cli.errors import UserError, cause_of, import_optional
 from folio.cli.files import lock_folder, write_atomically
@@ -72,7 +71,7 @@ def load_pydocs():
     path = DATA_FOLDER / "pydocs" / "input.txt"
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     _write(path, text.encode())
-    return Source(path, label=f"pydoc_data.topics of Python {platform.python_version()}")
+    return Source(path, name=f"pydoc_data.topics of Python {platform.python_version()}")
 
 
 def _write(path, content):
@@ -83,33 +82,8 @@ def _write(path, content):
 # The Hugging Face hub
 
 
-@dataclass(frozen=True)
-class HubSource(Source):
-    """A table of a dataset on the hub, which is downloaded when it is first read.
-
-    repository, revision: id and commit of the dataset.
-    size, digest: bytes of the file, and their hash.
-    """
-
-    repository: str = ""
-    revision: str = ""
-    size: int = 0
-    digest: str = ""
-
-    def sha256(self):
-        """Returns the hash of the file's bytes, without a download."""
-        return self.digest
-
-    def local_path(self):
-        """Returns the path of the file in the cache. Raises UserError if the download fails."""
-        with open_hub(self.name, "pyarrow") as library:
-            return library.hf_hub_download(
-                self.repository, str(self.path), repo_type="dataset", revision=self.revision
-            )
-
-
-def list_hub_sources(address, subset, split, text_key, max_tokens=None):
-    """Returns the HubSources of a split of a dataset, sorted by path.
+def download_hub_sources(address, subset, split, text_key, max_tokens=None):
+    """Downloads the tables of a split of a dataset. Returns their Sources, sorted by path.
 
     Raises UserError if the hub cannot be reached or has no such dataset, subset or split.
 
@@ -117,23 +91,24 @@ def list_hub_sources(address, subset, split, text_key, max_tokens=None):
         address: such as hf:ORG/NAME or hf:ORG/NAME@REVISION.
         subset: folder of the dataset, usually named after a configuration. None: the only one.
         split: "train" or another word in the names of the files or of their folders.
-        max_tokens: return only the first files, which contain at least as many tokens. None: all.
+        max_tokens: download only the first files, which contain at least as many tokens. None: all.
     """
     repository, _, revision = address.removeprefix("hf:").partition("@")
     with open_hub(address, "pyarrow") as library:
         hub = library.HfApi()
         commit = hub.dataset_info(repository, revision=revision or None).sha
-        options = {"recursive": True, "revision": commit, "repo_type": "dataset"}
-        entries = list(hub.list_repo_tree(repository, **options))
+        options = {"revision": commit, "repo_type": "dataset"}
+        entries = list(hub.list_repo_tree(repository, recursive=True, **options))
     files = {PurePosixPath(entry.path): entry for entry in entries if hasattr(entry, "size")}
     sources, num_bytes = [], 0
     for path in select_tables(files, address, subset, split):
         if max_tokens and num_bytes >= MAX_FILE_BYTES_PER_TOKEN * max_tokens:
             break
-        file, label = files[path], f"{repository}/{path}"
-        digest = file.lfs.sha256 if file.lfs else file.blob_id
-        sources.append(HubSource(path, text_key, label, repository, commit, file.size, digest))
-        num_bytes += file.size
+        name = f"{repository}/{path}"
+        with open_hub(name, "pyarrow") as library:
+            local_path = library.hf_hub_download(repository, str(path), **options)
+        sources.append(Source(Path(local_path), text_key, name))
+        num_bytes += files[path].size
     return sources
 
 

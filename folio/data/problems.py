@@ -9,13 +9,7 @@ FOREIGN_FORMATS = {  # {first bytes: what a file is}
     b"\xfe\xff": UTF_16,
     b"PK\3\4": "it is a ZIP archive or a document such as .docx; extract or save its text",
     b"\x1f\x8b": "it is compressed; to decompress it: gunzip {path}",
-    b"BZh": "it is compressed; to decompress it: bunzip2 {path}",
-    b"\xfd7zXZ": "it is compressed; to decompress it: unxz {path}",
     b"%PDF": "it is a PDF; to extract its text: pdftotext {path}",
-    b"\x93NUMPY": "it is an array of NumPy; write a text",
-    b"\x80": "it is a pickle of Python; write a text",
-    b"ARROW1": "it is an Arrow file; its name must end with .arrow",
-    b"SQLite": "it is a database of SQLite; export a table as CSV",
 }
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command that prints the content}
 MAX_NULS = 100  # in the first 8 kB of a text

@@ -13,9 +13,7 @@ import os
 import re
 import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from functools import cached_property
 from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
@@ -25,17 +23,16 @@ from folio.cli.files import check_lfs, unify_line_ends
 from folio.data.bpe import find_last_cut
 from folio.data.problems import explain_bytes
 
-JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
-TABLE_SUFFIXES = (
-    ".parquet", ".arrow", ".jsonl", ".jsonl.gz", ".jsonl.zst",
-    ".ndjson", ".ndjson.gz", ".ndjson.zst",
-    ".csv", ".csv.gz", ".csv.zst", ".tsv", ".tsv.gz", ".tsv.zst",
-    *JSON_SUFFIXES,  # last, because repositories of datasets have other ones
-)  # fmt: skip
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".json")
+TABLE_SUFFIXES = (  # .json is last, because repositories of datasets have other .json files
+    ".parquet",
+    ".arrow",
+    *(suffix + packed for suffix in ROW_SUFFIXES for packed in ("", ".gz", ".zst")),
+)
 COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
-DOCUMENTATION = ("readme*", "license*", "*.md")  # of tables, such as in a clone of the hub's
-ARROW_METADATA = ("dataset_info.json", "state.json", "cache-*.arrow")  # of datasets.save_to_disk
-SPLIT_NAMES = ("train", "val", "valid", "validation", "dev", "test")
+DOCUMENTATION = (  # of tables: in a clone of the hub's, and the files of datasets.save_to_disk
+    "readme*", "license*", "*.md", "dataset_info.json", "state.json", "cache-*.arrow"
+)  # fmt: skip
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
@@ -50,63 +47,38 @@ class Chunk(NamedTuple):
     ends_document: bool
 
 
-@dataclass(frozen=True)
 class Source:
     """A file of documents.
 
-    text_key: the column of a table that contains the text, or a template of columns in braces, such
-        as "{question} {answer}".
-    label: its name in messages; None: the path.
-    is_text: it is a text, whatever its name.
-    line_ends: those in the part that has been read; each becomes a newline.
-    empty_rows: numbers of the rows without text in that part; they are no documents.
+    path, name: of the file, and what messages call it.
+    suffix: the one of TABLE_SUFFIXES, or "" for a text.
+    template: the text of a row of a table, with the names of `columns` in braces.
+    empty_rows: numbers of the rows without text that were read; they are no documents.
     """
 
-    path: Path
-    text_key: str = "text"
-    label: str | None = None
-    is_text: bool = field(default=False, kw_only=True)
-    line_ends: set = field(default_factory=set, compare=False, kw_only=True)
-    empty_rows: set = field(default_factory=set, compare=False, kw_only=True)
-
-    @property
-    def name(self):
-        return self.label or str(self.path)
-
-    @property
-    def suffix(self):
-        """The one of TABLE_SUFFIXES, or "" for a text."""
-        name = "" if self.is_text else str(self.path).lower()
-        return next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), "")
-
-    @cached_property
-    def template(self):
-        """The text of a row, with the names of columns in braces."""
-        return self.text_key if "{" in self.text_key else f"{{{self.text_key}}}"
-
-    @cached_property
-    def columns(self):
-        """The names of the columns in the template."""
-        return re.findall(COLUMN_IN_TEMPLATE, self.template)
+    def __init__(self, path, text_key="text", name=None):
+        """text_key: the column with the text, or a template such as "{question} {answer}"."""
+        self.path, self.name = path, name or str(path)
+        lower = str(path).lower()
+        self.suffix = next((suffix for suffix in TABLE_SUFFIXES if lower.endswith(suffix)), "")
+        self.template = text_key if "{" in text_key else f"{{{text_key}}}"
+        self.columns = re.findall(COLUMN_IN_TEMPLATE, self.template)
+        self.empty_rows = set()
 
     @property
     def size(self):
         """Bytes of the file."""
         return os.stat(self.path).st_size
 
-    def local_path(self):
-        """Returns the path of the file on this machine."""
-        return self.path
-
     def sha256(self):
         """Returns the hash of the file's bytes."""
-        with open(self.local_path(), "rb") as file:
+        with open(self.path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def read(self):
         """Yields the Chunks of the file. Raises UserError for content that is not text."""
         with self.errors():
-            check_lfs(self.local_path())
+            check_lfs(self.path)
             yield from _read_table(self) if self.suffix else _read_text(self)
 
     @contextmanager
@@ -123,11 +95,11 @@ class Source:
 
     def open(self):
         """Opens the file, which may be compressed, to read bytes."""
-        path, suffix = self.local_path(), self.path.suffix.lower()
+        suffix = self.path.suffix.lower()
         if suffix == ".zst":
             pyarrow = import_optional("pyarrow", self.name)
-            return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
-        return gzip.open(path) if suffix == ".gz" else open(path, "rb")
+            return io.BufferedReader(pyarrow.CompressedInputStream(str(self.path), "zstd"))
+        return gzip.open(self.path) if suffix == ".gz" else open(self.path, "rb")
 
 
 # Text
@@ -158,8 +130,6 @@ def _read_text(source):
             if cut or is_end:
                 yield Chunk(text[:cut], is_end)
             text = text[cut:]
-        ends = file.newlines
-        source.line_ends.update(ends if isinstance(ends, tuple) else [ends])
 
 
 # Tables
@@ -176,7 +146,6 @@ def _read_table(source):
         for row in _read_rows(source):
             text = _row_text(row, source)
             if text:
-                source.line_ends.update(re.findall("\r\n|\r", text))
                 yield Chunk(unify_line_ends(text), True)
             else:
                 source.empty_rows.add(number)
@@ -255,7 +224,7 @@ def _read_arrow(source):
     from pyarrow import parquet
 
     try:
-        with open(source.local_path(), "rb") as file:
+        with open(source.path, "rb") as file:
             if source.suffix == ".parquet":
                 table = parquet.ParquetFile(file)
                 has_columns = set(source.columns) <= set(table.schema_arrow.names)
@@ -279,10 +248,10 @@ def _read_arrow(source):
 def find_sources(name, text_key):
     """Returns the Sources of a file, of a folder or of a glob pattern, sorted by path.
 
-    In a folder, hidden files, caches of Python, links to folders, binary files and the
-    documentation of tables are skipped, and of several links to a file all but one. Any other file
-    that is not UTF-8 text or a table is an error when it is read. A .json file among texts is a
-    text. Raises UserError if there are no files.
+    In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
+    in a folder of tables their documentation. Of several links to a file, all but one are skipped.
+    Any other file that is not UTF-8 text or a table is an error when it is read. A .json file among
+    texts is a text. Raises UserError if there are no files.
     """
     paths = sorted(_find_files(name))
     if not paths:
@@ -294,14 +263,12 @@ def find_sources(name, text_key):
         unique.setdefault(os.path.realpath(path), Source(path, text_key))
     sources = list(unique.values())
     if os.path.isdir(name):
-        _check_splits(name, [source.path for source in sources])
         sources = _select_sources(name, sources)
-    if all(source.suffix for source in sources):
-        return sources
-    # A .json file among source code is not a table.
-    sources = [replace(source, is_text=source.suffix == ".json") for source in sources]
-    if count := sum(source.is_text for source in sources):
-        print(f"reading {count:,} .json files as text, because there are other texts")
+    json_sources = [source for source in sources if source.suffix == ".json"]
+    if json_sources and not all(source.suffix for source in sources):  # such as source code
+        print(f"reading {len(json_sources):,} .json files as text, because there are other texts")
+        for source in json_sources:
+            source.suffix = ""
     return sources
 
 
@@ -324,46 +291,30 @@ def _find_files(name):
 
 def _select_sources(folder, sources):
     """Returns the texts and tables among the Sources in a folder, and prints what is left out."""
-    kinds = {source.path: _classify(folder, source) for source in sources}
-    found = set(kinds.values())
-    left_out = ["binary"]
-    if "table" in found or (".json" in found and "text" not in found):
+    if os.path.isfile(Path(folder, "dataset_dict.json")):  # from datasets.save_to_disk
+        raise UserError(
+            f"{folder} has a folder for each split: use --input={folder}/train, and "
+            "--val_input=FOLDER for a validation split"
+        )
+    kinds = {source: _kind(folder, source) for source in sources}
+    documents, left_out = [source for source in sources if kinds[source] == "documents"], ["binary"]
+    if documents and all(source.suffix for source in documents):
         left_out.append("documentation")  # of these tables
     for kind in left_out:
-        names = [path.name for path in kinds if kinds[path] == kind]
+        names = [source.path.name for source in sources if kinds[source] == kind]
         if names:
             more = ", …" if len(names) > 3 else ""
             print(f"left out {len(names):,} files, {kind}: {', '.join(names[:3])}{more}")
-    return [source for source in sources if kinds[source.path] not in left_out]
+    return [source for source in sources if kinds[source] not in left_out]
 
 
-def _check_splits(folder, paths):
-    """Prints a note if files have the names of splits.
-
-    Raises UserError if datasets.save_to_disk wrote several splits.
-    """
-    if os.path.isfile(Path(folder, "dataset_dict.json")):
-        splits = {path.parent.name for path in paths if path.suffix == ".arrow"}
-        splits = sorted(splits, key=lambda split: (split != "train", split))
-        raise UserError(
-            f"{folder} has the splits {', '.join(splits)}: use --input={folder}/{splits[0]}, and "
-            "--val_input=FOLDER for a validation split"
-        )
-    splits = [path.name for path in paths if path.name.split(".")[0] in SPLIT_NAMES]
-    if len(splits) > 1:
-        print(f"{', '.join(splits)} become one text; --input and --val_input keep two apart")
-
-
-def _classify(folder, source):
-    """Returns the kind of a file in a folder: table, .json, text, documentation or binary."""
+def _kind(folder, source):
+    """Returns the kind of a file in a folder: binary, documentation or documents."""
     if not source.suffix:
-        is_at_top = source.path.parent == Path(folder)
-        patterns, kind = DOCUMENTATION if is_at_top else (), "text"
         with source.errors(), source.open() as file:
             start = file.read(2**13)
         if b"\0" in start and not start.startswith(UTF_16_MARKS):
             return "binary"
-    else:  # a .json file is a table, or a text among other texts
-        patterns, kind = ARROW_METADATA, ".json" if source.suffix == ".json" else "table"
-    is_documentation = any(fnmatch(source.path.name.lower(), each) for each in patterns)
-    return "documentation" if is_documentation else kind
+    name, is_at_top = source.path.name.lower(), source.path.parent == Path(folder)
+    is_documentation = any(fnmatch(name, pattern) for pattern in DOCUMENTATION)
+    return "documentation" if is_documentation and (is_at_top or source.suffix) else "documents"

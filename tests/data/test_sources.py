@@ -179,8 +179,6 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
         ("é".encode("utf-16"), "it is UTF-16; to convert it: cat 'my text' | iconv -f UTF-16"),
         (b"PK\3\4\x14\0", "a ZIP archive"),
         (gzip.compress(b"tar", mtime=0), "it is compressed; to decompress it: gunzip 'my text'"),
-        (b"\x93NUMPY\x01\x00", "it is an array of NumPy"),
-        (b"\x80\x04\x95", "it is a pickle"),
         (b"a\0" * 200, "it is a file of numbers or a program"),
         (b"%PDF-1.7\n\xff", "pdftotext 'my text'"),
     ],
@@ -263,24 +261,15 @@ def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
 def test_documentation_and_metadata_of_tables_are_left_out(capsys):
     Path("in/data").mkdir(parents=True)
     write("in/data/train.parquet", ["one", "two"])
-    for name in ("README.md", "LICENSE", "state.json", "dataset_info.json"):
+    for name in ("README.md", "LICENSE", "data/state.json", "dataset_info.json"):
         Path("in", name).write_text("{}")
     assert names_of("in") == ["in/data/train.parquet"]
     assert "left out 4 files, documentation: " in capsys.readouterr().out
-    Path("in/data/train.parquet").unlink()
-    Path("in/a.txt").write_text("a text")
-    assert len(names_of("in")) == 5
-
-
-def test_files_of_several_splits_are_named(capsys):
-    for name in ("in/train.txt", "in/val.txt", "saved/train/a.arrow", "saved/test/a.arrow"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("a text")
-    assert names_of("in") == ["in/train.txt", "in/val.txt"]
-    assert "train.txt, val.txt become one text; --input and --val_input" in capsys.readouterr().out
-    Path("saved/dataset_dict.json").write_text("{}")
-    with pytest.raises(UserError, match="has the splits train, test: use --input=saved/train"):
-        names_of("saved")
+    Path("in/data/a.md").write_text("a text")  # is not at the top
+    assert len(names_of("in")) == 6
+    Path("in/dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match="has a folder for each split: use --input=in/train"):
+        names_of("in")
 
 
 @pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "x" * 300, "http://a"])
