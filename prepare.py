@@ -49,8 +49,8 @@ class PrepareConfig:
         None,
         "your own UTF-8 text, JSON lines, CSV, TSV, Parquet or Arrow: a file, folder or glob "
         "pattern, or hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub; the validation "
-        "split is the last 10% of a text, or documents chosen by hash (10%, but about 20 MB of "
-        "large corpora)",
+        "split is the last 10% of a text, or documents chosen by hash (10%, but 20 million "
+        "characters of large corpora)",
     )
     val_input: str | None = setting(
         None, "your own validation text, like --input; hf: the split validation of a dataset"
@@ -65,7 +65,7 @@ class PrepareConfig:
     split: str = setting("train", "hf: split of the dataset that is read")
     max_tokens: int | None = setting(None, "stop after about as many tokens", "[1, inf)")
     val_fraction: float | None = setting(
-        None, "part of the text that is the validation split; None: 0.1 or about 20 MB", "(0, 1)"
+        None, "part of the text for validation; None: 0.1, or 20 million characters", "(0, 1)"
     )
     test_fraction: float = setting(
         0.0, "part that follows it, for data/<dataset>/test.txt and sample.py --score", "[0, 1)"
@@ -114,16 +114,10 @@ process.start(__name__, PrepareConfig)
 from folio.cli.files import unescape, write_atomically
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder
-from folio.data.downloads import (
-    HUB_DATASETS,
-    download_hub_sources,
-    load_pydocs,
-    load_shakespeare,
-)
-from folio.data.encoding import encode_corpus
+from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
 from folio.data.sources import TABLE_SUFFIXES, find_sources
 from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer
-from folio.data.writer import open_writer
+from folio.data.writer import write_dataset
 
 
 def main(argv=None):
@@ -138,14 +132,11 @@ def main(argv=None):
         corpus.end_text = end_text_of(tokenizer, settings.kind)
     check_folder(folder, corpus, settings)
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
-    alphabet = corpus.scan()  # finds the boundary of the splits, too
-    tokenizer = tokenizer or make_tokenizer(corpus, alphabet, settings)
-
-    with open_writer(folder, tokenizer) as writer:
-        num_characters = encode_corpus(corpus, tokenizer, writer, settings.allow_special)
-        meta = writer.finish(corpus.description, corpus.sha256(), settings.test_fraction)
+    characters = corpus.scan()  # finds the boundaries of the splits, too
+    tokenizer = tokenizer or make_tokenizer(corpus, characters, settings)
+    meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     print(
-        f"{folder}: {num_characters:,} characters of {corpus.description}, "
+        f"{folder}: {corpus.split_ends['val']:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
@@ -223,7 +214,7 @@ def select_sources(name, address, split, settings):
             raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
         return [load_pydocs() if name == "pydocs" else load_shakespeare()]
     if address.startswith("hf:"):
-        return download_hub_sources(address, subset, split, text_key, settings.max_tokens)
+        return load_hub(address, subset, split, text_key, settings.max_tokens)
     folder = dataset_folder(name)
     if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):
         raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
@@ -303,11 +294,11 @@ def estimate_characters(corpus, tokenizer, settings):
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 
-def make_tokenizer(corpus, alphabet, settings):
+def make_tokenizer(corpus, characters, settings):
     """Returns a tokenizer of all characters, or a BPE that is trained on the training split."""
     if settings.kind == "char":
-        return CharTokenizer(str(alphabet))
-    stride = 1 + corpus.train_characters // MAX_BPE_CHARACTERS  # reads evenly spread parts
+        return CharTokenizer(characters)
+    stride = 1 + corpus.split_ends["train"] // MAX_BPE_CHARACTERS  # reads evenly spread parts
     texts = (piece.text for piece in corpus.read() if piece.split == "train")
     return BPETokenizer.train(itertools.islice(texts, 0, None, stride), settings.vocab_size)
 

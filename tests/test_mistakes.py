@@ -206,7 +206,7 @@ def test_a_missing_gpu_gives_one_error_line(copy, run, command):
 @pytest.mark.parametrize(
     ("command", "function"),
     [
-        (TEXT, "folio.data.corpus.Alphabet"),
+        (TEXT, "folio.data.writer.meta_checksum"),
         (TRAIN, "folio.data.dataset.meta_checksum"),
         (SAMPLE, "folio.checkpoint.format.Checkpoint"),
         (RESUME, "folio.training.optimizers.shard_like"),

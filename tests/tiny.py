@@ -13,11 +13,10 @@ from folio.checkpoint.format import Checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
+from folio.data import writer
 from folio.data.corpus import Corpus
-from folio.data.encoding import encode_corpus
 from folio.data.sources import Chunk, Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
-from folio.data.writer import open_writer
 from folio.hardware.device import choose_machine
 from folio.training.evaluation import evaluate
 from folio.training.optimizers import make_optimizers
@@ -117,10 +116,11 @@ def prepare_verse(name="verse", text=VERSE * 20):
 class Document(Source):
     """A source whose path is its text."""
 
-    size = 0
-
     def read(self):
         yield Chunk(self.path, True)
+
+    def sha256(self):
+        return "5a"
 
 
 def corpus(*documents):
@@ -131,9 +131,7 @@ def corpus(*documents):
 def write_dataset(folder, documents, tokenizer):
     """Writes a dataset of a Corpus like prepare.py. Returns the content of meta.json."""
     documents.scan()
-    with open_writer(folder, tokenizer) as writer:
-        encode_corpus(documents, tokenizer, writer)
-        return writer.finish("own.txt", "5a")
+    return writer.write_dataset(folder, documents, tokenizer)
 
 
 def new_tokenizer(kind, text, vocab_size=300):

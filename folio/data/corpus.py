@@ -1,10 +1,10 @@
 """A stream of documents, divided into splits: training, validation and, if asked for, test.
 
-By default, validation has a tenth of the characters, or as many as 20 MB of the files hold if that
-is less, but at least 0.05%. A hash puts each document into one of BUCKETS. The splits divide the
+By default, validation has a tenth of the characters, or 20 million if that is less, but at least
+0.05%. A hash puts each document into one of BUCKETS. The splits divide the
 characters in the order of the buckets. So the last 10% of a single text are validation, only one of
 several documents is cut at each boundary, and equal documents are in the same split, except for
-those in a bucket that is cut.
+those in a bucket that is cut. Empty texts are no documents.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from folio.data.tokenizer import BLANK_LINE, Alphabet
+from folio.data.tokenizer import BLANK_LINE, UNICODE_CODE_POINTS, code_points
 
-VAL_BYTES = 20_000_000
+VAL_CHARACTERS = 20_000_000
 MIN_VAL_SHARE, MAX_VAL_SHARE = 0.0005, 0.1
 BUCKETS = 2**16
 VAL_BUCKET = BUCKETS  # a last one, of the validation text if it is given
@@ -45,7 +45,7 @@ class Corpus:
     val_fraction: of the characters; None: the default.
     test_fraction: of the characters; they follow those of the validation split.
     max_characters: number of characters after which reading stops; None: all are read.
-    train_characters: number of characters in the training split, known after scan().
+    split_ends: {split: number of characters up to its end}, known after scan().
 
     Reading shows its progress, on a terminal only.
     """
@@ -57,9 +57,8 @@ class Corpus:
     val_fraction: float | None = None
     test_fraction: float = 0.0
     max_characters: int | None = None
-    train_characters: int | None = None
+    split_ends: dict | None = None
     _bucket_starts: np.ndarray | None = None  # characters in the buckets before each one
-    _split_ends: dict | None = None  # {split: number of characters up to its end}
 
     @property
     def description(self):
@@ -93,64 +92,53 @@ class Corpus:
         return "".join(text for _, text, _ in self._read_texts(SAMPLE_CHARACTERS))
 
     def scan(self):
-        """Reads everything once, which finds the boundaries of the splits. Returns the Alphabet."""
-        alphabet, sizes, num_documents = Alphabet(), np.zeros(BUCKETS + 1, np.int64), 0
-        for bucket, text, ends_document in self._read_texts(self.max_characters):
-            alphabet.add(text)
-            sizes[bucket] += len(text)
-            num_documents += ends_document
-        if num_documents > 1:
-            alphabet.add(BLANK_LINE)
-        total = int(sizes.sum())
-        self.train_characters = int((1 - self._val_share() - self.test_fraction) * total)
-        if self.val_sources:
-            self.train_characters = total - int(sizes[VAL_BUCKET])
-        self._split_ends = {"train": self.train_characters, "val": total + 1}
-        if self.test_fraction:
-            self._split_ends |= {"val": int((1 - self.test_fraction) * total), "test": total + 1}
-        self._bucket_starts = sizes.cumsum() - sizes
-        return alphabet
+        """Reads everything once, which finds the boundaries of the splits.
 
-    def _val_share(self):
-        """Returns the part of the characters that is the validation split."""
-        if self.val_fraction is not None:
-            return self.val_fraction
-        num_bytes = sum(source.size for source in self.sources)
-        return min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_BYTES / max(num_bytes, 1)))
+        Returns the characters of the texts and of the separators, ordered by code point.
+        """
+        is_used, sizes = np.zeros(UNICODE_CODE_POINTS, bool), np.zeros(BUCKETS + 1, np.int64)
+        num_documents = 0
+        for bucket, text, begins_document in self._read_texts(self.max_characters):
+            is_used[code_points(text)] = True
+            sizes[bucket] += len(text)
+            num_documents += begins_document
+        if num_documents > 1:
+            is_used[code_points(BLANK_LINE)] = True
+        total = int(sizes.sum())
+        val_share = self.val_fraction
+        if val_share is None:
+            val_share = min(MAX_VAL_SHARE, max(MIN_VAL_SHARE, VAL_CHARACTERS / max(total, 1)))
+        train_end = int((1 - val_share - self.test_fraction) * total)
+        if self.val_sources:
+            train_end = total - int(sizes[VAL_BUCKET])
+        val_end = int((1 - self.test_fraction) * total)
+        self.split_ends = {"train": train_end, "val": val_end, "test": total}
+        self._bucket_starts = sizes.cumsum() - sizes
+        return "".join(map(chr, np.flatnonzero(is_used)))
 
     def read(self):
         """Yields the Pieces of all splits, in the order of the sources."""
-        started_splits, unfinished = set(), None  # the split of a document whose end is not read
-        for split, text, ends_document in self._read_splits():
-            if text or (ends_document and not unfinished):  # or an empty document
-                yield Piece(split, split != unfinished and split in started_splits, text)
-                started_splits.add(split)
-                unfinished = split
-            unfinished = None if ends_document else unfinished
-
-    def _read_splits(self):
-        """Yields (split, text, whether its document ends) of all texts, cut at the boundaries."""
-        positions = self._bucket_starts.tolist()
-        for bucket, text, ends_document in self._read_texts(self.max_characters):
-            position = positions[bucket]
-            positions[bucket] += len(text)
-            for split, end in self._split_ends.items():
-                if position < end:
-                    part, text = text[: end - position], text[end - position :]
-                    position += len(part)
-                    yield split, part, ends_document and not text
-                    if not text:
-                        break
+        positions, started_splits, last_split = self._bucket_starts.tolist(), set(), None
+        for bucket, text, begins_document in self._read_texts(self.max_characters):
+            for split, end in self.split_ends.items():
+                part = text[: max(0, end - positions[bucket])]
+                if part:
+                    is_new = begins_document or split != last_split
+                    yield Piece(split, is_new and split in started_splits, part)
+                    positions[bucket] += len(part)
+                    text = text[len(part) :]
+                    started_splits.add(split)
+                    last_split = split
 
     def _read_texts(self, max_characters):
-        """Yields (bucket, text, whether its document ends). The validation text has no limit."""
-        for _, text, ends_document in self._read_documents(self.val_sources):
-            yield VAL_BUCKET, text, ends_document
+        """Yields (bucket, text, whether it begins a document). The validation text has no limit."""
+        for _, text, begins_document in self._read_documents(self.val_sources):
+            yield VAL_BUCKET, text, begins_document
         num_left = max_characters
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
-            for bucket, text, ends_document in self._read_documents(self.sources):
+            for bucket, text, begins_document in self._read_documents(self.sources):
                 text = text[:num_left]
-                yield bucket, text, ends_document
+                yield bucket, text, begins_document
                 progress.update(len(text))
                 if num_left is not None:
                     num_left -= len(text)
@@ -160,13 +148,15 @@ class Corpus:
     def _read_documents(self, sources):
         """Yields the same of all characters of these sources, with the bucket of each hash."""
         for source in sources:
-            bucket = None
+            bucket, begins_document = None, True
             for chunk in source.read():
                 if bucket is None:  # a document of several Chunks is hashed by the first
                     bucket = zlib.crc32(chunk.text.encode()) % BUCKETS
-                *texts, last = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
-                yield from ((bucket, text, True) for text in texts)
-                if last or not texts or not chunk.ends_document:  # else, the last document ended
-                    yield bucket, last, chunk.ends_document
+                texts = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
+                for number, text in enumerate(texts):
+                    begins_document = begins_document or number > 0
+                    if text:
+                        yield bucket, text, begins_document
+                        begins_document = False
                 if chunk.ends_document:
-                    bucket = None
+                    bucket, begins_document = None, True

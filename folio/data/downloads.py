@@ -82,7 +82,7 @@ def _write(path, content):
 # The Hugging Face hub
 
 
-def download_hub_sources(address, subset, split, text_key, max_tokens=None):
+def load_hub(address, subset, split, text_key, max_tokens=None):
     """Downloads the tables of a split of a dataset. Returns their Sources, sorted by path.
 
     Raises UserError if the hub cannot be reached or has no such dataset, subset or split.

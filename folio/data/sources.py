@@ -65,11 +65,6 @@ class Source:
         self.columns = re.findall(COLUMN_IN_TEMPLATE, self.template)
         self.empty_rows = set()
 
-    @property
-    def size(self):
-        """Bytes of the file."""
-        return os.stat(self.path).st_size
-
     def sha256(self):
         """Returns the hash of the file's bytes."""
         with open(self.path, "rb") as file:

@@ -76,25 +76,6 @@ class Tokenizer:
         return lengths
 
 
-class Alphabet:
-    """The set of the characters in texts, for a CharTokenizer."""
-
-    def __init__(self):
-        self._ascii = b""
-        self._is_used = np.zeros(UNICODE_CODE_POINTS, bool)
-
-    def add(self, text):
-        if text.isascii():  # fast
-            self._ascii += bytes(set(text.encode().translate(None, self._ascii)))
-        else:
-            self._is_used[_code_points(text)] = True
-
-    def __str__(self):
-        """The characters, ordered by code point."""
-        self._is_used[[*self._ascii]] = True
-        return "".join(map(chr, np.flatnonzero(self._is_used)))
-
-
 class CharTokenizer(Tokenizer):
     """One token per character (Unicode code point)."""
 
@@ -106,18 +87,14 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(characters)
         self.start = "\n" if "\n" in characters else characters[:1]
         self._ids = np.full(UNICODE_CODE_POINTS, -1, np.int32)
-        self._ids[_code_points(characters)] = np.arange(self.vocab_size)
-        self._table = bytes(i if 0 <= i < 255 else 255 for i in self._ids[:256].tolist())
+        self._ids[code_points(characters)] = np.arange(self.vocab_size)
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
 
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (length,). Raises UserError for unknown characters."""
-        raw = text.encode().translate(self._table) if text.isascii() else b"\xff"
-        if b"\xff" not in raw:  # fast
-            return np.frombuffer(raw, np.uint8).astype(self.dtype)
-        points = _code_points(text)
+        points = code_points(text)
         ids = self._ids[points]
         if len(ids) and ids.min() < 0:
             raise UserError(self._describe_unknown(Counter(map(chr, points[ids < 0].tolist()))))
@@ -274,6 +251,6 @@ def from_dict(data):
         raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
 
 
-def _code_points(text):
+def code_points(text):
     """Returns the code points of `text`, uint32; lone surrogates are allowed."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -1,75 +1,108 @@
-"""Writing a dataset folder from a stream of token ids, in constant memory."""
+"""Encoding a corpus with all cores, and writing a dataset folder, in constant memory."""
 
 import json
+import os
 import zlib
-from contextlib import contextmanager
+from collections import Counter, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder, write_atomically
-from folio.data.dataset import DTYPES, FORMAT, SPLITS, meta_checksum
+from folio.data.dataset import FORMAT, SPLITS, meta_checksum
+from folio.data.tokenizer import BLANK_LINE
+
+MIN_BATCH_CHARACTERS = 2**19
+MAX_THREADS = 32  # a machine with more cores may lend only some of them
 
 
-@contextmanager
-def open_writer(folder, tokenizer):
-    """Yields a DatasetWriter while it holds the lock of the folder.
+def write_dataset(folder, corpus, tokenizer, allow_special=False):
+    """Writes the tokens of a Corpus that has been scanned, without its test text, in their order.
 
-    The files are written beside those of an old dataset, which stays complete until they replace it
-    when the context ends. Raises UserError if the disk is full.
+    They do not depend on the number of cores. The files are written beside those of an old dataset,
+    which stays complete until they replace it at the end. Returns the content of meta.json. Raises
+    UserError if the disk is full, or if a split has fewer than 2 tokens.
     """
+    splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
+    encode = partial(encode_pieces, tokenizer, allow_special)
+    batches = batch_pieces(piece for piece in corpus.read() if piece.split in SPLITS)
     # meta.json is renamed first: without it, the others would be read as nanoGPT's. If renaming is
     # interrupted, its checksums are not those of the old splits.
-    meta_path, split_paths = folder / "meta.json", [folder / f"{split}.bin" for split in SPLITS]
-    with lock_folder(folder), write_atomically(meta_path, *split_paths) as files:
-        yield DatasetWriter(files, tokenizer)
-
-
-class DatasetWriter:
-    """Writes token ids to the files of a dataset: meta.json and one of each split."""
-
-    def __init__(self, files, tokenizer):
-        self.tokenizer, self.dtype = tokenizer, DTYPES[tokenizer.dtype.name]
-        self.meta_file, *split_files = files
-        self.files = dict(zip(SPLITS, split_files, strict=True))
-        self.splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
-
-    def append(self, split, ids, num_bytes):
-        """Appends `ids`, (N,) of any integer type, to a split.
-
-        They encode `num_bytes` UTF-8 bytes of text, without separators.
-        """
-        ids = np.ascontiguousarray(ids, self.dtype)
-        entry = self.splits[split]
-        self.files[split].write(ids)
-        entry["tokens"] += len(ids)
-        entry["bytes"] += num_bytes
-        entry["crc32"] = zlib.crc32(ids, entry["crc32"])
-
-    def finish(self, source, source_sha256, test_fraction=0.0):
-        """Writes meta.json, with the description and the hash of the corpus. Returns its content.
-
-        `test_fraction` is the part of the corpus that is in test.txt.
-
-        Raises UserError if a split has fewer than 2 tokens.
-        """
-        num_bytes = sum(entry["bytes"] for entry in self.splits.values())
-        for split, entry in self.splits.items():
-            if entry["tokens"] < 2:
-                raise UserError(
-                    f"{source} is too short to split: its {num_bytes} bytes leave "
-                    f"{entry['tokens']} tokens for {split}.bin, which needs at least 2"
-                )
+    paths = [folder / "meta.json", *(folder / f"{split}.bin" for split in SPLITS)]
+    with lock_folder(folder), write_atomically(*paths) as [meta_file, *split_files]:
+        files = dict(zip(SPLITS, split_files, strict=True))
+        for encoded_splits in map_in_threads(encode, batches):
+            for split, (ids, num_bytes) in encoded_splits.items():
+                files[split].write(ids)
+                entry = splits[split]
+                entry["tokens"] += len(ids)
+                entry["bytes"] += num_bytes  # of the text, without separators
+                entry["crc32"] = zlib.crc32(ids, entry["crc32"])
+        check_length(corpus, splits)
         meta = {
             "format": FORMAT,
-            "tokenizer": self.tokenizer.to_dict(),
-            "vocab_size": self.tokenizer.vocab_size,
-            "dtype": self.tokenizer.dtype.name,
-            "source": source,
-            "source_sha256": source_sha256,
-            "test_fraction": test_fraction,
-            **self.splits,
+            "tokenizer": tokenizer.to_dict(),
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": tokenizer.dtype.name,
+            "source": corpus.description,
+            "source_sha256": corpus.sha256(),
+            "test_fraction": corpus.test_fraction,
+            **splits,
         }
         meta["crc32"] = meta_checksum(meta)
-        self.meta_file.write(json.dumps(meta, indent=1).encode())
-        return meta
+        meta_file.write(json.dumps(meta, indent=1).encode())
+    return meta
+
+
+def check_length(corpus, splits):
+    """Raises UserError if one of the splits, as in meta.json, has fewer than 2 tokens."""
+    num_bytes = sum(entry["bytes"] for entry in splits.values())
+    for split, entry in splits.items():
+        if entry["tokens"] < 2:
+            raise UserError(
+                f"{corpus.description} is too short to split: its {num_bytes} bytes leave "
+                f"{entry['tokens']} tokens for {split}.bin, which needs at least 2"
+            )
+
+
+def batch_pieces(pieces):
+    """Yields lists of Pieces that have at least MIN_BATCH_CHARACTERS together."""
+    batch, num_characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        num_characters += len(piece.text)
+        if num_characters >= MIN_BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def encode_pieces(tokenizer, allow_special, pieces):
+    """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
+    arrays, num_bytes = defaultdict(list), Counter()
+    for split, separated, text in pieces:
+        if separated and tokenizer.end is None:
+            arrays[split].append(tokenizer.encode(BLANK_LINE))
+        elif separated:
+            arrays[split].append(np.array([tokenizer.end], tokenizer.dtype))
+        arrays[split].append(tokenizer.encode(text, allow_special))
+        num_bytes[split] += len(text.encode())
+    return {split: (np.concatenate(arrays[split]), num_bytes[split]) for split in arrays}
+
+
+def map_in_threads(function, items):
+    """Yields function(item) in the order of the items, with a thread per core.
+
+    At most two more calls than threads are unfinished, so that memory does not grow.
+    """
+    pending, num_threads = deque(), min(os.cpu_count() or 1, MAX_THREADS)
+    with ThreadPoolExecutor(num_threads) as pool:
+        for item in items:
+            if len(pending) == num_threads + 2:
+                yield pending.popleft().result()
+            pending.append(pool.submit(function, item))
+        for future in pending:
+            yield future.result()

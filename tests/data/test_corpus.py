@@ -38,10 +38,9 @@ def texts_of(pieces, of_split):
 
 
 def test_documents_are_separated_within_a_split():
-    assert read(tiny.corpus("ab", "cdefgh", "", "ijkl")) == [
+    assert read(tiny.corpus("ab", "cdefgh", "", "ijkl")) == [  # an empty text is no document
         ("train", False, "ab"),
         ("train", True, "cdefgh"),
-        ("train", True, ""),
         ("train", True, "ij"),
         ("val", False, "kl"),
     ]
@@ -58,18 +57,19 @@ def test_split_keeps_every_character_and_gives_nine_tenths_to_training(documents
     assert "".join(text for _, _, text in pieces) == "".join(documents)
     train = "".join(texts_of(pieces, "train"))
     assert len(train) == int(0.9 * len("".join(documents)))
-    assert len(pieces) in (len(documents), len(documents) + 1)
+    num_documents = len(list(filter(None, documents)))
+    assert len(pieces) in (num_documents, num_documents + 1)
     assert sum(piece[1] for piece in pieces) == len(pieces) - len({p[0] for p in pieces})
 
 
 def test_end_of_text_ends_a_document_if_it_is_allowed():
-    plain = tiny.corpus("ab<|endoftext|>cde<|endoftext|>")
+    plain = tiny.corpus("ab<|endoftext|><|endoftext|>cde<|endoftext|>")
     special = replace(plain, end_text=END_OF_TEXT)
-    assert texts_of(read(plain), "train") == ["ab<|endoftext|>cde<|endoftext|>"[:27]]
+    assert texts_of(read(plain), "train") == ["ab<|endoftext|><|endoftext|>cde<|endoftext|>"[:39]]
     assert [piece[1:] for piece in read(special)] == [
         (False, "ab"), (True, "cd"), (False, "e")
     ]  # fmt: skip
-    assert special.train_characters == 4  # of 5
+    assert special.split_ends["train"] == 4  # of 5
 
 
 @pytest.mark.parametrize("end_text", [None, END_OF_TEXT])
@@ -108,9 +108,9 @@ def test_validation_has_a_tenth_of_few_and_of_many_documents(sizes):
 
 
 def test_large_corpora_have_a_smaller_share_for_validation(monkeypatch):
-    monkeypatch.setattr(tiny.Document, "size", 10**9)
-    pieces = read(tiny.corpus("a" * 1000))
-    assert len(texts_of(pieces, "val")[0]) == 20
+    for maximum, expected in ((200, 100), (20, 20), (0, 1)):
+        monkeypatch.setattr("folio.data.corpus.VAL_CHARACTERS", maximum)
+        assert len(texts_of(read(tiny.corpus("a" * 1000)), "val")[0]) == expected
 
 
 @pytest.mark.parametrize("texts", [["abcdefghijklmnopqrst"], ["abc", "defghijkl", "", "mnopqrst"]])
@@ -125,5 +125,5 @@ def test_test_text_follows_validation(texts):
 
 
 def test_characters_of_several_documents_include_the_line_end_between_them():
-    for documents, characters in ((["ba"], "ab"), (["b", "a"], "\nab"), (["é", "é"], "\né")):
-        assert str(tiny.corpus(*documents).scan()) == characters
+    for documents, characters in ((["ba"], "ab"), (["bé", "a", "é🦶"], "\nabé🦶"), ([], "")):
+        assert tiny.corpus(*documents).scan() == characters

@@ -71,7 +71,7 @@ def test_documents_are_separated_and_the_one_at_the_boundary_is_cut(gpt2_of_byte
     for tokenizer, separator in ((ByteTokenizer(), [10, 10]), (gpt2_of_bytes, [256])):
         meta = tiny.write_dataset(DATA_FOLDER / "own", tiny.corpus(*documents), tokenizer)
         data = load_dataset("own")
-        train = [*b"ab", *separator, *b"cde", *separator, *separator, *b"ij", *separator]
+        train = [*b"ab", *separator, *b"cde", *separator, *b"ij", *separator]
         assert data.train.tolist() == [*train, *b"k<|endoftext|>l"]
         assert data.val.tolist() == [*b"fgh"]
         assert meta["train"]["bytes"] == 22  # without separators

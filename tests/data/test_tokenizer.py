@@ -20,7 +20,6 @@ from folio.data import bpe
 from folio.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZERS,
-    Alphabet,
     BPETokenizer,
     CharTokenizer,
     GPT2Tokenizer,
@@ -115,14 +114,6 @@ def test_ids_of_characters_are_their_positions_in_the_vocabulary():
     for text in ("abc", "ab\udfff"):  # ASCII and another text
         with pytest.raises(UserError, match=f"lacks 1 .* 1 × '.*' .U\\+{ord(text[2]):04X}.;"):
             tokenizer.encode(text)
-
-
-def test_alphabet_has_the_characters_of_all_texts_in_order_of_code_points():
-    alphabet = Alphabet()
-    assert str(alphabet) == ""
-    for text in ("bé", "a", "é🦶", "ab"):
-        alphabet.add(text)
-    assert str(alphabet) == "abé🦶"
 
 
 # Bytes and trained byte-pair encodings

@@ -1,38 +1,97 @@
-"""Tests of folio/data/writer.py: what is left of a dataset after errors and kills."""
+"""Tests of folio/data/writer.py: tokens do not depend on threads or chunks; errors and kills."""
 
 import errno
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
+import tiny
 
+import prepare
 from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
+from folio.data import sources, writer
 from folio.data.dataset import load_dataset
-from folio.data.tokenizer import ByteTokenizer
-from folio.data.writer import open_writer
+from folio.data.tokenizer import END_OF_TEXT, ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
+DOCUMENTS = [f"{n} darling buds of May,\nand 🦶 summer's lease {n}\n" for n in range(200)]
+
+
+# Encoding
+
+
+@pytest.fixture
+def own(folder, monkeypatch, gpt2_of_bytes):
+    """A text and JSON lines, which are read and encoded in small parts."""
+    Path("own.txt").write_text("\ufeff" + "".join(DOCUMENTS), encoding="utf-8")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    Path("own.jsonl").write_text(lines)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 300)
+    monkeypatch.setattr(writer, "MIN_BATCH_CHARACTERS", 200)
+
+
+def prepare_files(name, source, kind, *flags):
+    """Prepares data/NAME. Returns the content of its files."""
+    prepare.main([f"--input={source}", f"--dataset={name}", f"--tokenizer={kind}", *flags])
+    folder = Path("data", name)
+    return [(folder / file).read_bytes() for file in ("meta.json", "train.bin", "val.bin")]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2"])
+@pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
+def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    expected = prepare_files("one", source, kind)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr(writer, "MIN_BATCH_CHARACTERS", 2**20)
+    assert prepare_files("other", source, kind) == expected
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(("kind", "tolerance"), [("char", 0), ("byte", 200), ("gpt2", 200)])
+@pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
+def test_max_tokens_ends_a_dataset(kind, tolerance, source):
+    prepare_files("own", source, kind, "--max_tokens=3000")
+    data = load_dataset("own")
+    if source == "own.txt":
+        assert abs(len(data.train) + len(data.val) - 3000) <= tolerance
+        assert abs(len(data.val) - 300) <= tolerance
+    else:
+        assert 3000 <= len(data.train) + len(data.val) < 3000 + 400
+    text = data.tokenizer.decode(data.train)
+    assert text.startswith(DOCUMENTS[0][:20])
+
+
+def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files():
+    Path("in").mkdir()
+    for name in "abc":
+        text = END_OF_TEXT.join(f"{name} tale\n" for _ in range(200))
+        Path("in", f"{name}.txt").write_text(text)
+    prepare_files("own", "in", "char", "--max_tokens=300")
+    assert set(load_dataset("own").tokenizer.characters) == set("a tale\n" + END_OF_TEXT)
+    flags = ["--vocab_size=270", "--allow_special=True", "--max_tokens=300"]
+    prepare_files("special", "in", "bpe", *flags)
+    data = load_dataset("special")
+    assert 200 <= len(data.train) + len(data.val) <= 600
+
+
+# What is left of a dataset after errors and kills
+
 FOLDER = Path("data/own")
-IDS = {"train": np.arange(35) * 7 % 256, "val": np.arange(12)}
+TEXTS = {"old": "abcdefghij" * 4, "new": "klmnopqrst" * 4}  # of the same size
 
 
 class Killed(BaseException):
     pass
 
 
-def write(ids_of=IDS):
-    with open_writer(FOLDER, ByteTokenizer()) as writer:
-        for split, ids in ids_of.items():
-            writer.append(split, ids, len(ids))
-        return writer.finish("own.txt", "5a")
-
-
-def write_old():
-    """Writes another dataset of the same size."""
-    write({split: ids[::-1] for split, ids in IDS.items()})
+def write(text):
+    tiny.write_dataset(FOLDER, tiny.corpus(text), ByteTokenizer())
 
 
 def contents():
@@ -63,34 +122,34 @@ def state():
         data = load_dataset("own")
     except UserError:
         return "refused"
-    splits = [data.train.tolist(), data.val.tolist()]
-    assert splits in ([[*ids][::step] for ids in IDS.values()] for step in (1, -1))
-    return "new" if splits[0] == IDS["train"].tolist() else "old"
+    text = data.tokenizer.decode([*data.train, *data.val])
+    [name] = [name for name in TEXTS if TEXTS[name] == text]
+    return name
 
 
 def test_a_kill_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
-    write()
+    write(TEXTS["new"])
     new_contents, states = contents(), []
     with monkeypatch.context() as patch:
         calls = kill_at(10**6, patch)
-        write()
+        write(TEXTS["new"])
     for number in range(len(calls)):
-        write_old()
+        write(TEXTS["old"])
         with monkeypatch.context() as patch, suppress(Killed):
             kill_at(number, patch)
-            write()
+            write(TEXTS["new"])
         states.append(state())
     assert states == sorted(states, key=["old", "refused", "new"].index)
     assert {"old", "refused", "new"} == set(states)
-    write()
+    write(TEXTS["new"])
     assert contents() == new_contents  # and no temporary files
 
 
 def test_a_full_disk_or_a_split_of_one_token_leaves_the_old_dataset(monkeypatch):
-    write_old()
+    write(TEXTS["old"])
     old_contents = contents()
-    with pytest.raises(UserError, match="own.txt .* 36 bytes .* 1 tokens for val.bin"):
-        write(IDS | {"val": np.arange(1)})
+    with pytest.raises(UserError, match="own.txt .* 10 bytes .* 1 tokens for val.bin"):
+        write("abcdefghij")
     assert contents() == old_contents
 
     def full(*_):
@@ -98,5 +157,5 @@ def test_a_full_disk_or_a_split_of_one_token_leaves_the_old_dataset(monkeypatch)
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="data/own.*: No space left on device$"):
-        write()
+        write(TEXTS["new"])
     assert contents() == old_contents
