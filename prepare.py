@@ -48,9 +48,7 @@ class PrepareConfig:
     input: str | None = setting(
         None,
         "your own UTF-8 text, JSON lines, CSV, TSV, Parquet or Arrow: a file, folder or glob "
-        "pattern, or hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub; the validation "
-        "split is the last 10% of a text, or documents chosen by hash (10%, but 20 million "
-        "characters of large corpora)",
+        "pattern, or hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub",
     )
     val_input: str | None = setting(
         None, "your own validation text, like --input; hf: the split validation of a dataset"
@@ -230,22 +228,17 @@ def check_folder(folder, corpus, settings):
     with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads(meta_path.read_bytes())
     advice = "choose another --dataset, or delete"
-    if settings.input is not None and is_other_text(meta, corpus):
-        raise UserError(f"{folder} has another text, {meta['source']}: {advice} the folder")
+    if settings.input is not None and meta.get("source_sha256"):
+        number = r" \(\d+ files\)"  # which can change
+        old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
+        if old_name != name and meta["source_sha256"] != corpus.sha256():
+            raise UserError(f"{folder} has another text, {meta['source']}: {advice} the folder")
     if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
         raise UserError(f"{folder} has token files of another program: {advice} them")
     if meta.get("test_fraction"):
         test_path.unlink(missing_ok=True)
     elif settings.test_fraction and test_path.exists():
         raise UserError(f"--test_fraction writes {test_path}, which exists: move it elsewhere")
-
-
-def is_other_text(meta, corpus):
-    """Whether the dataset with this meta.json has a text with another name and content."""
-    number = r" \(\d+ files\)"  # which can change
-    name = re.sub(number, "", corpus.description)
-    old_name = re.sub(number, "", meta.get("source", name))
-    return old_name != name and meta["source_sha256"] != corpus.sha256()
 
 
 # Tokenizers

@@ -15,7 +15,7 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
 from folio.data import writer
 from folio.data.corpus import Corpus
-from folio.data.sources import Chunk, Source
+from folio.data.sources import Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
 from folio.hardware.device import choose_machine
 from folio.training.evaluation import evaluate
@@ -117,7 +117,7 @@ class Document(Source):
     """A source whose path is its text."""
 
     def read(self):
-        yield Chunk(self.path, True)
+        yield self.path, True
 
     def sha256(self):
         return "5a"

@@ -148,15 +148,13 @@ class Corpus:
     def _read_documents(self, sources):
         """Yields the same of all characters of these sources, with the bucket of each hash."""
         for source in sources:
-            bucket, begins_document = None, True
-            for chunk in source.read():
-                if bucket is None:  # a document of several Chunks is hashed by the first
-                    bucket = zlib.crc32(chunk.text.encode()) % BUCKETS
-                texts = chunk.text.split(self.end_text) if self.end_text else [chunk.text]
-                for number, text in enumerate(texts):
-                    begins_document = begins_document or number > 0
-                    if text:
-                        yield bucket, text, begins_document
-                        begins_document = False
-                if chunk.ends_document:
-                    bucket, begins_document = None, True
+            is_new = True
+            for text, begins_document in source.read():
+                if begins_document:  # one of several parts is hashed by the first
+                    bucket, is_new = zlib.crc32(text.encode()) % BUCKETS, True
+                parts = text.split(self.end_text) if self.end_text else [text]
+                for number, part in enumerate(parts):
+                    is_new = is_new or number > 0  # this part or, if it is empty, the next one
+                    if part:
+                        yield bucket, part, is_new
+                        is_new = False

@@ -26,7 +26,6 @@ from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, fr
 FORMAT = 1
 SPLITS = ("train", "val")
 DATA_FOLDER = Path("data")
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on loading
 
 
@@ -98,7 +97,7 @@ def load_dataset(name):
     splits, fingerprint = {}, {}
     for split in SPLITS:
         path = folder / f"{split}.bin"
-        ids = splits[split] = _read_ids(path, DTYPES[meta.get("dtype", tokenizer.dtype.name)])
+        ids = splits[split] = _read_ids(path, tokenizer.dtype)
         checked_ids = ids[:MAX_CHECKED_TOKENS]
         largest, crc, size = checked_ids.max(), zlib.crc32(checked_ids), tokenizer.vocab_size
         if not meta:

@@ -42,13 +42,8 @@ MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 def load_shakespeare():
     """Returns the Source of tiny Shakespeare, which is downloaded if its file is missing."""
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
-    if not os.path.isfile(path):
-        _write(path, download_shakespeare(path))
-    return Source(path)
-
-
-def download_shakespeare(path):
-    """Returns the bytes of tiny Shakespeare. An error names `path`, where a user can put them."""
+    if os.path.isfile(path):
+        return Source(path)
     import requests  # imported here because other datasets do not need it
 
     try:
@@ -61,7 +56,7 @@ def download_shakespeare(path):
             f"cannot download tiny Shakespeare ({cause_of(error)}); put {SHAKESPEARE_URL} at "
             f"{path}, or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
         ) from error
-    return response.content
+    return _write(path, response.content)
 
 
 def load_pydocs():
@@ -70,13 +65,14 @@ def load_pydocs():
 
     path = DATA_FOLDER / "pydocs" / "input.txt"
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    _write(path, text.encode())
-    return Source(path, name=f"pydoc_data.topics of Python {platform.python_version()}")
+    return _write(path, text.encode(), f"pydoc_data.topics of Python {platform.python_version()}")
 
 
-def _write(path, content):
+def _write(path, content, name=None):
+    """Writes the file of a Source, which is returned."""
     with lock_folder(path.parent), write_atomically(path) as [file]:
         file.write(content)
+    return Source(path, name=name)
 
 
 # The Hugging Face hub

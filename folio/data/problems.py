@@ -16,28 +16,27 @@ MAX_NULS = 100  # in the first 8 kB of a text
 FOREIGN_BYTE, FOREIGN_CHARACTER = r"[\udc80-\udcff]", r"[^\0-\x7f\udc80-\udcff]"
 
 
-def explain_bytes(path, open_file, error):
-    """Returns what a file is that is not UTF-8 text, and what helps.
+def explain_bytes(source, error):
+    """Returns what the file of a Source is that is not UTF-8 text, and what helps.
 
-    Args:
-        open_file: opens the file, decompressed, to read bytes.
-        error: the UnicodeDecodeError of reading it. A byte 0 stands for a NUL character.
+    error: the UnicodeDecodeError of reading it. A byte 0 stands for a NUL character.
     """
+    path = source.path
     suffix = path.suffix.lower()
     text_path = path.with_suffix("") if suffix in READERS else path
-    return _explain(open_file, error).format(
+    return _explain(source, error).format(
         path=shlex.quote(str(path)),
         read=f"{READERS.get(suffix, 'cat')} {shlex.quote(str(path))}",
         new=shlex.quote(str(text_path.with_name(f"{text_path.stem}-new{text_path.suffix}"))),
     )
 
 
-def _explain(open_file, error):
+def _explain(source, error):
     """Returns the explanation as a template.
 
     {path}: the file. {read}: a command that prints its content. {new}: a path for the new file.
     """
-    with open_file() as file:
+    with source.open() as file:
         start = file.read(2**13)
     for signature, explanation in FOREIGN_FORMATS.items():
         if start.startswith(signature):
@@ -46,17 +45,17 @@ def _explain(open_file, error):
         return "it is a file of numbers or a program"
     if error.object[error.start] == 0:
         return "it contains a NUL byte; to remove it: {read} | tr -d '\\0' > {new}"
-    return _explain_encoding(open_file, error)
+    return _explain_encoding(source, error)
 
 
-def _explain_encoding(open_file, error):
+def _explain_encoding(source, error):
     """Returns which bytes of a file are not UTF-8, and a template of the command that helps.
 
     In a damaged text, characters of several bytes outnumber the bad bytes. In a text of another
     encoding, hardly any bytes form such characters.
     """
     place, bad_bytes, characters, offset = None, 0, 0, 0
-    with open_file() as file:
+    with source.open() as file:
         for number, line in enumerate(file, start=1):
             text = line.decode("utf-8", "surrogateescape")
             if (bad := re.findall(FOREIGN_BYTE, text)) and not place:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from itertools import dropwhile
 from pathlib import Path
-from typing import NamedTuple
 
 from folio.cli.errors import UserError, cause_of, import_optional, os_errors
 from folio.cli.files import check_lfs, unify_line_ends
@@ -38,13 +37,6 @@ CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 PARQUET_ROWS_PER_BATCH = 1000
 MAX_FIELD_CHARACTERS = 2**30  # of CSV; Python's default is 2^17
-
-
-class Chunk(NamedTuple):
-    """A part of a document, or all of it."""
-
-    text: str
-    ends_document: bool
 
 
 class Source:
@@ -71,7 +63,10 @@ class Source:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def read(self):
-        """Yields the Chunks of the file. Raises UserError for content that is not text."""
+        """Yields (text, whether it begins a document) for all parts of the documents.
+
+        Raises UserError for content that is not text.
+        """
         with self.errors():
             check_lfs(self.path)
             yield from _read_table(self) if self.suffix else _read_text(self)
@@ -85,7 +80,7 @@ class Source:
         except (EOFError, zlib.error) as error:
             raise UserError(f"{self.name} is damaged ({cause_of(error)})") from error
         except UnicodeDecodeError as error:
-            cause = explain_bytes(self.path, self.open, error)
+            cause = explain_bytes(self, error)
             raise UserError(f"{self.name} is not UTF-8 text: {cause}") from error
 
     def open(self):
@@ -106,12 +101,12 @@ def _open_text(source, newline=None):
 
 
 def _read_text(source):
-    """Yields the Chunks of a UTF-8 file, without a byte order mark.
+    """Yields the parts of a UTF-8 file, without a byte order mark, as Source.read does.
 
-    Chunks end where that does not change the tokens of any tokenizer. If there is no such position
+    Parts end where that does not change the tokens of any tokenizer. If there is no such position
     in more than MAX_UNCUT_CHARACTERS, they end anywhere.
     """
-    text, is_end = "", False
+    text, is_start, is_end = "", True, False
     with _open_text(source) as file:
         while not is_end:
             new_text = file.read(CHUNK_CHARACTERS)
@@ -122,9 +117,9 @@ def _read_text(source):
             cut = len(text) if is_end else find_last_cut(text)
             if len(text) - cut > MAX_UNCUT_CHARACTERS:
                 cut = len(text)
-            if cut or is_end:
-                yield Chunk(text[:cut], is_end)
-            text = text[cut:]
+            if cut:
+                yield text[:cut], is_start
+                text, is_start = text[cut:], False
 
 
 # Tables
@@ -135,13 +130,13 @@ class RowError(Exception):
 
 
 def _read_table(source):
-    """Yields a Chunk for each row of a table that has text."""
+    """Yields the text of each row of a table that has one, as Source.read does."""
     number = 1
     try:
         for row in _read_rows(source):
             text = _row_text(row, source)
             if text:
-                yield Chunk(unify_line_ends(text), True)
+                yield unify_line_ends(text), True
             else:
                 source.empty_rows.add(number)
             number += 1

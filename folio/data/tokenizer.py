@@ -50,7 +50,7 @@ class Tokenizer:
     @property
     def dtype(self):
         """The type of ids: uint16 up to 65,536 ids, else uint32."""
-        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+        return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
     def to_dict(self):
         return {"kind": self.kind}

@@ -40,7 +40,13 @@ def write_dataset(folder, corpus, tokenizer, allow_special=False):
                 entry["tokens"] += len(ids)
                 entry["bytes"] += num_bytes  # of the text, without separators
                 entry["crc32"] = zlib.crc32(ids, entry["crc32"])
-        check_length(corpus, splits)
+        for split, entry in splits.items():
+            if entry["tokens"] < 2:
+                num_bytes = sum(each["bytes"] for each in splits.values())
+                raise UserError(
+                    f"{corpus.description} is too short to split: its {num_bytes} bytes leave "
+                    f"{entry['tokens']} tokens for {split}.bin, which needs at least 2"
+                )
         meta = {
             "format": FORMAT,
             "tokenizer": tokenizer.to_dict(),
@@ -54,17 +60,6 @@ def write_dataset(folder, corpus, tokenizer, allow_special=False):
         meta["crc32"] = meta_checksum(meta)
         meta_file.write(json.dumps(meta, indent=1).encode())
     return meta
-
-
-def check_length(corpus, splits):
-    """Raises UserError if one of the splits, as in meta.json, has fewer than 2 tokens."""
-    num_bytes = sum(entry["bytes"] for entry in splits.values())
-    for split, entry in splits.items():
-        if entry["tokens"] < 2:
-            raise UserError(
-                f"{corpus.description} is too short to split: its {num_bytes} bytes leave "
-                f"{entry['tokens']} tokens for {split}.bin, which needs at least 2"
-            )
 
 
 def batch_pieces(pieces):

@@ -63,7 +63,7 @@ def test_rows_of_a_table_are_documents(name):
     assert list(source.read()) == [(text, True) for text in texts]
     assert source.empty_rows == {1 + TEXTS.index("")}
     template = Source(source.path, "<{body}>")
-    assert [chunk.text for chunk in template.read()] == [f"<{text}>" for text in texts]
+    assert [text for text, _ in template.read()] == [f"<{text}>" for text in texts]
     known = "with --text_key (n, body)"
     assert f"has no column 'text': name one, or several in braces, {known}" in error_of(
         Source(source.path)
@@ -84,8 +84,8 @@ def test_a_template_reads_questions_and_answers():
 
 
 def test_a_column_of_bytes_is_text():
-    chunks = write("a.parquet", [b"one", "zwölf".encode()]).read()
-    assert [chunk.text for chunk in chunks] == ["one", "zwölf"]
+    source = write("a.parquet", [b"one", "zwölf".encode()])
+    assert list(source.read()) == [("one", True), ("zwölf", True)]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_invalid_csv_is_refused(raw, part):
 def test_csv_has_long_texts_with_line_ends_and_blank_lines_before_its_header():
     text = "long " * 10**5
     Path("a.csv").write_bytes(f'\ufeff\n \r\ntext,n\r\n"{text}\r\n""end""",1\r\n'.encode())
-    assert [chunk.text for chunk in Source(Path("a.csv")).read()] == [text + '\n"end"']
+    assert list(Source(Path("a.csv")).read()) == [(text + '\n"end"', True)]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt", "a.txt.gz"])
@@ -165,10 +165,10 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
     monkeypatch.setattr(sources, "MAX_UNCUT_CHARACTERS", longest)
     for size in (1, 4, 11, 100):
         monkeypatch.setattr(sources, "CHUNK_CHARACTERS", size)
-        chunks = list(Source(Path("a.txt")).read())
-        assert "".join(chunk.text for chunk in chunks) == text.replace("\r\n", "\n")
-        assert [chunk.ends_document for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert all(len(chunk.text) <= longest + size for chunk in chunks)
+        texts, begin = zip(*Source(Path("a.txt")).read(), strict=True)
+        assert "".join(texts) == text.replace("\r\n", "\n")
+        assert begin == (True,) + (False,) * (len(texts) - 1)
+        assert max(map(len, texts)) <= longest + size
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_file_that_is_not_utf8_is_refused(raw, part):
 def test_compressed_text_is_read():
     source, raw = Source(Path("a.txt.gz")), gzip.compress(b"one\r\ntwo\n")
     source.path.write_bytes(raw)
-    assert "".join(chunk.text for chunk in source.read()) == "one\ntwo\n"
+    assert "".join(text for text, _ in source.read()) == "one\ntwo\n"
     for damaged in (raw[:-9], b"one"):
         source.path.write_bytes(damaged)
         error_of(source)
@@ -230,10 +230,10 @@ def test_json_is_a_table_unless_it_is_among_texts(capsys):
     for name in ("in/a.json", "in/b.jsonl"):
         Path(name).write_text('{"text": "one"}\n')
     for name in ("in/a.json", "in", "in/*.json"):
-        assert [next(source.read()).text for source in find_sources(name, "text")][0] == "one"
-    Path("in/c.py").write_text("")
-    texts = [next(source.read()).text for source in find_sources("in", "text")]
-    assert texts == ['{"text": "one"}\n', "one", ""]
+        assert [next(source.read())[0] for source in find_sources(name, "text")][0] == "one"
+    Path("in/c.py").write_text("pass")
+    texts = [next(source.read())[0] for source in find_sources("in", "text")]
+    assert texts == ['{"text": "one"}\n', "one", "pass"]
     assert "reading 1 .json files as text" in capsys.readouterr().out
 
 
