@@ -34,12 +34,6 @@ def error_of(*argv):
     return str(caught.value)
 
 
-def text_of(name):
-    """Returns the text of a prepared dataset."""
-    data = load_dataset(name)
-    return data.tokenizer.decode(data.train) + data.tokenizer.decode(data.val)
-
-
 def tokens_of(name):
     tokenizer = load_dataset(name).tokenizer
     return [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
@@ -57,7 +51,7 @@ def test_a_file_becomes_a_dataset(source):
     raw = BOM + "one\r\ntwo\n🦶\x01".encode() * 10
     write("in/a.txt", raw)
     main([f"--input={source}", "--dataset=own"])
-    assert text_of("own") == "one\ntwo\n🦶\x01" * 10
+    assert tiny.text_of("own") == "one\ntwo\n🦶\x01" * 10
     meta = json.loads(Path("data/own/meta.json").read_text())
     assert (meta["source"], meta["source_sha256"]) == ("in/a.txt", hashlib.sha256(raw).hexdigest())
 
@@ -92,7 +86,7 @@ def test_a_template_and_its_newlines_make_the_texts():
     rows = (f'{{"question": "What is {i} plus 1?", "answer": "{i + 1}"}}\n' for i in range(40))
     write("qa.jsonl", "".join(rows))
     main(["--input=qa.jsonl", "--dataset=qa", r"--text_key=Q: {question}\nA: {answer}"])
-    assert text_of("qa").startswith("Q: What is 0 plus 1?\nA: 1\n\nQ: ")
+    assert tiny.text_of("qa").startswith("Q: What is 0 plus 1?\nA: 1\n\nQ: ")
 
 
 # Validation and test texts
@@ -155,7 +149,7 @@ def test_bpe_is_trained_on_the_training_split_only(monkeypatch):
     assert len(tokens) <= 280
     assert b" lower" in tokens
     assert not any(len(token) > 1 and token[:1] in (b"x", b"y", b"z") for token in tokens)
-    assert text_of("own") == "low lower lowest " * 100 + "zyx" * 50
+    assert tiny.text_of("own") == "low lower lowest " * 100 + "zyx" * 50
     monkeypatch.setattr(prepare, "MAX_BPE_CHARACTERS", 300)  # of parts that are evenly spread
     for number, word in enumerate(["low"] * 3 + ["high"] * 3):
         write(f"in/{number}.txt", f" {word}" * 50)
@@ -171,7 +165,7 @@ def test_text_is_prepared_with_the_tokenizer_of_a_tokenizer_json_or_its_folder()
     write("made/tokenizer.json", tokenizer.definition)
     for path in ("made", "made/tokenizer.json"):
         main(["--input=own.txt", "--dataset=own", f"--tokenizer={path}"])
-        assert text_of("own") == "rose " * 200
+        assert tiny.text_of("own") == "rose " * 200
 
 
 @pytest.mark.slow
@@ -186,7 +180,7 @@ def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint(capsys):
         main(flags)
         assert "--init_from=out/ckpt.pt" in capsys.readouterr().out.splitlines()[-1]
         assert load_dataset("new").tokenizer.characters == "".join(sorted(text))
-        assert text_of("new") == "fade" * 50
+        assert tiny.text_of("new") == "fade" * 50
     train.main(tiny.flags(dataset="new", init_from="out/ckpt.pt", out_dir="out-new", max_iters=1))
 
 
@@ -199,7 +193,7 @@ def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes
         main([*flags, *allowed])
         data = load_dataset("own")
         assert [*data.train, *data.val].count(data.tokenizer.end) == count
-        assert text_of("own") == text
+        assert tiny.text_of("own") == text
 
 
 @pytest.mark.parametrize(
@@ -233,7 +227,9 @@ def test_pydocs_needs_no_network_and_is_reproducible(monkeypatch):
     first = contents("pydocs")
     main(["--dataset=pydocs"])
     assert contents("pydocs") == first
-    assert text_of("pydocs") == "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    assert tiny.text_of("pydocs") == "\n\n".join(
+        topics.topics[name] for name in sorted(topics.topics)
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
 from folio.data import writer
 from folio.data.corpus import Corpus
+from folio.data.dataset import load_dataset
 from folio.data.sources import Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
 from folio.hardware.device import choose_machine
@@ -132,6 +133,12 @@ def write_dataset(folder, documents, tokenizer):
     """Writes a dataset of a Corpus like prepare.py. Returns the content of meta.json."""
     documents.scan()
     return writer.write_dataset(folder, documents, tokenizer)
+
+
+def text_of(name):
+    """Returns the text of a prepared dataset."""
+    data = load_dataset(name)
+    return data.tokenizer.decode(data.train) + data.tokenizer.decode(data.val)
 
 
 def new_tokenizer(kind, text, vocab_size=300):

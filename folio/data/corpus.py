@@ -67,8 +67,7 @@ class Corpus:
         if len(self.sources) > 1:
             name = f"{self.name} ({len(self.sources)} files)"
         if self.val_sources:
-            more = ", …" * (len(self.val_sources) > 1)
-            name += f", validation text {self.val_sources[0].name}{more}"
+            name += f", validation text {self.val_sources[0].name}"
         return name
 
     @property

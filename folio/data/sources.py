@@ -36,7 +36,6 @@ UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 PARQUET_ROWS_PER_BATCH = 1000
-MAX_FIELD_CHARACTERS = 2**30  # of CSV; Python's default is 2^17
 
 
 class Source:
@@ -192,14 +191,13 @@ def _read_rows(source):
 
 def _read_csv(source, file):
     """Yields the rows of CSV or TSV."""
-    csv.field_size_limit(MAX_FIELD_CHARACTERS)
+    csv.field_size_limit(2**30)  # the default is 2^17 characters
     delimiter = "," if source.suffix.startswith(".csv") else "\t"
     lines = dropwhile(str.isspace, file)  # before the header
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     columns = [column for column in reader.fieldnames or [] if column in source.columns]
-    for column in columns:
-        if columns.count(column) > 1:
-            raise csv.Error(f"there are several columns {column!r}")
+    if len(set(columns)) < len(columns):
+        raise csv.Error(f"there are several columns of the same name: {', '.join(columns)}")
     for row in reader:
         if None in row:
             raise RowError("has more values than columns: put text with commas in double quotes")

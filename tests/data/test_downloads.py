@@ -2,12 +2,11 @@
 
 import hashlib
 import io
-import threading
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import socket
 from pathlib import Path, PurePosixPath
 
 import pytest
+import tiny
 from fake_hub import COMMIT
 
 import prepare
@@ -18,86 +17,39 @@ from folio.data.dataset import load_dataset, load_tokenizer
 from folio.data.downloads import select_tables
 
 CORPUS = b"Now is the winter of our discontent\n" * 3000  # in place of tiny Shakespeare
-ANSWERS = {  # {path: (status, body)}
-    "good": (200, CORPUS),
-    "404": (404, b""),
-    "stalls": (200, CORPUS[:1000]),
-    "wrong_bytes": (200, CORPUS[::-1]),
-}
-
-
-def error_of(*argv):
-    with pytest.raises(UserError) as caught:
-        prepare.main(argv)
-    return str(caught.value)
-
-
-def text_of(name):
-    """Returns the text of a prepared dataset."""
-    data = load_dataset(name)
-    return data.tokenizer.decode(data.train) + data.tokenizer.decode(data.val)
 
 
 # Tiny Shakespeare
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Serves ANSWERS. Those with a body claim to have the length of CORPUS."""
-
-    def do_GET(self):
-        path = self.path.strip("/")
-        self.server.paths.append(path)
-        status, body = ANSWERS[path]
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(CORPUS) if body else 0))
-        self.end_headers()
-        with suppress(ConnectionError):  # the client may close the connection first
-            self.wfile.write(body)
-        if path == "stalls":
-            self.server.closing.wait(30)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def serve(folder, monkeypatch):
-    """A function that lets prepare.py download tiny Shakespeare from a path of a server.
+def shakespeare(hub, folder, monkeypatch):
+    """A path of the local hub, from which CORPUS is downloaded in place of tiny Shakespeare."""
+    path = f"/resolve/{COMMIT}/input.txt"
+    hub.files = {"input.txt": CORPUS}
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(downloads, "SHAKESPEARE_URL", hub.url + path)
+    monkeypatch.setattr(downloads, "SHAKESPEARE_SHA256", hashlib.sha256(CORPUS).hexdigest())
+    return path
 
-    It returns the server. CORPUS takes the place of tiny Shakespeare.
-    """
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.paths, server.closing = [], threading.Event()
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        monkeypatch.setenv("NO_PROXY", "*")
-        monkeypatch.setenv("no_proxy", "*")
-        digest = hashlib.sha256(CORPUS).hexdigest()
-        monkeypatch.setattr(downloads, "SHAKESPEARE_SHA256", digest)
 
-        def serve_path(path):
-            url = f"http://127.0.0.1:{server.server_port}/{path}"
+@pytest.mark.parametrize("fault", ["404", "stalls", "wrong bytes"])
+def test_failed_downloads_are_explained_and_leave_no_files(fault, shakespeare, hub, monkeypatch):
+    monkeypatch.setattr(downloads, "TIMEOUT_S", (30, 0.3 if fault == "stalls" else 30))
+    hub.files = {"input.txt": CORPUS[::-1]}
+    hub.answers = {shakespeare: (404, None)} if fault == "404" else {}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        if fault == "stalls":
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}/input.txt"
             monkeypatch.setattr(downloads, "SHAKESPEARE_URL", url)
-            return server
-
-        yield serve_path
-        server.closing.set()
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("path", ["404", "stalls", "wrong_bytes"])
-def test_failed_downloads_are_explained_and_leave_no_files(path, serve, monkeypatch):
-    monkeypatch.setattr(downloads, "TIMEOUT_S", (30, 0.3))
-    server = serve(path)
-    message = error_of()
-    assert f"{server.server_port}/{path}" in message
-    assert "data/shakespeare_char/input.txt" in message
+        with pytest.raises(UserError) as caught:
+            prepare.main([])
+    assert f"{downloads.SHAKESPEARE_URL} at data/shakespeare_char/input.txt" in str(caught.value)
     assert not [*Path().rglob("*")]
 
 
-def test_shakespeare_is_downloaded_once(serve, capsys, gpt2_of_bytes):
-    server = serve("good")
+def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes):
     for _ in range(2):
         prepare.main([])
         assert capsys.readouterr() == (
@@ -107,10 +59,10 @@ def test_shakespeare_is_downloaded_once(serve, capsys, gpt2_of_bytes):
             "",
         )
     prepare.main(["--dataset=shakespeare"])
-    assert server.paths == ["good"]
+    assert hub.requests == [("GET", shakespeare)]
     assert Path("data/shakespeare_char/input.txt").read_bytes() == CORPUS
     assert load_tokenizer("shakespeare").kind == "gpt2"
-    assert text_of("shakespeare_char") == text_of("shakespeare") == CORPUS.decode()
+    assert tiny.text_of("shakespeare_char") == tiny.text_of("shakespeare") == CORPUS.decode()
 
 
 # The Hugging Face hub
@@ -169,7 +121,7 @@ def test_a_dataset_of_the_hub(hub, folder):
     hub.files["plain_text/validation.parquet"] = table("val 1", "val 2")
     flags = ["--input=hf:org/data@v1", "--dataset=own"]
     assert "hf:org/data@v1 (3 files)" in prepare_hub(*flags)
-    documents = text_of("own").split("\n\n")
+    documents = tiny.text_of("own").split("\n\n")
     names.sort()
     expected = [f"{name} {row}" for name in names for row in range(50)]
     assert sorted("".join(documents)) == sorted("".join(expected))
