@@ -96,7 +96,7 @@ MISTAKES = [
     (lambda: Path(BEST).unlink(), SAMPLE, BEST),
     (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), SAMPLE, "24"),
     (lambda: (remove_tokenizer(), put_table({"itos": Hostile()})), SAMPLE, CHARACTER_TABLE),
-    (None, [*SAMPLE, "--start=\udcff"], "--start is not UTF-8"),
+    (None, [*SAMPLE, "--start=\udcff"], "U+DCFF"),
     (None, [*SAMPLE, "--start=-"], "empty"),
     (None, ["sample.py", "run"], "--out_dir=run"),
     (lambda: put("hf/config.json", "[]"), [*SAMPLE, "--init_from=hf"], "hf/config.json"),

@@ -9,21 +9,22 @@ Standard library only, so that `--help` does not wait for torch.
 
 import builtins
 import dataclasses
-import dis
 import inspect
 import os
 import reprlib
 import sys
 import traceback
-import types
 import typing
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
-from folio.cli.errors import UserError, foreign_errors, os_errors, script_name, suggest
+from folio.cli.errors import UserError, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
+LITERALS = {bool: [True, False], NoneType: [None]}  # the values of these types
+BOOL_TEXTS = ("True", "False", "true", "false")
 
 
 def check_folder(path):
@@ -97,8 +98,7 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None):
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
         raise UserError(str(error)) from error
-    object.__setattr__(settings, "given", set(given))  # frozen otherwise
-    object.__setattr__(settings, "parsed_arguments", arguments)
+    vars(settings).update(given=set(given), parsed_arguments=arguments)  # frozen otherwise
     return settings
 
 
@@ -162,10 +162,10 @@ def _parse_flag(settings_class, argument, remaining, choose):
         raise UserError(f"unknown setting --{name}{hint}")
     field = fields[name]
     if not equals:
-        has_value = remaining and not remaining[0].startswith("--")
-        if field.type is bool and not (has_value and remaining[0].lower() in ("true", "false")):
+        following = remaining[0] if remaining else "--"
+        if field.type is bool and following not in BOOL_TEXTS:
             text = "True"  # --stream alone means --stream=True
-        elif has_value:
+        elif not following.startswith("--"):
             text = remaining.pop(0)
         else:
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
@@ -198,13 +198,13 @@ def _find_config_file(argument, settings_class):
 
 def parse_value(field, text, label):
     """Returns the value that a flag's text represents. Raises UserError like `check_value`."""
-    literal = text.title() if text in ("true", "false") else text
+    spelled = text.title() if text in BOOL_TEXTS else text
     value = text
     for option in _options(field.type):
         if option in (int, float):
             with suppress(ValueError):
                 value = option(text)
-        elif not isinstance(option, type) and literal == str(option):
+        elif str(option) == spelled:
             value = option
     return check_value(field, value, label)
 
@@ -217,11 +217,8 @@ def check_value(field, value, label):
     options = _options(field.type)
     if type(value) is int and float in options:
         value = float(value)
-    is_literal = (type(value), value) in [(type(option), option) for option in options]
-    if not (type(value) in options or is_literal):
+    if not (type(value) in options or repr(value) in map(repr, options)):  # 1 == True
         raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
-    with foreign_errors(f"{label} is not UTF-8 text", UnicodeEncodeError):
-        str(value).encode()  # fails for bytes of a command line in another encoding
     bounds = field.metadata["bounds"]
     if bounds and value is not None and not _is_within(value, bounds):
         raise UserError(f"{label} must be in {bounds}, not {value}")
@@ -244,13 +241,9 @@ def _type_name(field):
 
 def _options(annotation):
     """Returns the types and values that a type annotation allows: [int, None] for int | None."""
-    if annotation is bool:
-        return [True, False]
-    if annotation is types.NoneType:
-        return [None]
     members = typing.get_args(annotation)  # of a union or a Literal
     if not members:
-        return [annotation]
+        return LITERALS.get(annotation, [annotation])
     return [option for member in members for option in _options(member)]
 
 
@@ -261,11 +254,8 @@ def _run_config_file(path, fields, readable, choose):
     """
     names = {"__name__": "config", "__file__": str(path)}
     names["__builtins__"] = vars(builtins) | readable
-    with os_errors("read", path):
-        source = path.read_bytes()
     try:
-        code = compile(source, path, "exec")
-        exec(code, names)
+        exec(compile(path.read_bytes(), path, "exec"), names)
     except UserError:
         raise
     except Exception as error:  # a config file can raise anything
@@ -273,20 +263,14 @@ def _run_config_file(path, fields, readable, choose):
         places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         cause = f"{type(error).__name__}: {error}"  # a SyntaxError names its line
         raise UserError(f"{[path, *places][-1]}: {cause}") from error
-    stores = [step for step in dis.get_instructions(code) if step.opname == "STORE_NAME"]
-    lines = {step.argval: step.positions.lineno for step in stores}  # at module level
-    for name in names.get("__annotations__", {}):
-        if name not in names:
-            raise UserError(f"{path}: '{name}: VALUE' assigns nothing; write {name} = VALUE")
     values = {}
     for name, value in names.items():
-        place = f"{path} line {lines.get(name, '?')}: {name}"
         if name in fields:
             value = choose(name, value) if choose else value
-            values[name] = check_value(fields[name], value, place)
+            values[name] = check_value(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or callable(value) or inspect.ismodule(value)):
-            hint = suggest(name, fields, similarity=0.8)
-            raise UserError(f"{place} is no setting; names of helper variables start with _{hint}")
+            rule = "names of helper variables start with _" + suggest(name, fields, similarity=0.8)
+            raise UserError(f"{path}: {name} is no setting; {rule}")
     return values
 
 

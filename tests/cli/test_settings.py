@@ -183,15 +183,14 @@ def test_a_config_file_reads_the_resolved_device(argv, device):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name = 'x'\nsteps = -1", "a.py line 2: steps must be in [0, inf), not -1"),
+        ("name = 'x'\nsteps = -1", "a.py: steps must be in [0, inf), not -1"),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
-        ("step = 1", f"a.py line 1: step {HELPER_RULE}; did you mean steps?"),
-        ("\nbase = 128", f"a.py line 2: base {HELPER_RULE}"),  # no setting is similar enough
-        ("steps: 5", "a.py: 'steps: VALUE' assigns nothing; write steps = VALUE"),
+        ("step = 1", f"a.py: step {HELPER_RULE}; did you mean steps?"),
+        ("base = 128", f"a.py: base {HELPER_RULE}"),  # no setting is similar enough
     ],
 )
-def test_an_error_in_a_config_file_has_its_file_and_line(text, message):
+def test_an_error_in_a_config_file_names_the_file(text, message):
     error = error_of(config_file(text))
     assert error.startswith(message)
     assert "mean" not in error.replace(message, "")

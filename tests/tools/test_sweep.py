@@ -102,7 +102,7 @@ def test_values_of_ranges_are_drawn_evenly():
         (["--jobs=1,2"], "jobs"),
         (["--dropout=0.1,0.2,7"], "7.0"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr"),
-        (["a.py"], "a.py line 1: warmup_iters must be int, not 'x'"),
+        (["a.py"], "a.py: warmup_iters must be int, not 'x'"),
         (["b.py"], "1,000,000,000"),
         (["--dropout=uniform:0:0.3"], "--trials=N"),
         (["--dropout=uniform:1:0"], "uniform:1:0"),
