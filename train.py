@@ -120,7 +120,7 @@ class TrainConfig:
 
 
 # Answers --help and reports wrong flags before the slow imports. main() parses again.
-process.start(__name__, TrainConfig, distributed=True)
+process.start(__name__, TrainConfig)
 
 import torch
 

@@ -14,13 +14,11 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 
-from folio.cli.errors import UserError, cause_of, script_name
+from folio.cli.errors import UserError, script_name
 from folio.cli.settings import parse_arguments
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
-OLD_GPU_ERROR = "no kernel image is available"  # in a RuntimeError of CUDA
-LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
@@ -33,23 +31,19 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-def start(module_name, settings_class, only_help=False, distributed=False, **environment):
+def start(module_name, settings_class, only_help=False, **environment):
     """Answers `--help` and reports wrong flags before a script imports torch.
 
     A script passes its `__name__`. If it is imported by another module, nothing happens.
 
     Args:
         only_help: flags are not checked, because `settings_class` lacks some settings.
-        distributed: the processes that torchrun starts are one run. For other scripts, its
-            variables are removed.
-        environment: variables that torch reads when it is imported, and their defaults.
+        environment: defaults of variables that torch reads when it is imported.
     """
     if module_name != "__main__":
         return
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    for name in () if distributed else LAUNCH_VARIABLES:
-        os.environ.pop(name, None)
     argv = sys.argv[1:]
     if only_help:
         argv = [argument for argument in argv if argument in ("-h", "--help")]
@@ -90,11 +84,6 @@ def _run(function, *args):
         return _report(error)
     except MemoryError:
         return _report("out of memory: use less data, or a machine with more memory")
-    except RuntimeError as error:
-        if OLD_GPU_ERROR not in str(error):
-            raise
-        advice = "install a torch build that supports this GPU, as in docs/platforms.md"
-        return _report(f"{cause_of(error)}: {advice}, or use --device=cpu")
     except BrokenPipeError:  # the reader of the output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
         return 128 + SIGPIPE
@@ -137,7 +126,7 @@ def printable(text):
 
 def is_launched():
     """Whether torchrun has started this process. Kubernetes, for example, sets RANK alone."""
-    return os.environ.keys() >= LAUNCH_VARIABLES
+    return os.environ.keys() >= {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 
 
 def is_main():
