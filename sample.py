@@ -88,7 +88,6 @@ class SampleConfig:
 # and makes sampling several times slower if another process uses the cores.
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
-from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import read_text, unescape, unify_line_ends
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
@@ -106,7 +105,7 @@ def main(argv=None):
     prompts = read_prompts(settings)
     text = None if settings.score is None else read_text(settings.score)
     with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
-        checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
+        checkpoint = load_best(settings.init_from, settings.out_dir)
         trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
         print(checkpoint.summary, file=sys.stderr)
         print(f"machine: {trained.machine.summary}", file=sys.stderr)

@@ -24,11 +24,7 @@ from folio.checkpoint.format import (
 )
 from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
 from folio.cli.files import check_lfs, read_text, write_atomically
-from folio.pretrained.tokenizer_files import (
-    TOKENIZER_FILE,
-    make_tokenizer_files,
-    read_tokenizer,
-)
+from folio.pretrained.tokenizer_files import TOKENIZER_FILE, make_tokenizer_files, read_tokenizer
 from model import GPTConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -98,24 +94,18 @@ def _read_config(path):
     content_errors = ArithmeticError, AttributeError, KeyError, TypeError, ValueError
     with foreign_errors(f"{path} describes no supported model", *content_errors):
         values = json.loads(read_text(path))
-        kind = values.get("model_type")
+        kind, names = values.get("model_type"), {name: name for name in asdict(GPTConfig())}
         if kind == "gpt2":
-            return _gpt2_config(values), True
-        if kind == "folio":
-            names = asdict(GPTConfig()).keys() & values.keys()
-            return GPTConfig(**{name: values[name] for name in names}), False
-    raise UserError(f"{path}: model_type is {kind!r}; folio reads gpt2 and folio")
-
-
-def _gpt2_config(values):
-    """Returns the GPTConfig for a GPT2Config. Raises ValueError if no GPT is equivalent."""
-    for name, value in GPT2_REQUIRED.items():
-        if values.get(name, value) != value:
-            raise ValueError(f"{name}={values[name]!r}, not {value!r}")
-    values = GPT2_DEFAULTS | values
-    if values["activation_function"] in GPT2_TANH_NAMES:
-        values["activation_function"] = "gelu_tanh"
-    return GPTConfig(**{name: values[gpt2_name] for name, gpt2_name in GPT2_FIELDS.items()})
+            names, values = GPT2_FIELDS, GPT2_DEFAULTS | values
+            for name, value in GPT2_REQUIRED.items():
+                if values.get(name, value) != value:
+                    raise ValueError(f"{name}={values[name]!r}, not {value!r}")
+            if values["activation_function"] in GPT2_TANH_NAMES:
+                values["activation_function"] = "gelu_tanh"
+        elif kind != "folio":
+            raise ValueError(f"model_type is {kind!r}; folio reads gpt2 and folio")
+        fields = {name: values[key] for name, key in names.items() if key in values}
+        return GPTConfig(**fields), kind == "gpt2"
 
 
 def _from_gpt2(tensors, config):

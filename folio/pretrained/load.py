@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from folio.checkpoint.format import load_checkpoint
-from folio.checkpoint.run_dir import BEST
+from folio.checkpoint.run_dir import BEST, RunDir
 from folio.cli.errors import UserError, suggest
 from folio.data.dataset import load_tokenizer
 from folio.data.downloads import open_hub
@@ -31,11 +31,11 @@ def load_start(init_from, run_dir):
     return None, load_initial(init_from, needs_tokenizer=False)  # the dataset has one
 
 
-def load_best(init_from, run_dir):
+def load_best(init_from, out_dir):
     """Returns the Checkpoint to sample from: a run's best for "resume", or as load_initial."""
     if init_from in ("scratch", "auto"):
         raise UserError(f"init_from={init_from} has no trained weights: use resume or a model")
-    return run_dir.load_best() if init_from == "resume" else load_initial(init_from)
+    return RunDir(out_dir).load_best() if init_from == "resume" else load_initial(init_from)
 
 
 def load_initial(init_from, needs_tokenizer=True):

@@ -1,4 +1,4 @@
-"""The tokenizer files of a Hugging Face folder: tokenizer.json and tokenizer_config.json.
+"""The files of a tokenizer in a Hugging Face folder: tokenizer.json and tokenizer_config.json.
 
 Every tokenizer is written as a BPE of the tokenizers library. `char` has one token per character,
 `byte` one per byte, both without merges. In the vocabularies of `byte`, `gpt2` and `bpe`, one
@@ -15,15 +15,9 @@ import os
 from folio.cli.errors import UserError, foreign_errors, import_optional
 from folio.cli.files import read_text
 from folio.data.bpe import byte_characters, load_encoder
-from folio.data.tokenizer import (
-    END_OF_TEXT,
-    BPETokenizer,
-    ByteTokenizer,
-    CharTokenizer,
-    GPT2Tokenizer,
-)
+from folio.data.tokenizer import END_OF_TEXT, TOKENIZERS, BPETokenizer
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 # A normalizer, or a pre-tokenizer that adds or removes characters, changes this text.
 SAMPLE_TEXT = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
 GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
@@ -44,7 +38,7 @@ def make_tokenizer_files(tokenizer):
         config |= dict.fromkeys(names, tokenizer.end_text)
     return {
         TOKENIZER_FILE: make_definition(tokenizer),
-        "tokenizer_config.json": json.dumps(config, indent=1),
+        CONFIG_FILE: json.dumps(config, indent=1),
     }
 
 
@@ -62,29 +56,24 @@ def make_definition(tokenizer):
         built = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
         built.decoder = library.decoders.Fuse()
         return built.to_str()
-    if tokenizer.kind == "byte":
-        vocabulary, merges = {c: byte for byte, c in enumerate(byte_characters())}, []
-    else:
-        vocabulary, merges = _gpt2_vocabulary(tokenizer)
+    tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+    characters = byte_characters()
+    vocabulary = {"".join(characters[byte] for byte in each): i for i, each in enumerate(tokens)}
+    merges = _gpt2_merges() if tokenizer.kind == "gpt2" else []
     built = library.Tokenizer(library.models.BPE(vocabulary, merges))
-    split_words = tokenizer.kind == "gpt2"
-    built.pre_tokenizer = library.pre_tokenizers.ByteLevel(False, True, split_words)
+    built.pre_tokenizer = library.pre_tokenizers.ByteLevel(False, True, use_regex=bool(merges))
     built.decoder = library.decoders.ByteLevel()
     if tokenizer.end is not None:
         built.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return built.to_str()
 
 
-def _gpt2_vocabulary(tokenizer):
-    """Returns GPT-2's {token: id} and the pairs of tokens that it merges."""
+def _gpt2_merges():
+    """Returns the pairs of tokens that GPT-2's tokenizer merges."""
     from tiktoken.load import read_file_cached  # imported here because it is slow
 
-    tokens = map(tokenizer.token_bytes, range(tokenizer.end))  # raises if tiktoken has no files
-    characters = byte_characters()
-    vocabulary = {"".join(characters[byte] for byte in each): i for i, each in enumerate(tokens)}
     merges = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # the first is the version
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    return vocabulary | {END_OF_TEXT: tokenizer.end}, pairs
+    return [tuple(merge.split(" ")) for merge in merges]
 
 
 # Reading
@@ -108,16 +97,14 @@ def read_tokenizer(path):
 
 
 def _end_text(folder):
-    """Returns the text of the end-of-text token that the files in a folder declare, or GPT-2's."""
-    for path in (folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")):
-        if not path.is_file():
-            continue
-        with foreign_errors(f"{path.name} cannot be read", AttributeError, ValueError):
-            token = json.loads(read_text(path)).get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            return text
-    return END_OF_TEXT
+    """Returns the text of the end-of-text token that a folder declares, or GPT-2's."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return END_OF_TEXT
+    with foreign_errors(f"{path.name} cannot be read", AttributeError, ValueError):
+        token = json.loads(read_text(path)).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else END_OF_TEXT
 
 
 def _tokenizer(built, end_text):
@@ -128,12 +115,12 @@ def _tokenizer(built, end_text):
     if model["type"] != "BPE" or not model["vocab"]:
         raise UserError(f"the tokenizer is of type {model['type']} or has missing tokens")
     tokens = sorted(model["vocab"], key=model["vocab"].get)
-    for candidate in (ByteTokenizer(), CharTokenizer("".join(tokens))):
+    for candidate in (TOKENIZERS["byte"](), TOKENIZERS["char"]("".join(tokens))):
         if text == make_definition(candidate):
             return candidate
     fingerprint = hashlib.sha256("\n".join(tokens).encode()).hexdigest()
     if fingerprint == GPT2_VOCABULARY_SHA256 and len(fields["added_tokens"]) == 1:
-        return GPT2Tokenizer()
+        return TOKENIZERS["gpt2"]()
     tokenizer = BPETokenizer(text, end_text)
     if tokenizer.decode(tokenizer.encode(SAMPLE_TEXT)) != SAMPLE_TEXT:
         raise UserError("the tokenizer changes the text")

@@ -10,7 +10,6 @@ import sample
 import train
 from folio.checkpoint.format import Checkpoint
 from folio.checkpoint.progress import Progress
-from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.data.dataset import load_tokenizer
@@ -66,7 +65,7 @@ def test_mistakes_in_init_from(init_from, words, verse):
 
 def test_sampling_needs_trained_weights():
     with pytest.raises(UserError, match="init_from=scratch"):
-        load_best("scratch", RunDir("out"))
+        load_best("scratch", "out")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/model@v1.0"])

@@ -7,7 +7,6 @@ from collections import Counter
 
 import torch
 
-from folio.checkpoint.run_dir import RunDir
 from folio.cli.settings import load_settings
 from folio.data.batches import Batches
 from folio.hardware.device import device_type, resolve_device
@@ -56,7 +55,7 @@ def profile_training(arguments):
 def profile_sampling(arguments):
     """Prints the time of a step of sample.py, one token of each text."""
     settings = load_settings(SampleConfig, arguments, {"device": resolve_device})
-    checkpoint = load_best(settings.init_from, RunDir(settings.out_dir))
+    checkpoint = load_best(settings.init_from, settings.out_dir)
     trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
     prompts = read_prompts(settings)
 
