@@ -11,8 +11,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 COMMIT = "a" * 40
-MODELS = r"/api/models/(org/model|openai-community/gpt2)/revision/(main|v1)"
-DATASETS = r"/api/datasets/[\w.-]+/[\w.-]+(/revision/.+)?"
+REPOSITORIES = (
+    r"/api/models/(org/model|openai-community/gpt2)/revision/(main|v1)"
+    r"|/api/datasets/[\w.-]+/[\w.-]+(/revision/.+)?"
+)
 USER_AGENT_PATH = "/api/agent-harnesses"  # which the client reads for its user agent
 WEIGHTS = "model.safetensors"
 FILES = {
@@ -68,13 +70,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def do_HEAD(self):  # noqa: N802
-        self.respond()
-
     def do_GET(self):  # noqa: N802
-        self.respond()
-
-    def respond(self):
         hub, path = self.server, urlsplit(self.path).path
         if path == USER_AGENT_PATH:
             self.send(404, b"")
@@ -83,18 +79,19 @@ class Handler(BaseHTTPRequestHandler):
         status, code = hub.answers.get(path, (200, None))
         if code or status != 200:
             self.send(status, b"", {"X-Error-Code": code} if code else {})
-        elif re.fullmatch(MODELS, path):
-            self.send(200, json.dumps({"id": "org/model", "sha": COMMIT}).encode())
-        elif re.fullmatch(DATASETS, path):
-            self.send(200, json.dumps({"id": "org/data", "sha": COMMIT}).encode())
+        elif re.fullmatch(REPOSITORIES, path):
+            self.send(200, json.dumps({"id": "org/name", "sha": COMMIT}).encode())
         elif "/tree/" in path:
             self.send(200, json.dumps([file_info(*item) for item in hub.files.items()]).encode())
         elif f"/resolve/{COMMIT}/" in path:
-            self.send_file(path.split(f"/{COMMIT}/")[1])
+            body = hub.files[path.split(f"/{COMMIT}/")[1]]
+            self.send(200, body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": COMMIT})
         elif "/revision/" in path and "/org/model/" in path:
             self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
         else:
             self.send(401, b"", {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET  # noqa: N815
 
     def send(self, status, body, headers=()):
         self.send_response(status)
@@ -105,30 +102,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
 
-    def send_file(self, name):
-        body = self.server.files[name]
-        self.send(200, body, {"ETag": f'"{etag(name, body)}"', "X-Repo-Commit": COMMIT})
 
-
-def is_large(name):
-    return name.endswith((".safetensors", ".parquet"))
-
-
-def etag(name, body):
-    """Returns the SHA-256 of a large file, which Git LFS stores, and git's SHA-1 of another."""
-    if is_large(name):
-        return hashlib.sha256(body).hexdigest()
+def digest(body):
+    """Returns git's SHA-1 of a file."""
     return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
 
 
 def file_info(name, body):
     """Returns the entry of a file in the list of a repository's files."""
-    info = {
-        "type": "file",
-        "path": name,
-        "size": len(body),
-        "oid": hashlib.sha1(name.encode()).hexdigest(),
-    }
-    if is_large(name):
-        info["lfs"] = {"oid": etag(name, body), "size": len(body), "pointerSize": 134}
-    return info
+    return {"type": "file", "path": name, "size": len(body), "oid": digest(body)}

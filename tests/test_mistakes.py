@@ -35,33 +35,6 @@ BEST, LAST = "run/ckpt.pt", "run/last.pt"
 # Damage to files
 
 
-def put(path, content=b""):
-    """Writes a file and creates its folder."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def cut(path):
-    put(path, Path(path).read_bytes()[:-20])
-
-
-def alter(path, change):
-    """Rewrites a checkpoint after calling `change` on its content."""
-    content = torch.load(path)
-    change(content)
-    torch.save(content, path)
-
-
-def put_table(content):
-    """Replaces meta.json by nanoGPT's character table, a pickle of `content`."""
-    Path(META).unlink()
-    put(CHARACTER_TABLE, pickle.dumps(content))
-
-
-def remove_tokenizer():
-    alter(BEST, lambda c: c.update(tokenizer=None))
-
-
 class Hostile:
     """Creates a file if it is unpickled without restrictions."""
 
@@ -69,10 +42,29 @@ class Hostile:
         return open, ("executed", "w")
 
 
+def put(path, text=""):
+    """Writes a file and creates its folder."""
+    Path(path).parent.mkdir(exist_ok=True)
+    Path(path).write_text(text, encoding="latin-1")
+
+
+def put_table():
+    """Replaces meta.json by nanoGPT's character table, a pickle that creates a file."""
+    Path(META).unlink()
+    Path(CHARACTER_TABLE).write_bytes(pickle.dumps({"itos": Hostile(), "vocab_size": 3}))
+
+
+def alter(path, model_args=(), **values):
+    """Changes values in a checkpoint, or in its model_args."""
+    content = torch.load(path) | values
+    content["model_args"].update(model_args)
+    torch.save(content, path)
+
+
 # (damage to the current folder, command, part of the error line)
 MISTAKES = [
     (None, TEXT, "text.txt"),
-    (lambda: put("text.txt", b"caf\xe9 au lait\n" * 9), TEXT, "text.txt is not UTF-8"),
+    (lambda: put("text.txt", "caf\xe9 au lait\n" * 9), TEXT, "text.txt is not UTF-8"),
     (None, [*TEXT, "--input=https://x.org/a.txt"], "--input is given twice"),
     (lambda: put("text.txt", tiny.VERSE), [*TEXT, "--dataset=../new"], "../new"),
     (lambda: (put("text.txt", tiny.VERSE), put("data/new")), TEXT, "data/new"),
@@ -87,40 +79,33 @@ MISTAKES = [
     # Datasets
     (None, [*TRAIN, "--dataset=vers"], "data/vers/train.bin"),
     (None, [*TRAIN, "--block_size=512"], "block_size"),
-    (lambda: cut(META), TRAIN, META),
-    (lambda: put_table({"itos": Hostile(), "vocab_size": 3}), TRAIN, CHARACTER_TABLE),
+    (lambda: put(META, "{"), TRAIN, META),
+    (put_table, TRAIN, CHARACTER_TABLE),
     # Resuming
     (None, [*RESUME, "--out_dir=none"], "none/ckpt.pt"),
     (None, [*RESUME, "--n_layer=12"], "n_layer is 1 in the checkpoint and 12"),  # the default
-    (lambda: alter(LAST, lambda c: c.update(optimizer=7)), RESUME, LAST),
+    (lambda: alter(LAST, optimizer=7), RESUME, LAST),
     (lambda: Path(BEST).unlink(), SAMPLE, BEST),
-    (lambda: alter(BEST, lambda c: c["tokenizer"].update(characters="abc")), SAMPLE, "24"),
-    (lambda: (remove_tokenizer(), put_table({"itos": Hostile()})), SAMPLE, CHARACTER_TABLE),
+    (lambda: alter(BEST, tokenizer={"kind": "char", "characters": "abc"}), SAMPLE, "24"),
+    (lambda: (alter(BEST, tokenizer=None), put_table()), SAMPLE, CHARACTER_TABLE),
     (None, [*SAMPLE, "--start=\udcff"], "U+DCFF"),
     (None, [*SAMPLE, "--start=-"], "empty"),
+    (None, [*SAMPLE, "--init_from=scratch"], "init_from=scratch"),
     (None, ["sample.py", "run"], "--out_dir=run"),
     (lambda: put("hf/config.json", "[]"), [*SAMPLE, "--init_from=hf"], "hf/config.json"),
 ]
 
 
-def with_args(**values):
-    return lambda path: alter(path, lambda content: content["model_args"].update(values))
-
-
-def with_content(**values):
-    return lambda path: alter(path, lambda content: content.update(values))
-
-
 CHECKPOINTS = {
     "hostile": lambda path: torch.save({"model": Hostile()}, path),
     "only weights": lambda path: torch.save(torch.load(path)["model"], path),
-    "a later format": with_content(format=99),
-    "another width": with_args(n_embd=32),
-    "another depth": with_args(n_layer=2),
-    "biases": with_args(bias=True),
-    "a step as text": with_content(iter_num="x"),
-    "other weights": with_content(model={"a": 1}),
-    "weights as a list": with_content(model=[1]),
+    "a later format": lambda path: alter(path, format=99),
+    "another width": lambda path: alter(path, {"n_embd": 32}),
+    "another depth": lambda path: alter(path, {"n_layer": 2}),
+    "biases": lambda path: alter(path, {"bias": True}),
+    "a step as text": lambda path: alter(path, iter_num="x"),
+    "other weights": lambda path: alter(path, model={"a": 1}),
+    "weights as a list": lambda path: alter(path, model=[1]),
 }
 
 
@@ -162,14 +147,14 @@ def run(monkeypatch, capfd, recwarn):
     return run_in_process
 
 
-def contents(folder):
-    """Returns {path: bytes} of regular files other than lock files."""
-    paths = (path for path in folder.rglob("*") if path.name != ".lock" and path.is_file())
-    return {path.relative_to(folder): path.read_bytes() for path in paths}
+def contents():
+    """Returns {path: bytes} of the files in the current folder, without lock files."""
+    paths = (path for path in Path().rglob("*") if path.name != ".lock" and path.is_file())
+    return {path: path.read_bytes() for path in paths}
 
 
 def assert_error(run, command, message):
-    script, old_contents = command[0], contents(Path())
+    script, old_contents = command[0], contents()
     code, err = run(command)
     *earlier_lines, line = err.splitlines()
     assert code == 2
@@ -179,7 +164,7 @@ def assert_error(run, command, message):
     assert len(line) < 1000
     assert not [words for words in FORBIDDEN_WORDS if words in err]
     assert all(line.startswith(LINES_BEFORE_ERROR.get(script, ())) for line in earlier_lines)
-    assert contents(Path()) == old_contents
+    assert contents() == old_contents
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda row: " ".join(row[1])[-60:])

@@ -19,6 +19,7 @@ from folio.data.dataset import load_dataset
 from folio.data.sources import Source
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
 from folio.hardware.device import choose_machine
+from folio.pretrained.huggingface import write_pretrained
 from folio.training.evaluation import evaluate
 from folio.training.optimizers import make_optimizers
 from folio.training.setup import Plan, make_plan
@@ -195,6 +196,12 @@ def write_checkpoint(path, tokenizer, **changes):
         model.config, model.state_dict(), progress, {}, tokenizer=tokenizer.to_dict()
     )
     save_checkpoint(path, checkpoint)
+
+
+def export(model, tokenizer, folder="exported"):
+    """Writes a model and a tokenizer in Hugging Face's format."""
+    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
+    write_pretrained(folder, checkpoint, tokenizer)
 
 
 def write_nanogpt_dataset(name="verse", text=VERSE * 20):

@@ -1,11 +1,12 @@
 """How a script starts and ends: errors, exit status, signals."""
 
-import errno
 import gc
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from folio.cli.settings import ROOT
 pytest.importorskip("fcntl")  # POSIX
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 START = "import dataclasses as d\nprocess.start('__main__', d.make_dataclass('Settings', []))"
+LAUNCHED = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 
 
@@ -26,13 +28,6 @@ def restored_state(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
     yield
     gc.unfreeze()
-
-
-def raising(error):
-    def main():
-        raise error
-
-    return main
 
 
 def shell(command, *lines, **variables):
@@ -54,7 +49,7 @@ def shell(command, *lines, **variables):
 )
 def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
     with pytest.raises(SystemExit, match="^2$"):
-        process.run(raising(error))
+        process.run(Mock(side_effect=error))
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"train.py: {line}")
@@ -62,20 +57,21 @@ def test_an_error_is_one_line_on_stderr_and_status_2(capfd, error, line):
 
 def test_an_error_of_a_file_that_no_user_has_named_keeps_its_traceback():
     with pytest.raises(FileNotFoundError):
-        process.run(raising(FileNotFoundError(errno.ENOENT, "No such file or directory", "a")))
+        process.run(Path("no such file").read_bytes)
 
 
 @posix
-def test_only_processes_of_torchrun_leave_printing_to_rank_0():
-    def fail(rank, **variables):
-        lines = ["sys.argv = ['train.py']", START, "process.EXIT_DELAY_S = 0"]
-        lines += ["def main():", " print('x')", " raise process.UserError('wrong')"]
-        return shell("$PYTHON", *lines, "process.run(main)", RANK=rank, **variables)
-
-    launched = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert fail("1") == (2, "train.py: wrong\n")  # as on Kubernetes
-    assert fail("0", **launched) == (2, "train.py: wrong\n")
-    assert fail("1", **launched) == (2, "")
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        ({"RANK": "1"}, "-c: wrong\n"),  # as on Kubernetes
+        (LAUNCHED | {"RANK": "0"}, "-c: wrong\n"),
+        (LAUNCHED | {"RANK": "1"}, ""),
+    ],
+)
+def test_only_processes_of_torchrun_leave_printing_to_rank_0(variables, error):
+    lines = [START, "process.EXIT_DELAY_S = 0", "def main():", " raise process.UserError('wrong')"]
+    assert shell("$PYTHON", *lines, "process.run(main)", **variables) == (2, error)
 
 
 @posix
@@ -96,12 +92,10 @@ def test_a_missing_package_causes_no_traceback():
 
 @posix
 def test_a_signal_ends_a_process_of_torchrun_while_it_waits_in_c():
-    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    lines = ["import ctypes, threading", "sys.argv = ['train.py']", "def main():"]
-    lines += [" libc = ctypes.CDLL(None)"]
+    lines = ["import ctypes, threading", "def main():", " libc = ctypes.CDLL(None)"]
     lines += [" threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()"]
     lines += [" libc.sleep(20) or libc.sleep(20)", "process.run(main)"]
-    assert shell("exec $PYTHON", *lines, **launched)[0] == -signal.SIGTERM
+    assert shell("exec $PYTHON", *lines, RANK="0", **LAUNCHED)[0] == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -70,15 +70,12 @@ def error_of(*argv, settings_class=Settings):
     ("name", "value", "reason"),
     [
         ("steps", "1.5", "must be int, not '1.5'"),
-        ("rate", "fast", "must be float, not 'fast'"),
         ("rate", "nan", "must be in (0, 1], not nan"),
         ("shift", "1e400", "must be in (-inf, inf), not inf"),
         ("steps", 1.0, "must be int, not 1.0"),
         ("steps", True, "must be int, not True"),
-        ("steps", -1, "must be in [0, inf), not -1"),
         ("warmup", [1, 2], "must be int or None, not [1, 2]"),
         ("rate", 0, "must be in (0, 1], not 0.0"),
-        ("bias", 1, "must be True or False, not 1"),
         ("compile", 1, "must be auto, True or False, not 1"),
         ("norm", "batchnorm", "must be layernorm or rmsnorm, not 'batchnorm'"),
         ("name", [1] * 10**6, "must be str or None, not [1, 1, 1, 1, 1, 1, ...]"),
@@ -110,7 +107,6 @@ def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, rea
         (["--warmup=None"], {"warmup": None}),
         (["--rate=1"], {"rate": 1.0}),
         (["--compile=False"], {"compile": False}),
-        (["--compile=auto"], {"compile": "auto"}),
         (["--norm=rmsnorm"], {"norm": "rmsnorm"}),
         (["--name="], {"name": ""}),
     ],
@@ -141,8 +137,7 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
     config_file("warmup = steps // 10", "c.py")
     helpers = "import math\ndef half(x): return x // 2\nclass A: pass\n_hundred = 100\n"
     config_file(helpers + "steps = half(_hundred)", "d.py")
-    defaults = "exec('rate = 0.5')\nbias = False\nif bias:\n    name = 'x'\n"
-    config_file(defaults + "def f():\n    global steps\n    steps = 3\nf()", "e.py")
+    config_file("bias = False\nexec('steps = 3; rate = 0.5')\nif bias:\n    name = 'x'", "e.py")
     assert changed_settings(load_settings(Settings, order)) == expected
 
 
@@ -238,15 +233,12 @@ def test_the_usual_names_of_other_programs_lead_to_a_setting(argument, name):
     assert hint == (f"{name}?" if name else "")
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-arguments = (
-    st.text(st.characters())
-    | st.builds("--{}".format, st.sampled_from([*FIELDS]))
-    | st.builds("--{}={}".format, st.sampled_from([*FIELDS, "other"]), scalars)
-)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+names = st.sampled_from([*FIELDS, "other"])
+flags = st.builds("--{}".format, names) | st.builds("--{}={}".format, names, scalars)
 
 
-@given(st.lists(arguments.filter(lambda a: a not in ("-h", "--help")), max_size=4))
+@given(st.lists(st.text(st.characters()) | flags, max_size=4))
 def test_any_arguments_give_settings_or_a_user_error(argv):
     try:
         settings = load_settings(Settings, argv)

@@ -8,15 +8,13 @@ import torch
 
 import sample
 import train
-from folio.checkpoint.format import Checkpoint
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.data.dataset import load_tokenizer
 from folio.data.tokenizer import ByteTokenizer
 from folio.pretrained import load as initial
-from folio.pretrained.huggingface import write_pretrained
-from folio.pretrained.load import checkpoint_tokenizer, load_best, load_initial
+from folio.pretrained.load import checkpoint_tokenizer, load_initial
 from folio.training.setup import make_plan
 
 CKPT = "out/ckpt.pt"
@@ -63,16 +61,10 @@ def test_mistakes_in_init_from(init_from, words, verse):
         load_initial(init_from)
 
 
-def test_sampling_needs_trained_weights():
-    with pytest.raises(UserError, match="init_from=scratch"):
-        load_best("scratch", "out")
-
-
 @pytest.mark.parametrize("name", ["gpt2", "org/model@v1.0"])
 def test_other_names_are_those_of_models_on_the_hub(name, folder, monkeypatch):
     model = tiny.random_model(vocab_size=256)
-    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
-    write_pretrained("cache", checkpoint, ByteTokenizer())
+    tiny.export(model, ByteTokenizer(), "cache")
     monkeypatch.setattr(initial, "pretrained_folder", {name: "cache"}.__getitem__)
     checkpoint = load_initial(name)
     assert (checkpoint.summary, checkpoint.config) == (name, model.config)
@@ -135,9 +127,7 @@ def test_a_larger_block_size_needs_rotary_positions(run):
 
 
 def test_a_folder_without_a_tokenizer_trains_with_that_of_the_dataset(verse):
-    model = tiny.random_model(vocab_size=24)
-    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
-    write_pretrained("hf", checkpoint, verse.tokenizer)
+    tiny.export(tiny.random_model(vocab_size=24), verse.tokenizer, "hf")
     Path("hf/tokenizer.json").unlink()
     train.main(flags("hf"))
     assert tiny.load(out_dir="out-b")["tokenizer"] == verse.tokenizer.to_dict()
