@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import os
 import re
 import subprocess
 import sys
@@ -21,25 +22,23 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
 
 
-def output_of(script, *arguments, cwd):
-    """Runs a script in a process. Returns stdout."""
-    command = [sys.executable, str(ROOT / script), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, check=True).stdout.decode()
+def run_python(*arguments):
+    """Runs Python in the current folder. Returns stdout. A failure shows stderr."""
+    command = [sys.executable, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.check_output(command, env=environment, text=True, encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_a_trained_model_reproduces_a_memorized_text(tmp_path):
+def test_a_trained_model_reproduces_a_memorized_text(folder):
     line = "Rough winds do shake the darling buds of May,\n"
-    (tmp_path / "poem.txt").write_text(line * 40, encoding="utf-8")
-    (tmp_path / "tiny.py").write_text(
-        "n_layer, n_head, n_embd, block_size = 1, 2, 32, 16\n"
-        "batch_size, gradient_accumulation_steps, max_iters = 8, 1, 250\n"
-        "learning_rate, warmup_iters, eval_interval, eval_iters = 1e-2, 5, 250, 2\n"
-    )
-    output_of("prepare.py", "--input=poem.txt", "--dataset=poem", cwd=tmp_path)
-    output_of("train.py", "tiny.py", "--dataset=poem", "--device=cpu", cwd=tmp_path)
+    Path("poem.txt").write_text(line * 40, encoding="utf-8")
+    shape = {"n_embd": 32, "block_size": 16, "batch_size": 8}
+    schedule = {"max_iters": 250, "eval_interval": 250, "warmup_iters": 5}
+    run_python(ROOT / "prepare.py", "--input=poem.txt", "--dataset=poem")
+    run_python(ROOT / "train.py", *tiny.flags(dataset="poem", **shape, **schedule))
     flags = ["--device=cpu", "--temperature=0", "--num_samples=1", f"--max_new_tokens={len(line)}"]
-    text = output_of("sample.py", *flags, f"--start={line}", cwd=tmp_path)
+    text = run_python(ROOT / "sample.py", *flags, f"--start={line}")
     assert text.startswith(line + line)
 
 
@@ -64,7 +63,7 @@ MODULES = {
 
 
 def imports_of(path):
-    """Returns the names of the modules of this repository that a file imports."""
+    """Returns the names of this repository's modules that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -90,31 +89,23 @@ def test_imports_point_to_the_left_only_and_have_no_cycle():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
-def python(code, folder):
-    """Runs code with the repository on the path. Returns exit status, stdout and stderr."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
-    process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
-    return process.returncode, process.stdout.decode(), process.stderr.decode()
-
-
 @pytest.mark.slow
-def test_importing_a_module_runs_nothing(tmp_path):
+def test_importing_a_module_runs_nothing(folder, capfd):
     exported = {"folio.pretrained.modeling_folio"}  # works only in an exported folder
     modules = sorted({name for name in MODULES if not name.startswith("tools")} - exported)
-    code = f"sys.argv = ['x', '--help']; import {', '.join(modules)}"
-    assert python(code, tmp_path) == (0, "", "")
-    assert not any(tmp_path.iterdir())
+    assert run_python("-c", f"import {', '.join(modules)}", "--help") == ""
+    assert capfd.readouterr().err == ""
+    assert not any(folder.iterdir())
 
 
 @pytest.mark.parametrize("script", SETTINGS)
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--lerning_rate=1", 2)])
-def test_help_and_invalid_flags_are_answered_without_torch(script, argument, status, tmp_path):
+def test_help_and_invalid_flags_are_answered_without_torch(script, argument, status, folder):
     code = (
-        f"import runpy; sys.argv = [{script!r}, {argument!r}]\n"
-        f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
+        f"import runpy, sys\ntry: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
         "except SystemExit as exit: print(exit.code, {'torch', 'numpy'} & set(sys.modules))\n"
     )
-    lines = python(code, tmp_path)[1].splitlines()
+    lines = run_python("-c", code, argument).splitlines()
     assert lines[-1] == f"{status} set()"
     if argument == "--help":
         names = re.findall(r"^  --(\w+)=.+\n      .+ \(.+\)$", "\n".join(lines), re.M)

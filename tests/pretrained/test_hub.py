@@ -22,10 +22,7 @@ EXPECTED = {name: FILES[name] for name in ("config.json", WEIGHTS)}
 
 @pytest.fixture
 def download(hub, folder):
-    """A function that calls pretrained_folder in a process.
-
-    Returns the folder or the error line of each name.
-    """
+    """A function that returns the folder, or the error line, of each name."""
 
     def run(*names, before="", **variables):
         lines = hub.run("-c", before + CODE, *names, **variables).splitlines()
