@@ -49,7 +49,6 @@ GPT2_FIELDS = {  # {field of GPTConfig: its name in GPT2Config}
     "activation": "activation_function",
     "tie_weights": "tie_word_embeddings",
 }
-GPT2_DEFAULTS = {"bias": True, "activation_function": "gelu_new", "tie_word_embeddings": True}
 GPT2_REQUIRED = {  # values that a GPT2Config must have, which are its defaults
     "layer_norm_epsilon": 1e-5,
     "scale_attn_weights": True,
@@ -96,14 +95,15 @@ def _read_config(path):
         values = json.loads(read_text(path))
         kind, names = values.get("model_type"), {name: name for name in asdict(GPTConfig())}
         if kind == "gpt2":
-            names, values = GPT2_FIELDS, GPT2_DEFAULTS | values
+            names = GPT2_FIELDS
             for name, value in GPT2_REQUIRED.items():
                 if values.get(name, value) != value:
                     raise ValueError(f"{name}={values[name]!r}, not {value!r}")
-            if values["activation_function"] in GPT2_TANH_NAMES:
+            if values.get("activation_function", "gelu_new") in GPT2_TANH_NAMES:
                 values["activation_function"] = "gelu_tanh"
         elif kind != "folio":
             raise ValueError(f"model_type is {kind!r}; folio reads gpt2 and folio")
+        # GPT-2's defaults are also those of GPTConfig.
         fields = {name: values[key] for name, key in names.items() if key in values}
         return GPTConfig(**fields), kind == "gpt2"
 

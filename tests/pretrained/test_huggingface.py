@@ -270,15 +270,6 @@ def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes,
     assert torch.equal(load("again")(idx).logits, theirs(idx).logits)
 
 
-def test_loss_of_a_model_with_its_own_code():
-    ours, theirs = exported(**tiny.SWITCHES)
-    idx = tiny.random_ids(ours)
-    labels = idx.masked_fill(idx == idx[0, 0], -100)
-    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-1)
-    expected = ours(idx, targets.clamp(min=-1))
-    torch.testing.assert_close(theirs(idx, labels=labels).loss, expected)
-
-
 def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):
     ours, theirs = exported(position="rotary", tie_weights=True)
     new = transformers.AutoModelForCausalLM.from_config(theirs.config, trust_remote_code=True)
@@ -287,9 +278,13 @@ def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):
     assert torch.equal(new.gpt.rotary.cos, ours.rotary.cos)
 
 
-def test_beams_and_padding_of_a_model_with_its_own_code():
+def test_loss_beams_and_padding_of_a_model_with_its_own_code():
     ours, theirs = exported(**tiny.SWITCHES)
     idx = tiny.random_ids(ours)
+    labels = idx.masked_fill(idx == idx[0, 0], -100)
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-1)
+    expected = ours(idx, targets.clamp(min=-1))
+    torch.testing.assert_close(theirs(idx, labels=labels).loss, expected)
     beams = {"num_beams": 3, "do_sample": False, "max_length": 13}
     with_cache = theirs.generate(idx[:, :3], **beams)
     assert torch.equal(with_cache, theirs.generate(idx[:, :3], use_cache=False, **beams))
