@@ -2,7 +2,6 @@
 
     python -m tools.sweep config/shakespeare_char.py --learning_rate=1e-3,3e-4 --n_layer=4,6
     python -m tools.sweep config/shakespeare_char.py my_config.py --seed=1,2,3 --jobs=2
-    python -m tools.sweep config/shakespeare_char.py --learning_rate=log:1e-4:1e-2 --trials=24
 
 The same command continues a sweep that was stopped: finished runs are kept, stopped and failed runs
 are resumed. `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
@@ -25,7 +24,6 @@ class SweepSettings:
 
     In a flag, several values are separated by commas: --learning_rate=1e-3,3e-4
     In a config file, they are a list: learning_rate = [1e-3, 3e-4]
-    With --trials, also ranges: --learning_rate=log:1e-4:1e-2 --dropout=uniform:0:0.3
     The values of seed repeat each combination, which is compared by its mean loss: --seed=1,2,3
     All settings except teachers and those about files can have several: python train.py --help
     """
@@ -36,7 +34,6 @@ class SweepSettings:
     jobs: int = setting(
         1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
     )
-    trials: int | None = setting(None, "random combinations to try; None: all", "[1, inf)")
 
 
 process.start(__name__, SweepSettings, only_help=True)  # which must not wait for torch
@@ -46,7 +43,7 @@ from folio.data.dataset import load_dataset
 from folio.training.setup import MODEL_SETTINGS
 from tools.plot.runs import group_runs, read_run
 from tools.plot.table import compare_groups, format_table
-from tools.sweep.grid import Grid
+from tools.sweep.grid import combine_values
 from tools.sweep.workers import train_runs
 from train import TrainConfig
 
@@ -66,9 +63,9 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
-    grid = Grid(SweepConfig, argv)
-    sweep, runs = grid.first, grid.runs()
-    check_same_grid(sweep.sweep_dir, grid)
+    runs = combine_values(SweepConfig, argv)
+    sweep = next(iter(runs.values()))
+    check_names(sweep.sweep_dir, runs)
     datasets = {settings.dataset for settings in runs.values()}
     fingerprints = {name: load_dataset(name).fingerprint for name in datasets}
     unfinished = {}
@@ -86,12 +83,17 @@ def main(argv=None):
         raise UserError(f"{len(failed)} of {len(runs)} runs failed: {outputs}")
 
 
-def check_same_grid(sweep_dir, grid):
+def check_names(sweep_dir, runs):
     """Raises UserError if a folder has runs that vary in other settings. Tables would mix them."""
+    names = names_in(next(iter(runs)))
     for folder in RunDir.find(sweep_dir):
-        names = re.findall(r"(?:^|,)(\w+)=", folder.name)
-        if names and set(names) != set(grid.names):
+        if names_in(folder) not in (set(), names):
             raise UserError(f"{folder} contains another run: choose another --sweep_dir")
+
+
+def names_in(folder):
+    """Returns the names of the settings that the name of a run's folder contains."""
+    return set(re.findall(r"(?:^|,)(\w+)=", folder.name))
 
 
 def has_finished(folder, settings, fingerprint):

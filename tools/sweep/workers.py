@@ -12,16 +12,14 @@ import torch
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import lock_folder
 from folio.cli.process import Interrupted, StopSignal, printable
-from folio.cli.settings import ROOT, changed_settings, names_with_scope
+from folio.cli.settings import ROOT, changed_settings
 from tools.plot.runs import read_run
-from train import TrainConfig
+from tools.sweep.grid import RUN_SETTINGS
 
 OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
 POLL_INTERVAL_S = 0.1
 SAVING_TIMEOUT_S = 60
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
-# Settings that a sweep passes on to train.py
-RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
 
 
 def train_runs(runs, jobs):
@@ -30,20 +28,18 @@ def train_runs(runs, jobs):
     Returns the folders of the runs that failed. After a stop signal, waits until the workers have
     saved their state, and raises Interrupted.
     """
-    waiting, ended, failed = list(runs), [], []
-    jobs = min(jobs, len(runs))
+    waiting, failed, jobs = list(runs), [], min(jobs, len(runs))
     workers = {}  # {number below jobs: (folder, process)}
     with StopSignal("waiting until the runs are saved") as stop:
         try:
-            while len(ended) < len(runs) and not stop:
+            while (waiting or workers) and not stop:
                 for number in range(jobs):
                     if number in workers and workers[number][1].poll() is not None:
                         folder, process = workers.pop(number)
-                        ended.append(folder)
-                        if process.returncode:
-                            failed.append(folder)
+                        failed += [folder] if process.returncode else []
+                        ended = len(runs) - len(waiting) - len(workers)
                         outcome = describe_outcome(folder, process.returncode)
-                        print(f"{len(ended)} of {len(runs)}: {folder.name}: {outcome}", flush=True)
+                        print(f"{ended} of {len(runs)}: {folder.name}: {outcome}", flush=True)
                     if number not in workers and waiting:
                         folder = waiting.pop(0)
                         print(f"{folder.name}: training, see {folder / OUTPUT_FILE}", flush=True)
