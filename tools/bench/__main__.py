@@ -2,18 +2,20 @@
 
     python -m tools.bench -- config/shakespeare_char.py --max_iters=300
     python -m tools.bench --target=1.9 --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
-    python -m tools.bench --runs=1 --logs=runs --vs="python train.py ..." --vs_dir=../nanoGPT -- ...
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
 
 Commands run alternately as whole processes, and the figures are medians over the runs.
 """
 
+import shlex
+import sys
+import tempfile
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from folio.cli import process
-from folio.cli.settings import load_settings, setting
+from folio.cli.settings import ROOT, load_settings, setting
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,49 @@ class BenchConfig:
     target: float | None = setting(None, "measure the time to reach this validation loss")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
     vs_dir: str = setting(".", "folder of the --vs command")
-    logs: str | None = setting(None, "folder for the losses of the last runs, for tools.plot")
     profile: bool = setting(False, "print where the time of a step of the script goes")
 
 
 process.start(__name__, BenchConfig)  # --help must not wait for torch
 
-from tools.bench.measure import compare_commands, describe_machine
+from tools.bench import measure
 from tools.bench.profile import profile_sampling, profile_training
+from tools.plot.table import format_table
 
 
 def main(argv=None):
     settings = load_settings(BenchConfig, argv)
     if settings.profile:
-        print(describe_machine())
+        print(measure.describe_machine())
         profile = profile_sampling if settings.script == "sample" else profile_training
         profile(settings.arguments)
     else:
         compare_commands(settings)
+
+
+def compare_commands(settings):
+    """Measures the commands of a BenchConfig alternately, and prints a table of medians."""
+    target, commands = settings.target, {}
+    with tempfile.TemporaryDirectory() as out_dir:
+        folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
+        if settings.script == "train":
+            folio += [f"--out_dir={out_dir}", "--overwrite=True"]
+        if settings.vs:  # runs first, because it is the command that may be mistyped
+            other = shlex.split(settings.vs)
+            commands["other"] = lambda _: measure.measure_command(other, settings.vs_dir, target)
+        commands["folio"] = lambda _: measure.measure_command(folio, target=target)
+        medians = measure.measure_alternately(commands, settings.runs)
+    print(f"\nmedians of {settings.runs} alternating runs; {measure.describe_machine()}\n")
+    print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
+    if settings.vs:
+        print(f"    other: {settings.vs}")
+    names = sorted(medians)  # folio first
+    rows = [["", *names, "folio / other"][: 2 * len(names)]]
+    for figure, (title, _) in measure.FIGURES.items():
+        values = [medians[name].get(figure) for name in names]
+        if values != [None] * len(names):
+            rows.append(measure.make_row(title, figure, values))
+    print("", *format_table(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,32 +1,27 @@
 """Runs commands alternately, and reads figures such as the time per step in what they print."""
 
-import json
 import os
 import platform
 import re
 import shlex
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from subprocess import PIPE, STDOUT, Popen, run
 
 import torch
 
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, os_errors
 from folio.cli.settings import ROOT
-from tools.plot.table import format_table
 
-COLUMNS = {  # figure: (heading in the table, format)
+FIGURES = {  # figure: (its name in a table, format)
     "step_ms": ("ms/step", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
     "to_target_s": ("s to target", ".1f"),
     "val_loss": ("best val loss", ".4f"),
     "first_s": ("s to first token", ".2f"),
     "seconds": ("whole process, s", ".2f"),
-    "memory_gib": ("memory, GiB", ".2f"),
     "gpu_memory_gib": ("GPU memory, GiB", ".2f"),
 }
 PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are a warmup
@@ -37,87 +32,92 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"; first token (?:after )?(?P<first_s>\d+\.?\d*) s",
     r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
 )
-EVALUATION = r"(final .*)?step (\d+): train loss \d+\.?\d*, val loss (\d+\.?\d*)"
+EVALUATION = r"(final .*)?step \d+: train loss \d+\.?\d*, val loss (\d+\.?\d*)"
 SEPARATOR = "---------------"  # printed after each text
 
 
-def compare_commands(settings):
-    """Measures the commands of a BenchConfig alternately, and prints a table of medians.
+def measure_alternately(commands, runs, keep_going=False):
+    """Measures commands alternately, and returns {name: medians of its figures, {figure: value}}.
 
-    train.py writes to a temporary folder. With `logs`, losses are written to logs/folio/log.jsonl
-    and logs/other/log.jsonl.
+    `commands` is {name: function of the number of a run that runs the command and returns its
+    figures}. One that fails raises UserError or, if `keep_going`, is reported and left out.
     """
-    runs = defaultdict(list)  # {"folio" or "other": figures of each run}
-    with tempfile.TemporaryDirectory() as out_dir:
-        folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
-        if settings.script == "train":
-            folio += [f"--out_dir={out_dir}", "--overwrite=True"]
-        commands = {}
-        if settings.vs:  # runs first, because it is the command that may be mistyped
-            commands["other"] = shlex.split(settings.vs), settings.vs_dir
-        commands["folio"] = folio, "."
-        for number in range(1, settings.runs + 1):
-            for name, (command, folder) in commands.items():
-                log = Path(settings.logs, name, "log.jsonl") if settings.logs else None
-                figures = measure_command(command, folder, settings.target, log)
-                runs[name].append(figures)
-                print(f"run {number} of {name}: {format_figures(figures)}", flush=True)
-    print(f"\nmedians of {settings.runs} alternating runs; {describe_machine()}\n")
-    print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
-    if settings.vs:
-        print(f"    other: {settings.vs}")
-    medians = {}
-    for command, command_runs in runs.items():
-        names = [name for name in COLUMNS if all(name in figures for figures in command_runs)]
-        medians[command] = {name: median(run[name] for run in command_runs) for name in names}
-    print_medians(medians)
+    figures = {name: [] for name in commands}
+    for number in range(runs):
+        for name in list(figures):
+            try:
+                run = commands[name](number)
+                print(f"run {number + 1} of {name}: {format_figures(run)}", flush=True)
+                figures[name].append(run)
+            except UserError as error:
+                if not keep_going:
+                    raise
+                print(error, flush=True)
+                del figures[name]
+    medians = {name: {} for name in figures}
+    for name, of_runs in figures.items():
+        for figure in of_runs[0].keys() & of_runs[-1].keys():
+            medians[name][figure] = median(run[figure] for run in of_runs if figure in run)
+    return medians
 
 
-def measure_command(command, folder=".", target=None, log=None, output=None):
+def format_figures(figures):
+    """Returns figures, {figure: value}, as a line."""
+    parts = FIGURES.items()
+    return "; ".join(f"{name} {figures[key]:{f}}" for key, (name, f) in parts if key in figures)
+
+
+def make_row(title, figure, values, missing=""):
+    """Returns the cells of a table: a title, the figure of each command, and the ratio of two.
+
+    `missing` is the text for None.
+    """
+    cells = [missing if v is None else format(v, FIGURES[figure][1]) for v in values]
+    if len(values) == 2:
+        cells.append(f"{values[0] / values[1]:.3f}" if all(values) else "")
+    return [title, *cells]
+
+
+def measure_command(command, folder=".", target=None, output=None):
     """Runs a command in a folder, and returns its figures, {name: value}.
 
-    `target` is the validation loss of "to_target_s", `log` a file for write_log, `output` a file to
-    which what the command prints is appended. Raises OSError if the command cannot be started, and
-    UserError if it fails.
+    `target` is the validation loss of "to_target_s", `output` a file to which what the command
+    prints is appended. Raises UserError if the command cannot be started, or if it fails.
     """
     start = time.perf_counter()
     lines = []  # of output, with the seconds since the start
     env = os.environ | {"PYTHONUNBUFFERED": "1"}  # times are those of printing
-    child = Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=STDOUT, errors="replace")
+    with os_errors("run", command[0]):
+        child = Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=STDOUT, errors="replace")
     try:
         for line in child.stdout:
             lines.append((time.perf_counter() - start, line.strip()))
-        _, status, usage = os.wait4(child.pid, 0)
+        code = child.wait()
     finally:
         child.terminate()  # has no effect if it has ended
     seconds = time.perf_counter() - start
     if output:
         with open(output, "a", encoding="utf-8") as file:
             print(f"$ {shlex.join(command)}", *(line for _, line in lines), sep="\n", file=file)
-    if code := os.waitstatus_to_exitcode(status):
+    if code:
         tail = " / ".join(line for _, line in lines[-5:])
         raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")
-    figures = read_figures(lines, command, target)
-    if log:
-        write_log(log, lines, figures.get("tokens_per_step", 0))
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
-    # On Linux, at least the peak of this process, which the command inherits.
-    figures["memory_gib"] = usage.ru_maxrss * unit / 2**30
-    figures["seconds"] = seconds
-    return figures
+    return read_figures(lines, command, target) | {"seconds": seconds}
 
 
 def read_figures(lines, command, target=None):
     """Returns the figures in lines of output, [(seconds, line), ...]; see `measure_command`."""
-    values = defaultdict(list)
-    for _, line in lines:
-        for pattern in PATTERNS:
-            if match := re.search(pattern, line):
-                values[match.lastgroup].append(float(match[1].replace(",", "")))
-    figures = {name: median(numbers) for name, numbers in values.items()}
-    evaluations = list(read_evaluations(lines))
-    finals = [evaluation for evaluation in evaluations if evaluation[1] == "final"]
-    for seconds, _, _, loss in finals or evaluations:  # finals cover the whole split
+    figures, evaluations = {}, []
+    for pattern in PATTERNS:
+        matches = [match for _, line in lines if (match := re.search(pattern, line))]
+        if matches:
+            numbers = [float(match[1].replace(",", "")) for match in matches]
+            figures[matches[0].lastgroup] = median(numbers)
+    for seconds, line in lines:
+        if match := re.search(EVALUATION, line):
+            evaluations.append((seconds, match[1], float(match[2])))
+    finals = [evaluation for evaluation in evaluations if evaluation[1]]
+    for seconds, _, loss in finals or evaluations:  # finals cover the whole split
         figures["val_loss"] = min(loss, figures.get("val_loss", loss))
         if target is not None and loss <= target:
             figures.setdefault("to_target_s", seconds)
@@ -131,47 +131,6 @@ def read_figures(lines, command, target=None):
             tokens = (len(text_ends) - 1) * int(flag[1] if flag else 500)  # the default
             figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
     return figures
-
-
-def read_evaluations(lines):
-    """Yields (seconds, "val" or "final", step, loss) of each evaluation in lines of output."""
-    for seconds, line in lines:
-        if match := re.search(EVALUATION, line):
-            yield seconds, "final" if match[1] else "val", int(match[2]), float(match[3])
-
-
-def write_log(path, lines, tokens_per_step):
-    """Writes the evaluations in lines of output, [(seconds, line), ...], for tools.plot."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as log:
-        for seconds, kind, step, loss in read_evaluations(lines):
-            event = {"event": kind, "step": step, "tokens": int(step * tokens_per_step)}
-            event |= {"elapsed_s": round(seconds, 2), "loss": loss}
-            log.write(json.dumps(event) + "\n")
-
-
-def print_medians(medians):
-    """Prints {name of a command: figures} as a Markdown table, with ratios if there are two."""
-    names = [name for name in COLUMNS if any(name in figures for figures in medians.values())]
-    rows = [["", *(COLUMNS[name][0] for name in names)]]
-    for command, figures in medians.items():
-        rows.append([command, *(format_figure(name, figures) for name in names)])
-    if "other" in medians:
-        pairs = [(medians["folio"].get(name), medians["other"].get(name)) for name in names]
-        ratios = [f"{folio / other:.3f}" if folio and other else "" for folio, other in pairs]
-        rows.append(["folio / other", *ratios])
-    print("", *format_table(rows), sep="\n")
-
-
-def format_figures(figures):
-    """Returns figures, {name: value}, as a line."""
-    names = [name for name in COLUMNS if name in figures]
-    return "; ".join(f"{COLUMNS[name][0]} {format_figure(name, figures)}" for name in names)
-
-
-def format_figure(name, figures):
-    """Returns a figure as text, empty if it is missing."""
-    return format(figures[name], COLUMNS[name][1]) if name in figures else ""
 
 
 def describe_machine():

@@ -7,8 +7,7 @@
 suite.toml has the rows. What the commands print is read as in tools.bench, and appended to
 out-suite/output.txt. After each run, its figures are written to out-suite/runs.json. Runs of this
 commit that are there are not repeated, so a call continues where --minutes ended the last one. A
-command that fails is reported and skipped. nanoGPT needs the data of its Shakespeare recipe. The
-last line of output is a JSON object with the figures.
+command that fails is reported and skipped. nanoGPT needs the data of its Shakespeare recipe.
 """
 
 import json
@@ -18,17 +17,16 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
 
 from folio.cli import process
-from folio.cli.errors import UserError
 from folio.cli.files import write_atomically
 from folio.cli.settings import ROOT, load_settings, setting
-from tools.bench.measure import describe_commit, describe_machine, format_figure, measure_command
+from tools.bench import measure
 from tools.plot.table import format_table
 
 RESULTS = Path("out-suite")
@@ -60,63 +58,49 @@ class SuiteConfig:
 
 def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
+    rows = [(part, *row) for part in settings.chosen_parts for row in PARTS[part]]
     if settings.dry_run:
-        for part in settings.chosen_parts:
-            for _, _, *templates in PARTS[part]:
-                for template in templates:
-                    print(f"{part}: {expand(template, settings.vs_dir)}")
+        for part, _, _, *templates in rows:
+            for template in templates:
+                print(f"{part}: {expand(template, settings.vs_dir)}")
         return
     if TABLE["gpu"].keys() & set(settings.chosen_parts):
         for data in (Path("data"), Path(settings.vs_dir, "data")):
             for name, vocab_size in RANDOM_DATASET_VOCAB_SIZES.items():
                 write_random_tokens(data / name, vocab_size)
-    rows, figures = [["", "folio", "other", "ratio"]], {}
+    table = [["", "folio", "other", "ratio"]]
     end = time.monotonic() + 60 * (settings.minutes or math.inf)
-    for part in settings.chosen_parts:
-        for name, figure, *templates in PARTS[part]:
-            if time.monotonic() > end:
-                print(f"no time left for {part}: {name}")
-                continue
-            commands = [expand(template, settings.vs_dir) for template in templates]
-            values = measure_row(commands, figure, settings.runs if figure else 1)
-            if not figure:
-                continue
-            cells = []
-            for value in values:
-                cells.append("failed" if value is None else format_figure(figure, {figure: value}))
-            if len(values) == 2 and all(values):
-                cells.append(f"{values[0] / values[1]:.3f}")
-            rows.append([name, *cells, *[""] * (3 - len(cells))])
-            figures[f"{part}: {name}"] = values
-            print(" | ".join(rows[-1]), flush=True)
-    print("", describe_machine(), "", *format_table(rows), "", sep="\n")
-    print(json.dumps({"machine": describe_machine(), "medians": figures}))
+    for part, name, figure, *templates in rows:
+        if time.monotonic() > end:
+            print(f"no time left for {part}: {name}")
+            continue
+        commands = [expand(template, settings.vs_dir) for template in templates]
+        values = measure_row(commands, figure, settings.runs)
+        if figure:
+            row = measure.make_row(name, figure, values, missing="failed")
+            table.append(row + [""] * (4 - len(row)))
+    print("", measure.describe_machine(), "", *format_table(table), sep="\n")
 
 
 def measure_row(commands, figure, runs):
-    """Returns the median of a figure for each command; None for one that fails."""
-    values = {command: [] for command in commands}
-    for number in range(runs):
-        for command in list(values):
-            try:
-                figures = measure_once(command, number)
-                if figure and figure not in figures:
-                    raise UserError(f"there is no {figure} in the output of {command}")
-                values[command].append(figures.get(figure))
-            except (UserError, OSError) as error:
-                print(error, flush=True)
-                del values[command]
-    return [median(values[c]) if figure and values.get(c) else None for c in commands]
+    """Returns the median of a figure for each command; None for one that fails.
+
+    Without a figure, the commands prepare other rows, and run once.
+    """
+    names = ("folio", "other")[: len(commands)]
+    functions = {name: partial(measure_once, c) for name, c in zip(names, commands, strict=True)}
+    medians = measure.measure_alternately(functions, runs if figure else 1, keep_going=True)
+    return [medians.get(name, {}).get(figure) for name in names]
 
 
 def measure_once(command, number):
     """Returns the figures of a run of a command. Saves them, or reads those of an earlier call."""
     path = RESULTS / "runs.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    runs = saved.setdefault(describe_commit(), {}).setdefault(command, [])
+    runs = saved.setdefault(measure.describe_commit(), {}).setdefault(command, [])
     if number == len(runs):
         path.parent.mkdir(exist_ok=True)
-        runs.append(measure_command(command.split(), output=RESULTS / "output.txt"))
+        runs.append(measure.measure_command(command.split(), output=RESULTS / "output.txt"))
         with write_atomically(path) as [file]:
             file.write(json.dumps(saved, indent=1).encode())
     return runs[number]

@@ -9,9 +9,6 @@ Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are one ro
 Plots are PNG files and need matplotlib.
 """
 
-import math
-import shutil
-import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -33,7 +30,6 @@ class PlotConfig:
     y: Literal["loss", "bits_per_byte"] = setting(
         "loss", "y axis and table; bits per byte compare runs with different tokenizers"
     )
-    all: bool = setting(False, "table with all columns; False: those that differ and fit")
     out: str | None = setting(None, "PNG file; None: runs.png, attention.png or embeddings.png")
 
     attention: bool = setting(
@@ -66,7 +62,7 @@ from tools.plot.attention import draw_attention
 from tools.plot.embeddings import draw_embeddings
 from tools.plot.losses import draw_losses
 from tools.plot.runs import group_runs, read_runs
-from tools.plot.table import compare_groups, format_table, select_columns
+from tools.plot.table import compare_groups, format_table
 
 
 def main(argv=None):
@@ -85,11 +81,7 @@ def main(argv=None):
 def compare_runs(settings):
     """Prints a table of runs, and returns a matplotlib figure of their losses."""
     groups = group_runs(read_runs(settings.runs, settings.y), settings.y)
-    rows = compare_groups(groups, settings.y)
-    if not settings.all:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-        rows = select_columns(rows, width)
-    print("\n".join(format_table(rows)), flush=True)
+    print("\n".join(format_table(compare_groups(groups, settings.y))), flush=True)
     import_optional("matplotlib", "a plot")
     return draw_losses(groups, settings.x, settings.y)
 

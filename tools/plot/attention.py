@@ -1,5 +1,6 @@
 """Plots of a trained model's attention weights on a prompt and of its most likely next tokens."""
 
+import numpy as np
 import torch
 
 from folio.cli.errors import UserError
@@ -10,8 +11,6 @@ from tools.plot.tokens import TOKEN_STYLE, draw_heat_map, format_token
 NEXT_TOKENS = 12
 MAX_DRAWN_TOKENS = 32  # the last ones: of a longer prompt, cells and weights would be too small
 HEAT_MAP_INCHES = 3
-HEADS_PER_ROW = 4  # if a single layer is drawn
-BAR_LABEL = "attention weight of the column's token\nfor the row's token; same scale in all maps"
 
 
 @torch.inference_mode()
@@ -49,23 +48,20 @@ def draw_attention(trained, ids, title, layer=None):
     weights, drawn = compute_attention(trained.model, ids), ids[-MAX_DRAWN_TOKENS:]
     labels = [format_token(tokenizer, token) for token in drawn]
     layers = range(config.n_layer) if layer is None else [layer]
-    heads = [(layer, head) for layer in layers for head in range(config.n_head)]
-    columns = config.n_head if len(layers) > 1 else min(config.n_head, HEADS_PER_ROW)
-    rows = -(-len(heads) // columns)
+    rows, columns = len(layers), config.n_head
     size = HEAT_MAP_INCHES * (columns + 1), HEAT_MAP_INCHES * rows + 1.5
     figure = Figure(figsize=size, layout="constrained")
     part = f"last {len(drawn)} of {len(ids)} tokens" if len(drawn) < len(ids) else "prompt"
     figure.suptitle(f"{title}\n{part} {tokenizer.decode(drawn)[:60]!r}", fontsize=10, **TOKEN_STYLE)
     left, right = figure.subfigures(1, 2, width_ratios=[columns, 1])
-    maps = left.subplots(rows, columns, squeeze=False).flatten()
-    for axes in maps[len(heads) :]:
-        axes.set_axis_off()
+    maps = left.subplots(rows, columns, squeeze=False)
     colors = {"cmap": "Blues", "vmin": 0, "vmax": weights[layers].max()}  # one scale for all heads
-    for axes, (layer, head) in zip(maps, heads, strict=False):
-        axes.set_title(f"layer {layer}, head {head}", fontsize=8)
-        image = draw_heat_map(axes, weights[layer, head], labels, **colors)
+    for (row, head), axes in np.ndenumerate(maps):
+        axes.set_title(f"layer {layers[row]}, head {head}", fontsize=8)
+        image = draw_heat_map(axes, weights[layers[row], head], labels, **colors)
     left.colorbar(image, ax=maps, location="bottom", shrink=0.6, aspect=30)
-    left.supxlabel(BAR_LABEL, fontsize=9)
+    label = "attention weight of the column's token\nfor the row's token; same scale in all maps"
+    left.supxlabel(label, fontsize=9)
     draw_next_tokens(right.subplots(), trained, ids)
     return figure
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from folio.cli.errors import UserError
-
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 LEGEND = "line: validation\ndot: best model\nfaint: training\nband: deviation over seeds"
@@ -20,26 +18,20 @@ def draw_losses(groups, axis, measure="loss"):
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    groups = [group for group in groups if group.losses]
-    if not groups:
-        name = measure.replace("_", " ")
-        raise UserError(f"there is nothing to draw: the runs have no {name} yet")
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
     highest = []
     for number, group in enumerate(groups):
         color = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / len(groups))
-        logs = [run.train for run in group.evaluated_runs]
         if measure == "loss":
-            x, loss, _ = mean_curve(logs, AXES[axis])
+            x, loss, _ = mean_curve([run.train for run in group.runs], AXES[axis])
             axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
-        logs = [run.val for run in group.evaluated_runs]
-        x, loss, deviation = mean_curve(logs, AXES[axis])
+        x, loss, deviation = mean_curve([run.val for run in group.runs], AXES[axis])
         name = group.name.replace("$", r"\$")  # a mathematical formula otherwise
         label = name if number < MAX_LABELED_GROUPS else None
         axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
         axes.plot(x[loss.argmin()], group.mean_loss, "o", color=color)  # the table's
-        if len(logs) > 1:
+        if len(group.runs) > 1:
             low, high = loss - deviation, loss + deviation
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())

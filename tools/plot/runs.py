@@ -61,11 +61,18 @@ def read_run(folder, measure="loss"):
 
 
 def read_runs(folders, measure="loss"):
-    """Returns the runs in `folders`. A folder of runs, such as a sweep's, adds all of them."""
+    """Returns the evaluated runs in `folders`. A folder of runs, such as a sweep's, adds its runs.
+
+    Raises UserError if there are none.
+    """
     runs = []
     for folder in dict.fromkeys(map(Path, folders)):  # each once
         paths = [] if RunDir(folder).log.is_file() else find_runs(folder)
         runs += [read_run(path, measure) for path in paths or [folder]]
+    runs = [run for run in runs if run.val]
+    if not runs:
+        name = measure.replace("_", " ")
+        raise UserError(f"there is nothing to compare: the runs have no {name} yet")
     return runs
 
 
@@ -82,18 +89,12 @@ class Group:
     runs: list
 
     @property
-    def evaluated_runs(self):
-        return [run for run in self.runs if run.val]
-
-    @property
     def losses(self):
-        """The best validation loss of each evaluated run."""
-        return [run.loss for run in self.evaluated_runs]
+        return [run.loss for run in self.runs]
 
     @property
     def mean_loss(self):
-        """The mean of the losses; infinity if there are none."""
-        return fmean(self.losses or [math.inf])
+        return fmean(self.losses)
 
     def values(self, name):
         """Returns the values of a setting, each once, as sorted texts."""
@@ -101,7 +102,7 @@ class Group:
 
 
 def group_runs(runs, measure="loss"):
-    """Returns the groups of runs, the best mean loss first; groups without a loss come last.
+    """Returns the groups of runs, the best mean loss first.
 
     Runs whose folders differ only in "seed=NUMBER" are a group. Names of groups are relative to the
     innermost folder that contains all runs. Losses are compared per dataset and tokenizer.
@@ -109,7 +110,7 @@ def group_runs(runs, measure="loss"):
 
     def rank(group):
         text = [group.values("dataset"), group.values("tokenizer")] if measure == "loss" else []
-        return not group.losses, text, group.mean_loss
+        return text, group.mean_loss
 
     parent = os.path.commonpath([os.path.abspath(Path(run.folder).parent) for run in runs])
     runs_of_pattern = defaultdict(list)
