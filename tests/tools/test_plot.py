@@ -19,7 +19,7 @@ from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
 from tools.plot.attention import MAX_DRAWN_TOKENS, NEXT_TOKENS, compute_attention, draw_attention
 from tools.plot.embeddings import draw_embeddings
-from tools.plot.losses import MAX_TRAINING_POINTS, draw_losses
+from tools.plot.losses import draw_losses
 from tools.plot.runs import group_runs, read_run, read_runs
 from tools.plot.table import compare_groups, format_table
 
@@ -169,13 +169,6 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds():
     [band] = figure.axes[0].collections  # the other group has a single run
     corners = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
     assert corners == {(0, 3.5858), (0, 6.4142), (10, 1.5858), (10, 4.4142), (20, 3.0)}
-
-
-def test_long_training_curves_are_averaged():
-    write_run("out", [4 + (-1) ** n for n in range(1000)])
-    training = read_curves(draw_losses(read_groups("out"), "steps"))["out"][0]
-    assert len(training) == MAX_TRAINING_POINTS
-    assert [loss for _, loss in training] == pytest.approx([3.9] * MAX_TRAINING_POINTS)
 
 
 def test_table_is_printed_without_matplotlib(monkeypatch, capsys):

@@ -89,15 +89,11 @@ def print_profile(machine, run_steps, steps):
         machine.synchronize()
     operations, kinds = Counter(), Counter()  # ms per step
     for event in profiler.key_averages():
-        if on_gpu != (event.device_type == torch.autograd.DeviceType.CUDA):
-            continue
-        own, total = event.self_cpu_time_total, event.cpu_time_total
-        if on_gpu:
-            own, total = event.self_device_time_total, event.device_time_total
-        if event.key.startswith("Optimizer.step"):
-            print(f"{event.key} takes {total / 1e3 / steps:.2f} ms of it")
-        if not (on_gpu and event.is_user_annotation):  # a name for kernels that are counted
-            operations[event.key] += own / 1e3 / steps
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_gpu and is_kernel and not event.is_user_annotation:  # a name for several kernels
+            operations[event.key] += event.self_device_time_total / 1e3 / steps
+        elif not on_gpu:
+            operations[event.key] += event.self_cpu_time_total / 1e3 / steps
     for name, ms in operations.items():
         kinds[kind_of(name)] += ms
     # On a CPU, the profiler makes operations slower, so that there can be no rest.

@@ -74,6 +74,7 @@ def main(argv=None):
         if time.monotonic() > end:
             print(f"no time left for {part}: {name}")
             continue
+        print(f"{part}: {name}")
         commands = [expand(template, settings.vs_dir) for template in templates]
         values = measure_row(commands, figure, settings.runs)
         if figure:

@@ -5,30 +5,27 @@ import numpy as np
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
 LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 LEGEND = "line: validation\ndot: best model\nfaint: training\nband: deviation over seeds"
-MAX_LABELED_GROUPS = 15  # a longer legend would be higher than the plot
-MAX_TRAINING_POINTS = 100  # more are averaged, because losses of batches are noisy
+MAX_DRAWN_GROUPS = 10  # matplotlib has so many colors
 SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
 
 def draw_losses(groups, axis, measure="loss"):
-    """Returns a matplotlib figure of the groups' losses. `axis` is a key of AXES.
+    """Returns a matplotlib figure of the losses of the first groups. `axis` is a key of AXES.
 
     There is no training curve of bits per byte, which only evaluations measure.
     """
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
     highest = []
-    for number, group in enumerate(groups):
-        color = f"C{number}" if len(groups) <= 10 else colormaps["turbo"](number / len(groups))
+    for number, group in enumerate(groups[:MAX_DRAWN_GROUPS]):
+        color = f"C{number}"
         if measure == "loss":
             x, loss, _ = mean_curve([run.train for run in group.runs], AXES[axis])
-            axes.plot(shorten(x), shorten(loss), color=color, alpha=0.35, linewidth=1)
+            axes.plot(x, loss, color=color, alpha=0.35, linewidth=1)
         x, loss, deviation = mean_curve([run.val for run in group.runs], AXES[axis])
-        name = group.name.replace("$", r"\$")  # a mathematical formula otherwise
-        label = name if number < MAX_LABELED_GROUPS else None
+        label = group.name.replace("$", r"\$")  # a mathematical formula otherwise
         axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
         axes.plot(x[loss.argmin()], group.mean_loss, "o", color=color)  # the table's
         if len(group.runs) > 1:
@@ -38,8 +35,8 @@ def draw_losses(groups, axis, measure="loss"):
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
     title = LEGEND
-    if len(groups) > MAX_LABELED_GROUPS:
-        title += f"\nthe first {MAX_LABELED_GROUPS} of {len(groups)}"
+    if len(groups) > MAX_DRAWN_GROUPS:
+        title += f"\nthe first {MAX_DRAWN_GROUPS} of {len(groups)}"
     axes.legend(title=title, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
@@ -55,10 +52,3 @@ def mean_curve(logs, key):
     loss = np.array([[event["loss"] for event in log[:length]] for log in logs])
     deviation = loss.std(axis=0, ddof=int(len(logs) > 1))
     return np.stack([x.mean(axis=0), loss.mean(axis=0), deviation])
-
-
-def shorten(values):
-    """Returns values, (points,), as the means of at most MAX_TRAINING_POINTS neighboring ones."""
-    if len(values) <= MAX_TRAINING_POINTS:
-        return values
-    return np.array([part.mean() for part in np.array_split(values, MAX_TRAINING_POINTS)])
