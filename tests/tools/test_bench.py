@@ -1,15 +1,23 @@
-"""tools.bench on commands that print lines of training, and on small models."""
+"""tools.bench on commands that print lines of training, and on small models; its suite."""
 
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 import tiny
 
 import train
 from folio.cli.errors import UserError
+from folio.cli.settings import ROOT, load_settings
+from folio.data.tokenizer import GPT2Tokenizer
+from folio.hardware.device import resolve_device
+from sample import SampleConfig
 from tools.bench import __main__ as bench
+from tools.bench import suite
 from tools.bench.measure import FIGURES, SEPARATOR, measure_command, read_figures
 from tools.bench.profile import kind_of
 
@@ -133,3 +141,51 @@ def test_sampling_is_measured_and_profiled(verse, capsys):
 )  # fmt: skip
 def test_kernels_have_kinds(kind, names):
     assert {kind_of(name) for name in names.split()} == {kind}
+
+
+# The suite
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_settings_of_all_commands_are_valid(capsys, text_size):
+    text_size(10**8, GPT2Tokenizer.vocab_size)  # presets read it
+    suite.main(["--dry_run=True", f"--parts={','.join(suite.PARTS)}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(len(row) - 2 for rows in suite.PARTS.values() for row in rows)
+    resolvers = {"device": resolve_device}
+    for line in lines:
+        for script, config in (("train.py", train.TrainConfig), ("sample.py", SampleConfig)):
+            _, is_folio, arguments = line.partition(str(ROOT / script))
+            if is_folio:
+                load_settings(config, shlex.split(arguments), resolvers)
+    assert next(iter(suite.TABLE["gpu"])) == "tests"  # they come first
+
+
+@pytest.mark.slow
+def test_rows_are_measured_and_only_failed_commands_are_repeated(verse, capsys, monkeypatch):
+    flags = " ".join(tiny.flags(max_iters=12, eval_interval=6, out_dir="toy"))
+    row = ["a step", "step_ms", f"{{train}} {flags}", "{nanogpt_train} 0"]
+    monkeypatch.setitem(suite.PARTS, "step", [row])
+    Path("nanoGPT").mkdir()
+    Path("nanoGPT/train.py").write_text("raise SystemExit(3)")
+    arguments = ["--vs_dir=nanoGPT", "--parts=step", "--runs=2"]
+    suite.main(arguments)
+    out = capsys.readouterr().out
+    assert " ended with status 3" in out
+    assert "| failed |" in out
+    saved = json.loads(Path("out-suite/runs.json").read_text())
+    [[commit, commands]] = saved.items()
+    [[command, runs]] = commands.items()
+    assert len(runs) == 2
+    assert "train.py" in command
+
+    Path("nanoGPT/train.py").write_text(TRAINING)
+    suite.main(arguments)
+    last = capsys.readouterr().out.splitlines()[-1]
+    step = f"{median(run['step_ms'] for run in runs):.2f}"
+    assert [cell.strip() for cell in last.split("|")[1:4]] == ["a step", step, "133.00"]
+    assert json.loads(Path("out-suite/runs.json").read_text())[commit][command] == runs
+    suite.main(["--parts=step", "--minutes=1e-9"])
+    assert "no time left for step: a step" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--parts has 'none'"):
+        suite.main(["--parts=none"])

@@ -6,7 +6,7 @@ import torch
 from folio.cli.errors import UserError
 from folio.inference.scoring import likely_next
 from model import attention_weights, causal_mask
-from tools.plot.tokens import TOKEN_STYLE, draw_heat_map, format_token
+from tools.plot.embeddings import TOKEN_STYLE, draw_heat_map, format_token
 
 NEXT_TOKENS = 12
 MAX_DRAWN_TOKENS = 32  # the last ones: of a longer prompt, cells and weights would be too small
