@@ -76,16 +76,16 @@ def test_the_final_evaluation_counts_until_the_run_continues():
 
 
 TABLE = """\
-| run      |   best val loss | seeds |    seed | n_head |
-| -------- | --------------: | ----: | ------: | -----: |
-| a,seed=* | 1.5000 ± 0.0100 |     3 | 0, 1, 2 |  a\\x1b |
-| c,seed=0 | 1.5100          |     1 |       0 |  c\\x1b |
-| b,seed=* | 1.6000 ± 0.0100 |     3 | 0, 1, 2 |  b\\x1b |
+| run      | best val loss | deviation | seeds |    seed | n_head |
+| -------- | ------------: | --------: | ----: | ------: | -----: |
+| a,seed=* |        1.5000 |    0.0100 |     3 | 0, 1, 2 |  a\\x1b |
+| c,seed=0 |        1.5100 |           |     1 |       0 |  c\\x1b |
+| b,seed=* |        1.6000 |    0.0100 |     3 | 0, 1, 2 |  b\\x1b |
 """
 SINGLE = """\
-| run      | best val loss | seeds | at step | time, s | tokens/s | parameters | steps |
-| -------- | ------------: | ----: | ------: | ------: | -------: | ---------: | ----: |
-| c,seed=0 |        1.5100 |     1 |      10 |       6 |      510 |      1,000 |    20 |
+| run      | best val loss | at step | time, s | tokens/s | parameters | steps |
+| -------- | ------------: | ------: | ------: | -------: | ---------: | ----: |
+| c,seed=0 |        1.5100 |      10 |       6 |      510 |      1,000 |    20 |
 """
 
 

@@ -166,7 +166,7 @@ def test_runs_are_compared_and_only_failed_ones_repeated(verse, capsys):
         assert f"{name}: val loss {run.loss:.4f}" in out
         assert "step 6: train loss" in Path(run.folder, "output.txt").read_text()
     mean = sum(run.loss for run in runs) / 2
-    assert re.search(rf"\| n_layer=1,seed=\* \| {mean:.4f} ± .* \|     2 \|", out)
+    assert re.search(rf"\| n_layer=1,seed=\* \| +{mean:.4f} \| +0.0[\d]+ \| +2 \|", out)
 
     Path("out-sweep/n_layer=1,seed=1/last.pt").unlink()  # as after a crash in the last evaluation
     with pytest.raises(UserError, match="^2 of 4 runs failed"):

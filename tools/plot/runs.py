@@ -81,43 +81,33 @@ def find_runs(folder):
     return [path for path in RunDir.find(folder) if RunDir(path).log.exists()]
 
 
-@dataclass
-class Group:
-    """Runs that differ only in their seed."""
-
-    name: str  # that of a single run's folder, or a pattern: n_layer=2,seed=*
-    runs: list
-
-    @property
-    def losses(self):
-        return [run.loss for run in self.runs]
-
-    @property
-    def mean_loss(self):
-        return fmean(self.losses)
-
-    def values(self, name):
-        """Returns the values of a setting, each once, as sorted texts."""
-        return sorted({str(run.settings.get(name, "")) for run in self.runs})
-
-
 def group_runs(runs, measure="loss"):
-    """Returns the groups of runs, the best mean loss first.
+    """Returns groups of runs, {name: runs}, the best mean loss first.
 
-    Runs whose folders differ only in "seed=NUMBER" are a group. Names of groups are relative to the
-    innermost folder that contains all runs. Losses are compared per dataset and tokenizer.
+    Runs whose folders differ only in "seed=NUMBER" are a group, such as n_layer=2,seed=*. Names are
+    relative to the innermost folder that contains all runs. Losses are compared per dataset and
+    tokenizer.
     """
 
     def rank(group):
-        text = [group.values("dataset"), group.values("tokenizer")] if measure == "loss" else []
-        return text, group.mean_loss
+        _, runs = group
+        names = ("dataset", "tokenizer") if measure == "loss" else ()
+        return [values_of(runs, name) for name in names], mean_loss(runs)
 
     parent = os.path.commonpath([os.path.abspath(Path(run.folder).parent) for run in runs])
-    runs_of_pattern = defaultdict(list)
+    runs_of_pattern, groups = defaultdict(list), {}
     for run in runs:
         runs_of_pattern[FOLDER_SEED_PATTERN.sub("seed=*", run.folder)].append(run)
-    groups = []
     for pattern, similar_runs in runs_of_pattern.items():
         name = pattern if len(similar_runs) > 1 else similar_runs[0].folder
-        groups.append(Group(os.path.relpath(name, parent), similar_runs))
-    return sorted(groups, key=rank)
+        groups[os.path.relpath(name, parent)] = similar_runs
+    return dict(sorted(groups.items(), key=rank))
+
+
+def mean_loss(runs):
+    return fmean(run.loss for run in runs)
+
+
+def values_of(runs, name):
+    """Returns the values of a setting in runs, each once, as sorted texts."""
+    return sorted({str(run.settings.get(name, "")) for run in runs})

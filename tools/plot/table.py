@@ -3,6 +3,7 @@
 from statistics import median, stdev
 
 from folio.cli.process import printable
+from tools.plot.runs import mean_loss, values_of
 
 FIGURES = {  # {column: function of runs that returns values, of which the table has the median}
     "at step": lambda runs: [run.best["step"] for run in runs],
@@ -14,35 +15,29 @@ FIGURES = {  # {column: function of runs that returns values, of which the table
 
 
 def compare_groups(groups, measure="loss"):
-    """Returns the rows of a table of groups, which are sorted, the best first.
+    """Returns the rows of a table of groups, {name: runs}, which are sorted, the best first.
 
-    The first row is the header. The columns are the loss, medians over the runs of a group and
-    settings. Of several groups, those columns after the loss are left out that are equal in all.
+    The first row is the header. The columns are the mean loss, its standard deviation over seeds,
+    medians over the runs of a group, and settings. Of several groups, those columns after the loss
+    are left out that are equal in all.
     """
-    columns = {
-        "run": [group.name for group in groups],
-        f"best val {measure}".replace("_", " "): format_losses(groups),
-        "seeds": [str(len(group.runs)) for group in groups],
-    }
-    for name, values_of in FIGURES.items():
-        values = [values_of(group.runs) for group in groups]
+    names, all_runs = zip(*groups.items(), strict=True)
+    loss_name = f"best val {measure}".replace("_", " ")
+    columns = {"run": names, loss_name: [f"{mean_loss(runs):.4f}" for runs in all_runs]}
+    if max(map(len, all_runs)) > 1:
+        losses = [[run.loss for run in runs] for runs in all_runs]
+        columns["deviation"] = [f"{stdev(loss):.4f}" if len(loss) > 1 else "" for loss in losses]
+        columns["seeds"] = [str(len(runs)) for runs in all_runs]
+    for name, values_in in FIGURES.items():
+        values = [values_in(runs) for runs in all_runs]
         columns[name] = [f"{median(numbers):,.0f}" if numbers else "" for numbers in values]
     if len(groups) > 1:
-        for name in dict.fromkeys(name for group in groups for name in group.runs[0].settings):
-            columns[name] = [", ".join(group.values(name)) for group in groups]
+        for name in dict.fromkeys(name for runs in all_runs for name in runs[0].settings):
+            columns[name] = [", ".join(values_of(runs, name)) for runs in all_runs]
         for name in list(columns)[2:]:
             if len(set(columns[name])) == 1:
                 del columns[name]
     return [list(columns), *zip(*columns.values(), strict=True)]
-
-
-def format_losses(groups):
-    """Returns the mean loss of each group as text of equal length, and its standard deviation."""
-    cells = []
-    for group in groups:
-        deviation = f" ± {stdev(group.losses):.4f}" if len(group.runs) > 1 else ""
-        cells.append(f"{group.mean_loss:.4f}{deviation}")
-    return [cell.ljust(max(map(len, cells))) for cell in cells]
 
 
 def format_table(rows):
