@@ -171,6 +171,14 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds():
     assert corners == {(0, 3.5858), (0, 6.4142), (10, 1.5858), (10, 4.4142), (20, 3.0)}
 
 
+def test_only_the_best_groups_are_drawn():
+    for number in range(12):
+        write_run(f"out-s/{number}", [4.0, 2.0 + number / 10])
+    figure = draw_losses(read_groups("out-s"), "steps")
+    assert list(read_curves(figure)) == list("0123456789")
+    assert figure.axes[0].get_legend().get_title().get_text().endswith("\nthe first 10 of 12")
+
+
 def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
     write_run("out-a", [4.0, 2.5])
     monkeypatch.setitem(sys.modules, "matplotlib", None)

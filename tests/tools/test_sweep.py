@@ -147,6 +147,13 @@ def test_tools_answer_help_and_signals_while_torch_is_imported(tool):
     assert process.returncode == 143
 
 
+def wait_for_saves(process, *folders):
+    """Waits until the runs in these folders have saved, while the sweep is running."""
+    while not all(Path(folder, "last.pt").exists() for folder in folders):
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_runs_are_compared_and_only_failed_ones_repeated(verse, capsys):
     train.main(tiny.flags(dtype="auto"))
@@ -188,9 +195,7 @@ def test_runs_are_compared_and_only_failed_ones_repeated(verse, capsys):
 def test_the_runs_of_a_killed_sweep_end(verse):
     process = start(*flags(max_iters=10**6, eval_interval=1000, dropout="0,0.1"), "--jobs=2")
     folders = [Path("out-sweep", f"dropout={dropout}") for dropout in (0.0, 0.1)]
-    while not all((folder / "last.pt").exists() for folder in folders):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for_saves(process, *folders)
     process.kill()
     process.communicate()
     for folder in folders:
@@ -203,9 +208,7 @@ def test_interrupted_sweep_continues_to_the_same_results(verse):
     settings = {"max_iters": 500, "eval_interval": 100}
     argv = [*flags(**settings, dropout="0,0.1"), "--jobs=2"]
     process = start(*argv)
-    while not Path("out-sweep/dropout=0.0/last.pt").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for_saves(process, "out-sweep/dropout=0.0")
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C, which reaches the runs, too
     _, err = process.communicate()
     assert process.returncode == 130

@@ -68,7 +68,7 @@ def compare_commands(settings):
     if settings.vs:
         print(f"    other: {settings.vs}")
     names = sorted(medians)  # folio first
-    rows = [["", *names, "folio / other"][: 2 * len(names)]]
+    rows = [["", "folio", "other", "folio / other"] if settings.vs else ["", "folio"]]
     for figure, (title, _) in measure.FIGURES.items():
         values = [medians[name].get(figure) for name in names]
         if values != [None] * len(names):

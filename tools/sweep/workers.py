@@ -36,7 +36,8 @@ def train_runs(runs, jobs):
                 for number in range(jobs):
                     if number in workers and workers[number][1].poll() is not None:
                         folder, process = workers.pop(number)
-                        failed += [folder] if process.returncode else []
+                        if process.returncode:
+                            failed.append(folder)
                         ended = len(runs) - len(waiting) - len(workers)
                         outcome = describe_outcome(folder, process.returncode)
                         print(f"{ended} of {len(runs)}: {folder.name}: {outcome}", flush=True)
