@@ -56,8 +56,9 @@ def measure_alternately(commands, runs, keep_going=False):
                 del figures[name]
     medians = {name: {} for name in figures}
     for name, of_runs in figures.items():
-        for figure in of_runs[0].keys() & of_runs[-1].keys():
-            medians[name][figure] = median(run[figure] for run in of_runs if figure in run)
+        for figure in of_runs[0]:
+            if all(figure in run for run in of_runs):
+                medians[name][figure] = median(run[figure] for run in of_runs)
     return medians
 
 
