@@ -6,7 +6,7 @@ from collections import defaultdict
 import torch
 import torch.nn.functional as F
 
-from folio.distributed.sharding import from_shard, full_tensor, is_sharded, local_shard, shard_like
+from folio.distributed.sharding import is_sharded, shard_like
 from folio.distributed.world import SINGLE_PROCESS
 
 NEWTON_SCHULZ_STEPS = 5
@@ -45,11 +45,9 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             directions = self._add_momentum(group)
-            if is_sharded(group["params"][0]):
-                updates = orthogonalize_shards(directions, group["params"], self.world)
-            else:
-                updates = orthogonalize_copies(directions, self.world)
-            self._apply(group, updates)
+            is_fsdp = is_sharded(directions[0])
+            divide = orthogonalize_shards if is_fsdp else orthogonalize_copies
+            self._apply(group, divide(directions, self.world))
 
     def _add_momentum(self, group):
         """Adds the gradients to the momentum. Returns Nesterov's directions, in `dtype`."""
@@ -57,8 +55,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
-        gradients = [local_shard(p.grad) for p in parameters]
+        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+        gradients = [p.grad for p in parameters]
         if self.found_inf is not None:  # a gradient that equals the momentum does not change it
             skips = self.found_inf > 0
             pairs = zip(buffers, gradients, strict=True)
@@ -72,9 +70,8 @@ class Muon(torch.optim.Optimizer):
         lr = group["lr"]
         if self.found_inf is not None:
             lr = lr * (1 - self.found_inf)
-        weights = [local_shard(p) for p in group["params"]]
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        for weight, update in zip(weights, updates, strict=True):
+        torch._foreach_mul_(group["params"], 1 - lr * group["weight_decay"])
+        for weight, update in zip(group["params"], updates, strict=True):
             weight.addcmul_(update, -UPDATE_RMS * lr)
 
 
@@ -138,19 +135,18 @@ def wide_stack(matrix):
     return (matrix if rows <= columns else matrix.T).unsqueeze(0)
 
 
-def orthogonalize_shards(shards, parameters, world):
-    """Orthogonalizes matrices that are sharded like parameters. Returns local shards. Collective.
+def orthogonalize_shards(matrices, world):
+    """Orthogonalizes sharded matrices. Returns a list of matrices with the same shards. Collective.
 
-    `shards` are this process's rows of the matrices, `parameters` the DTensors. To save memory,
-    only as many full matrices as there are processes exist at a time.
+    To save memory, only as many full matrices as there are processes exist at a time.
     """
-    results = list(shards)
-    for indices in group_indices([parameter.shape for parameter in parameters]):
+    results = list(matrices)
+    for indices in group_indices([matrix.shape for matrix in matrices]):
         for start in range(0, len(indices), world.size):
             batch = indices[start : start + world.size]
-            matrices = [full_tensor(from_shard(parameters[i], shards[i])) for i in batch]
-            for i, result in zip(batch, orthogonalize_copies(matrices, world), strict=True):
-                results[i] = local_shard(shard_like(parameters[i], result))
+            full = orthogonalize_copies([matrices[i].full_tensor() for i in batch], world)
+            for i, result in zip(batch, full, strict=True):
+                results[i] = shard_like(matrices[i], result)
     return results
 
 
