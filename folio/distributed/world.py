@@ -137,13 +137,6 @@ def process_group(device):
 def _read_world(device):
     """Returns the World that torchrun describes in the environment."""
     rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        # torch 2.13's restarted processes can read the addresses of ended ones in this store.
-        raise UserError(
-            "torchrun's restarted processes can read old addresses; for --max-restarts, set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
-        )
     kind = device_type(device)
     if kind not in BACKENDS:
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")

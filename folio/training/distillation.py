@@ -6,7 +6,6 @@ and Tastet 2023, "Baby Llama").
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -57,11 +56,9 @@ def load_teachers(settings, config, tokenizer):
         return []
     if settings.parallel == "fsdp":
         raise UserError("parallel=fsdp does not support teachers: use --parallel=ddp")
-    run_dirs = RunDir.parse_list(settings.teachers)
-    if Path(settings.out_dir).resolve() in [run_dir.folder.resolve() for run_dir in run_dirs]:
-        raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
     teachers = []
-    for checkpoint in (run_dir.load_best() for run_dir in run_dirs):
+    for run_dir in RunDir.parse_list(settings.teachers):
+        checkpoint = run_dir.load_best()
         size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
         if size < config.block_size:
             raise UserError(f"teachers: {checkpoint.path} has only block_size={size}")

@@ -1,17 +1,14 @@
 """What train.py prints at the start and the end of a run, and the advice that a log allows."""
 
-import inspect
 import shlex
 import sys
-from pathlib import Path
 
 from tqdm import tqdm
 
 from folio.cli.process import is_main, print_error
 from folio.cli.settings import command_line
-from folio.hardware.memory import memory_bytes, peak_memory_gib
-from folio.pretrained.load import RESUME_NAMES
-from folio.training.setup import model_shape, state_bytes
+from folio.hardware.memory import peak_memory_gib
+from folio.training.setup import model_shape
 
 MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
 MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
@@ -37,17 +34,13 @@ def format_losses(step, losses):
 
 
 def print_start(plan):
-    """Prints the arguments, the dataset, the model's size, the machine and the memory."""
+    """Prints the arguments, the dataset, the model's size and the machine."""
     settings, dataset, machine, world = plan.settings, plan.dataset, plan.machine, plan.world
     source = "data sheet" if machine.data_sheet_flops else "measured with a matrix product"
-    size = state_bytes(plan.config, settings, world.size) / 2**20
-    values = "weights, gradients and moments"
     work = f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
     if settings.eval_only:
         start = plan.resumed or plan.initial
-        values, work = "weights", f"from {start.summary}" if start else "random weights"
-    available = memory_bytes(machine.device)
-    limit = f" of {available / 2**30:,.0f} GiB" if available else ""
+        work = f"from {start.summary}" if start else "random weights"
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
     print(
         f"settings: {shlex.join(command_line(plan.arguments)) or 'defaults'}",
@@ -56,7 +49,6 @@ def print_start(plan):
         f"model: {model_shape(plan.config).num_params():,} parameters; {work}",
         f"machine: {processes}{machine.summary}, peak {machine.peak_flops / 1e12:.3g} TFLOP/s "
         f"({source})",
-        f"memory: {size:,.1f} MiB{limit} for {values}; activations are not counted",
         sep="\n",
         flush=True,
     )
@@ -88,17 +80,8 @@ def print_end(run, loss):
     epochs = progress.tokens / len(run.dataset.train)
     if advice := advice_on(evaluations, settings, epochs):
         text, changes = advice
-        print(f"{text}: {next_command(run.plan, **changes)}" if changes else text)
+        print(f"{text}: {' '.join(command_line([], **changes))}" if changes else text)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
-
-
-def next_command(plan, **changes):
-    """Returns the command of a new run like the one of a Plan, with some settings changed."""
-    if plan.settings.init_from in RESUME_NAMES:
-        changes = {"init_from": plan.origin} | changes
-    script = Path(inspect.getfile(type(plan.settings)))  # sys.argv has another one in a notebook
-    name = script.name if script.parent == Path.cwd() else str(script)
-    return f"python {shlex.join([name, *command_line(plan.arguments, **changes)])}"
 
 
 def advice_on(evaluations, settings, epochs):

@@ -16,8 +16,7 @@ from folio.cli.files import lock_folder
 from folio.cli.settings import names_with_scope
 from folio.distributed.sharding import assign, full_tensor, gather_on_cpu
 from folio.training.evaluation import evaluation_cost
-from folio.training.run_log import RunLog
-from folio.training.wandb_log import WandbLog
+from folio.training.run_log import RunLog, start_wandb
 
 MAX_ENDING_SHARE = 1 / 4  # of --minutes that is left for the evaluations at the end
 
@@ -179,8 +178,12 @@ class Run:
 def open_log(run):
     """A context in which a run writes to its folder, which it locks. Yields its RunLog. Collective.
 
-    Raises UserError if another process has the lock, or if Weights & Biases cannot start.
+    Raises UserError if another process has the lock, if Weights & Biases cannot start, or if
+    --minutes are over. An earlier run in the folder is then not moved or deleted.
     """
+    minutes = run.settings.minutes
+    if minutes and not run.progress.step and run.clock() >= run.settings.max_iters:
+        raise UserError(f"--minutes={minutes:g} is over before the first step: increase it")
     with ExitStack() as stack:
         yield run.world.call_together(_open_log, run, stack)
 
@@ -192,10 +195,8 @@ def _open_log(run, stack):
     resumed, settings = run.plan.resumed, dataclasses.asdict(run.settings)
     for name in names_with_scope(type(run.settings), "files"):
         del settings[name]
-    wandb_log = WandbLog(run.settings, settings)
-    stack.callback(wandb_log.close)
-    log = RunLog(run, wandb_log)
-    stack.callback(log.bar.close)
+    log = RunLog(run, start_wandb(run.settings, settings) if run.world.is_main else None)
+    stack.callback(log.close)
     # Last, because it deletes or moves files.
     moved_to = run.run_dir.begin(run.settings, resumed) if run.world.is_main else None
     if moved_to:

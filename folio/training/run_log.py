@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from folio.cli.errors import UserError, cause_of
 from folio.cli.process import SIGPIPE
 from folio.hardware.memory import peak_memory_gib
 from folio.training.messages import format_losses
@@ -22,12 +23,11 @@ class RunLog:
     since the previous report.
     """
 
-    def __init__(self, run, wandb_log):
-        self.run, self.settings, self.wandb_log = run, run.settings, wandb_log
+    def __init__(self, run, wandb_run=None):
+        self.run, self.settings, self.wandb_run = run, run.settings, wandb_run
         self.tokens_per_step = run.settings.tokens_per_step
         self.flops_per_token = run.model.flops_per_token()
         self.first_step = self.reported_step = run.progress.step
-        self.train_s = self.reported_s = 0.0  # of the steps of this process, and at the last report
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
@@ -38,7 +38,13 @@ class RunLog:
             leave=False,
             disable=not self.on_terminal,
         )
-        self.started_at = self.counted_at = time.perf_counter()
+        # The time of the steps of this process is that since started_at without that of pauses.
+        self.started_at, self.paused_s, self.reported_s = time.perf_counter(), 0.0, 0.0
+
+    def close(self):
+        self.bar.close()
+        if self.wandb_run:
+            self.wandb_run.finish()
 
     # Events
 
@@ -70,8 +76,6 @@ class RunLog:
     def count_step(self):
         """Advances the progress bar. Called after each step."""
         self._print(self.bar.update)
-        if self.run.progress.step == self.first_step:
-            self.started_at = self.counted_at  # excludes the time before the first step
 
     def step(self, loss, grad_norm, lr):
         """Reports a step with the speed since the last report. Waits for the device."""
@@ -93,12 +97,15 @@ class RunLog:
             "mfu": mfu if mfu <= 1 else None,  # the peak was measured on a busy machine
         }
         self._log("train", **values)
-        self._show_step(values, seconds)
+        self._show_step(values, seconds, train_s + self.paused_s)
 
-    def _show_step(self, values, seconds):
-        """Shows the values of a step in the progress bar or, without it, in a line."""
+    def _show_step(self, values, seconds, wall_s):
+        """Shows the values of a step in the progress bar or, without it, in a line.
+
+        A step has taken so many seconds, and all steps of this process `wall_s`, with pauses.
+        """
         steps, loss, mfu = self.run.progress.step + 1, values["loss"], values["mfu"]
-        per_step = (self.counted_at - self.started_at) / (steps - self.first_step)  # with pauses
+        per_step = wall_s / (steps - self.first_step)
         left_s = per_step * (self.settings.max_iters - steps)
         if self.settings.minutes:
             left_s = min(left_s, max(0, 60 * self.settings.minutes - self.run.elapsed_s()))
@@ -117,25 +124,26 @@ class RunLog:
         line = {"step": self.run.progress.step, "event": event, **values}
         line["elapsed_s"] = self.run.elapsed_s()
         self.run.run_dir.append(line)
-        if event in ("train", "val", "final"):
-            self.wandb_log.log(line)
+        if self.wandb_run and event in ("train", "val", "final"):
+            numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
+            self.wandb_run.log({f"{event}/{k}": v for k, v in numbers.items()}, step=line["step"])
 
     # Time
 
     def train_seconds(self):
         """Waits for the device. Returns the time of the steps of this process."""
         self.run.machine.synchronize()
-        now = time.perf_counter()
-        self.train_s += now - self.counted_at
-        self.counted_at = now
-        return self.train_s
+        return time.perf_counter() - self.started_at - self.paused_s
 
     @contextmanager
     def pause(self):
         """A context whose time does not count as training time."""
-        self.train_seconds()
+        train_s = self.train_seconds()
         yield
-        self.counted_at = time.perf_counter()
+        now = time.perf_counter()
+        if self.run.progress.step == self.first_step:
+            self.started_at, train_s = now, 0.0  # excludes the time before the first step
+        self.paused_s = now - self.started_at - train_s
 
     # Console
 
@@ -151,3 +159,24 @@ class RunLog:
             self.run.stop_signal.request(SIGPIPE)
         except OSError:  # a full disk
             pass
+
+
+def start_wandb(settings, run_settings):
+    """Returns a run of Weights & Biases that stores `run_settings`, None if it is not requested.
+
+    Raises UserError if it cannot start.
+    """
+    if not settings.wandb_log:
+        return None
+    try:
+        import wandb
+
+        return wandb.init(
+            project=settings.wandb_project,
+            name=settings.wandb_run_name,
+            config=run_settings,
+            dir=settings.out_dir,
+        )
+    except Exception as error:  # the package and the network can raise anything
+        advice = "run pip install wandb, or set wandb_log=False"
+        raise UserError(f"wandb_log cannot start: {cause_of(error)}; {advice}") from error

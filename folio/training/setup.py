@@ -24,8 +24,6 @@ from model import GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
-# Only rank 0 uses these, so they may differ between processes: nanoGPT's names contain the time.
-WANDB_SETTINGS = ("wandb_log", "wandb_project", "wandb_run_name")
 MEMORY_ADVICE = (
     "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
     "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
@@ -67,8 +65,7 @@ def make_plan(settings, world=SINGLE_PROCESS):
     plan = world.call_together(_make_plan, settings, world)
     plan.arguments = settings.parsed_arguments
     values = dataclasses.asdict(plan.settings)
-    for name in WANDB_SETTINGS:
-        del values[name]
+    del values["wandb_run_name"]  # only rank 0 uses it; nanoGPT's contains the time
     values["content of the dataset"] = plan.dataset.fingerprint
     values["checkpoint"] = plan.resumed and plan.resumed.progress
     world.check_same(values)
@@ -87,7 +84,7 @@ def _make_plan(settings, world):
     settings = dataclasses.replace(settings, **resolved)
     check_parallel(settings, world.size)
     dataset.check_length(config.block_size)
-    check_memory(config, settings, world.size)
+    check_memory(config, settings)
     if initial:
         crop(initial, config.block_size)
     teachers = load_teachers(settings, config, dataset.tokenizer)
@@ -194,26 +191,17 @@ def check_parallel(settings, size):
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 
 
-def state_bytes(config, settings, world_size=1):
-    """Returns the size of weights, gradients and moments in each of `world_size` processes.
+def check_memory(config, settings):
+    """Raises UserError if weights, gradients and moments exceed the memory of one device.
 
-    AdamW has two moments per parameter, Muon one. An evaluation has weights only. Activations are
-    not counted, nor is what FSDP gathers.
+    AdamW has two moments per parameter, Muon one. Activations are not counted.
     """
-    model = model_shape(config)
-    values = model.num_params()
-    if not settings.eval_only:
-        values *= 4
-        if settings.optimizer == "muon":
-            values -= sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-    return 4 * values // (world_size if settings.parallel == "fsdp" else 1)
-
-
-def check_memory(config, settings, world_size):
-    """Raises UserError if weights, gradients and moments exceed the memory; see state_bytes."""
     available = memory_bytes(settings.device)
-    needed = state_bytes(config, settings, world_size)
-    if available and needed > available:
+    if not available or settings.eval_only or settings.parallel == "fsdp":
+        return
+    values = 3 if settings.optimizer == "muon" else 4
+    needed = 4 * values * model_shape(config).num_params()
+    if needed > available:
         raise UserError(
             f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
             f"has {available / 2**30:,.1f} GiB: decrease --n_layer or --n_embd"

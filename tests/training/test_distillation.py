@@ -74,7 +74,6 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
         ({"block_size": 16}, "block_size=8"),
         ({"dataset": "other"}, "vocabulary"),
         ({"dataset": "same-size"}, "vocabulary"),
-        ({"out_dir": "./out-teacher"}, "out_dir"),
     ],
     ids=str,
 )

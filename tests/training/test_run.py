@@ -9,6 +9,7 @@ import torch
 
 import train
 from folio.cli import process
+from folio.cli.errors import UserError
 from folio.distributed.sharding import gather_on_cpu
 from folio.training.evaluation import evaluation_cost, is_evaluation_due
 from folio.training.run import Run
@@ -110,10 +111,11 @@ def test_a_finished_run_continues_with_more_minutes_or_steps(verse, steady_time,
     assert run(minutes=1)[1] == "finished at step 100; to continue, increase --max_iters"
 
 
-def test_minutes_that_are_over_at_the_start_end_the_run_with_its_evaluation(verse, capsys):
-    train.main(tiny.flags(minutes=1e-6))
-    assert "0 of 6 steps fitted into --minutes" in capsys.readouterr().out
-    assert tiny.load("ckpt.pt")["iter_num"] == 0
+def test_minutes_that_are_over_at_the_start_are_an_error_and_the_earlier_run_is_kept(verse):
+    train.main(tiny.flags(max_iters=1))
+    with pytest.raises(UserError, match="--minutes=1e-06 is over before the first step"):
+        train.main(tiny.flags(minutes=1e-6, overwrite=True))
+    assert tiny.load("ckpt.pt")["iter_num"] == 1
 
 
 # Saving

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shlex
 import subprocess
 import sys
 from functools import partial
@@ -16,6 +15,7 @@ import tiny
 import torch
 
 import train
+from folio.cli.errors import UserError
 from folio.training import messages, run_log
 from folio.training.run import open_log
 
@@ -27,14 +27,11 @@ def test_console_and_log_have_a_line_for_each_event(verse, capsys):
     flags = tiny.flags(learning_rate=0.01, seed=4, log_interval=2)
     train.main(["--seed=3", *flags, "rate.py"])  # each setting is printed once
     out, err = capsys.readouterr()
-    settings, data, model, machine, memory = out.splitlines()[:5]
+    settings, data, model, machine = out.splitlines()[:4]
     assert settings == f"settings: {' '.join(flags)} rate.py"
     assert data == "dataset: verse, 1,458 training and 162 validation tokens, vocabulary 24"
     assert re.fullmatch(r"model: 3,\d{3} parameters; 6 steps of 32 tokens", model)
     assert machine.startswith("machine: cpu (")
-    assert re.fullmatch(
-        r"memory: [\d.,]+ MiB of [\d,]+ GiB for .*; activations are not counted", memory
-    )
     steps = re.findall(r"^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}", out, re.M)
     iters = re.findall(r"^iter (\d+): loss \d+\.\d{4}, time \d+\.\d\dms, mfu [\d.]+%", out, re.M)
     assert steps == ["0", "3", "6"]
@@ -136,6 +133,36 @@ def test_the_peak_memory_of_a_gpu_is_reported(verse, capsys):
     assert all(0 < event["peak_memory_gib"] < 1 for event in tiny.log_events())
 
 
+# Weights & Biases, which a mock replaces
+
+
+def test_wandb_receives_the_numbers_of_the_log(verse, monkeypatch):
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    train.main(tiny.flags(wandb_log=True, wandb_project="verses", wandb_run_name="first"))
+    settings = wandb.init.call_args.kwargs
+    assert (settings["project"], settings["name"]) == ("verses", "first")
+    assert settings["config"]["n_embd"] == 16
+    run = wandb.init.return_value
+    logged = [(call.kwargs["step"], call.args[0]) for call in run.log.call_args_list]
+    expected = []
+    for event in tiny.log_events()[1:]:
+        step, kind = event.pop("step"), event.pop("event")
+        expected.append((step, {f"{kind}/{name}": value for name, value in event.items()}))
+    assert logged == expected
+    assert {"train/loss", "train/lr", "train/mfu", "train/tokens_per_s"} < set(logged[1][1])
+    run.finish.assert_called_once()
+
+
+def test_a_missing_package_is_reported_before_training(verse, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    message = "wandb_log cannot start: .*run pip install wandb, or set"
+    train.main(tiny.flags(max_iters=1))
+    with pytest.raises(UserError, match=message):
+        train.main(tiny.flags(overwrite=True, wandb_log=True))
+    assert tiny.load("last.pt")["iter_num"] == 1  # the earlier run is still there
+
+
 # Advice at the end
 
 
@@ -175,46 +202,14 @@ def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text
         assert advise(settings)[1] == {"minutes": 4, "max_iters": 620, "lr_decay_iters": 600}
 
 
-def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch):
-    compared = []
-    monkeypatch.setattr(messages, "advice_on", lambda *args: compared.append(args[0]))
+def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch, capsys):
+    advise = Mock(return_value=("ADVICE", {"max_iters": 8, "minutes": 5}))
+    monkeypatch.setattr(messages, "advice_on", advise)
     train.main(tiny.flags(max_iters=3))
+    assert "\nADVICE: --max_iters=8 --minutes=5\n" in capsys.readouterr().out
     train.main(tiny.flags(max_iters=6, init_from="resume"))
     train.main(tiny.flags(max_iters=9, init_from="resume", batch_size=2))
-    steps = [[event["step"] for event in evaluations] for evaluations in compared]
+    steps = [[event["step"] for event in call.args[0]] for call in advise.call_args_list]
     assert steps == [[0, 3], [0, 3, 6], [9]]
     times = [event["elapsed_s"] for event in tiny.log_events()]
     assert times == sorted(times)  # a resumed run continues the time
-
-
-@pytest.mark.parametrize(
-    "processes",  # the arguments of each process of a run
-    [
-        [["--minutes=3", "a.py", "--minutes=2.5", "--seed=7", "--init_from", "auto"]],
-        [["a.py", "--stop_at=1"], ["a.py", "--init_from", "resume"]],
-        [
-            ["--batch_size=2", "a.py", "--stop_at=1", "--init_from=old model/ckpt.pt"],
-            ["a.py", "--stop_at=2", "--init_from=resume"],
-            ["--init_from=auto", "a.py"],
-        ],
-    ],
-)
-def test_the_advised_command_is_a_run_with_the_same_start(verse, capsys, monkeypatch, processes):
-    train.main(tiny.flags(out_dir="old model", seed=9, max_iters=1))
-    Path("a.py").write_text("".join(f"{n} = {v!r}\n" for n, v in tiny.SETTINGS.items()))
-    advice = ("ADVICE", {"max_iters": 8, "minutes": 5})
-    monkeypatch.setattr(messages, "advice_on", lambda *_: advice)
-    for arguments in processes:
-        train.main(arguments)
-    [line] = re.findall(r"^ADVICE: (.*)", capsys.readouterr().out, re.M)
-    python, script, *arguments = shlex.split(line)
-    assert (python, script) == ("python", TRAIN)  # not that of a test or a notebook
-    assert arguments[-2:] == ["--max_iters=8", "--minutes=5"]
-    assert len(arguments) == len({argument.partition("=")[0] for argument in arguments})
-    train.main(arguments)
-    old, new = (tiny.log_events(out) for out in ("out.1", "out"))
-    assert new[1]["loss"] == old[1]["loss"]
-    assert new[-1]["step"] == 8
-    settings, new_settings = old[0]["settings"], new[0]["settings"]
-    changed = {name for name in new_settings if new_settings[name] != settings[name]}
-    assert changed == {"max_iters", "minutes"}

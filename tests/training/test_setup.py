@@ -7,25 +7,26 @@ import tiny
 
 import train
 from folio.checkpoint.format import empty_model
+from folio.cli.errors import UserError
 from folio.distributed.world import SINGLE_PROCESS
-from folio.training.setup import make_plan, state_bytes
+from folio.training import setup
 from model import GPTConfig
 
 
-@pytest.mark.parametrize("switches", [{}, {"n_layer": 0}, tiny.SWITCHES], ids=str)
-def test_weights_gradients_and_moments_are_counted(switches):
-    config = GPTConfig(vocab_size=65, **(tiny.SHAPE | {"n_layer": 3} | switches))
-    model = empty_model(config)
-    count = sum(p.numel() for p in model.parameters())
-    matrices = sum(p.numel() for p in model.transformer.h.parameters() if p.dim() == 2)
-    assert state_bytes(config, tiny.settings()) == 16 * count
-    assert state_bytes(config, tiny.settings(optimizer="muon")) == 16 * count - 4 * matrices
-    assert state_bytes(config, tiny.settings(eval_only=True)) == 4 * count
-    assert state_bytes(config, tiny.settings(parallel="fsdp"), world_size=4) == 4 * count
+def test_weights_gradients_and_moments_that_exceed_the_memory_are_refused(monkeypatch):
+    config = GPTConfig(vocab_size=65, **tiny.SHAPE)
+    count = empty_model(config).num_params()
+    monkeypatch.setattr(setup, "memory_bytes", lambda device: 16 * count)
+    setup.check_memory(config, tiny.settings())
+    monkeypatch.setattr(setup, "memory_bytes", lambda device: 16 * count - 1)
+    setup.check_memory(config, tiny.settings(optimizer="muon"))  # one moment less
+    setup.check_memory(config, tiny.settings(eval_only=True))
+    with pytest.raises(UserError, match="the model needs more than"):
+        setup.check_memory(config, tiny.settings())
 
 
 def test_all_processes_compile_or_none(verse):
-    plan = make_plan(tiny.settings(compile=True))
+    plan = setup.make_plan(tiny.settings(compile=True))
     for successes in ([True, True], [True, False]):
         plan.world = Mock(wraps=SINGLE_PROCESS, size=1, rank=0, is_launched=False)
         plan.world.gather = Mock(return_value=successes)
