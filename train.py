@@ -142,7 +142,7 @@ from folio.hardware.memory import explain_out_of_memory, keep_freed_memory, reco
 from folio.inference.completion import sample_text
 from folio.training.distillation import Distillation
 from folio.training.evaluation import evaluate, is_evaluation_due
-from folio.training.messages import format_losses, print_end, print_finished, print_start, warn
+from folio.training.messages import format_losses, print_end, print_finished, print_start
 from folio.training.muon import momentum_at
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.run import Run, open_log
@@ -180,7 +180,7 @@ def make_run(plan):
     if plan.is_sharded:
         shard_model(model, world, machine.dtype)
     if start := plan.resumed or plan.initial:
-        world.call_together(load_weights, model, start, assign)
+        world.call_together(load_weights, model, start)
         start.weights = {}  # the model has them
     else:
         torch.manual_seed(settings.seed)
@@ -199,9 +199,7 @@ def make_run(plan):
         forward = Distillation(model, [t.to(machine.device, model.dtype) for t in plan.teachers])
     if machine.compile:
         batch = next(Batches(plan.dataset.train, settings, world).at(0))
-        compiled = compile_model(forward, machine, (*batch, settings.train_temperature))
-        if all(world.gather(compiled is not forward)):  # it can fail on one machine only
-            forward = compiled
+        forward = compile_model(forward, machine, (*batch, settings.train_temperature))
     if not plan.is_sharded:
         forward = replicate(forward, world)  # with several processes, DDP
     return Run(plan, model, optimizers, scaler, forward)
@@ -247,7 +245,7 @@ def train(run):
                     run.check_step(loss, grad_norm)
                     log.step(loss, grad_norm, lr)
                 if message := cores.check():
-                    warn(message)
+                    log.say(message)
                 progress.add_step(settings.tokens_per_step)
 
         loss = progress.best_val_loss

@@ -112,7 +112,6 @@ def test_the_shakespeare_preset_is_nanogpts(device):
     [
         ("tutorials/gpt_small.py", SHAKESPEARE_CHARACTERS, 309_185, 0.02),
         ("tutorials/lecture.py", SHAKESPEARE_CHARACTERS, 10.79e6, 0.001),
-        ("tutorials/gpt2_124m.py", GPT2Tokenizer(), 163e6, 0.001),
         ("train_gpt2.py", GPT2Tokenizer(), 124e6, 0.005),
     ],
 )

@@ -19,6 +19,7 @@ import torch
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError, cause_of, check_types, foreign_errors, os_errors
 from folio.cli.files import check_lfs, write_atomically
+from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig
@@ -217,13 +218,8 @@ def build_model(checkpoint):
     return model
 
 
-def share(parameter, values):
-    """Sets a parameter to a tensor. They share memory if dtype and device are the same."""
-    parameter.data = values.to(parameter).contiguous()
-
-
-def load_weights(model, checkpoint, assign=share):
-    """Sets the parameters of a GPT to a checkpoint's weights with assign(parameter, values).
+def load_weights(model, checkpoint):
+    """Sets the parameters of a GPT, sharded or not, to a checkpoint's weights; see assign.
 
     Raises UserError if the names or shapes differ.
     """

@@ -1,11 +1,7 @@
 """What train.py prints at the start and the end of a run, and the advice that a log allows."""
 
 import shlex
-import sys
 
-from tqdm import tqdm
-
-from folio.cli.process import is_main, print_error
 from folio.cli.settings import command_line
 from folio.hardware.memory import peak_memory_gib
 from folio.training.setup import model_shape
@@ -15,13 +11,6 @@ MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the ev
 MIN_FALL_SHARE = 2 / 3  # of the training loss's fall in this half
 MAX_GAP_GROWTH_NATS = 0.1  # in this half, of the gap between the losses
 MANY_PASSES = 2  # over the training text
-
-
-def warn(message):
-    """Prints an error that does not end the run on stderr, above the progress bar."""
-    with tqdm.external_write_mode(file=sys.stderr):
-        if is_main():
-            print_error(message)
 
 
 def format_losses(step, losses):

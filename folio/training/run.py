@@ -14,7 +14,7 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
 from folio.cli.settings import names_with_scope
-from folio.distributed.sharding import assign, full_tensor, gather_on_cpu
+from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.training.evaluation import evaluation_cost
 from folio.training.run_log import RunLog, start_wandb
 
@@ -122,7 +122,7 @@ class Run:
             return
         checkpoint = Checkpoint(
             progress=dataclasses.replace(self.progress, elapsed_s=self.elapsed_s()),
-            settings=dataclasses.asdict(self.settings) | {"init_from": self.plan.origin},
+            settings=dataclasses.asdict(self.settings),
             tokenizer=self.dataset.tokenizer.to_dict(),
             data=self.dataset.fingerprint,
             log_bytes=self.run_dir.log_size(),
@@ -155,7 +155,7 @@ class Run:
     def load_best_weights(self):
         """Raises UserError if ckpt.pt is no longer the file that this run has written."""
         if self.progress.best_step != self.progress.step:
-            self.world.call_together(load_weights, self.model, self._load_best(), assign)
+            self.world.call_together(load_weights, self.model, self._load_best())
 
     def check_step(self, loss, grad_norm):
         """Raises UserError if a step has diverged."""

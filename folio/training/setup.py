@@ -18,7 +18,7 @@ from folio.data.dataset import Dataset, load_dataset
 from folio.distributed.world import SINGLE_PROCESS, World
 from folio.hardware.device import Machine, choose_machine
 from folio.hardware.memory import memory_bytes
-from folio.pretrained.load import RESUME_NAMES, checkpoint_tokenizer, crop, load_start
+from folio.pretrained.load import checkpoint_tokenizer, crop, load_start
 from folio.training.distillation import load_teachers
 from model import GPTConfig
 
@@ -44,12 +44,6 @@ class Plan:
     initial: Checkpoint | None = None  # or starts with the weights of this one
     teachers: list = dataclasses.field(default_factory=list)  # GPTs, for distillation
     arguments: list = dataclasses.field(default_factory=list)  # config files and Flags
-
-    @property
-    def origin(self):
-        """The value of init_from with which the run has started, or the first of its processes."""
-        saved = self.resumed.settings.get("init_from") if self.resumed else self.settings.init_from
-        return "scratch" if saved in (None, *RESUME_NAMES) else saved
 
     @property
     def is_sharded(self):

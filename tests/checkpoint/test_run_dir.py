@@ -35,7 +35,6 @@ def write(path, step=0):
     ("existing", "name", "hint"),
     [
         ([], "out", "; available: none; first run python train.py"),
-        (["out-verse/ckpt.pt", "b/ckpt.pt"], "out-vers", "; did you mean out-verse?"),
         (["out-verse/ckpt.pt", "b/ckpt.pt", "c/log.jsonl"], "zz", "; available: b, out-verse"),
     ],
 )

@@ -85,7 +85,7 @@ def test_fewer_threads_are_reported_once(verse, monkeypatch, capsys):
     cores = SimpleNamespace(check=lambda: next(messages))
     monkeypatch.setattr(train, "SharedCores", lambda machine: cores)
     train.main(tiny.flags())
-    assert capsys.readouterr().err.count("fewer threads") == 1
+    assert capsys.readouterr().out.count("fewer threads\n") == 1
 
 
 def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):

@@ -1,14 +1,10 @@
 """What a run needs before its first step: checks of the machine and its memory."""
 
-from unittest.mock import Mock, patch
-
 import pytest
 import tiny
 
-import train
 from folio.checkpoint.format import empty_model
 from folio.cli.errors import UserError
-from folio.distributed.world import SINGLE_PROCESS
 from folio.training import setup
 from model import GPTConfig
 
@@ -23,13 +19,3 @@ def test_weights_gradients_and_moments_that_exceed_the_memory_are_refused(monkey
     setup.check_memory(config, tiny.settings(eval_only=True))
     with pytest.raises(UserError, match="the model needs more than"):
         setup.check_memory(config, tiny.settings())
-
-
-def test_all_processes_compile_or_none(verse):
-    plan = setup.make_plan(tiny.settings(compile=True))
-    for successes in ([True, True], [True, False]):
-        plan.world = Mock(wraps=SINGLE_PROCESS, size=1, rank=0, is_launched=False)
-        plan.world.gather = Mock(return_value=successes)
-        with patch.object(train, "compile_model", return_value="compiled"):
-            run = train.make_run(plan)
-        assert run.forward == ("compiled" if all(successes) else run.model)
