@@ -1,6 +1,5 @@
 """Several processes: the same results as one, the same checkpoints, common stops and errors."""
 
-import json
 import math
 import os
 import re
@@ -24,17 +23,8 @@ from folio.inference.completion import sample_text
 from folio.training.muon import orthogonalize, orthogonalize_copies, orthogonalize_shards
 from folio.training.setup import check_parallel
 
-CURVE = Path(__file__).parent / "curve.json"  # losses of 100 steps of CURVE_SETTINGS in one process
-CURVE_SETTINGS = {
-    "gradient_accumulation_steps": 4,
-    "batch_size": 2,
-    "max_iters": 100,
-    "eval_interval": 50,
-    "learning_rate": 1e-3,
-    "bias": True,
-    "n_layer": 2,
-    "n_embd": 18,  # not divisible by 4 processes
-}
+SETTINGS = {"gradient_accumulation_steps": 4, "batch_size": 2, "eval_interval": 50}
+SETTINGS |= {"learning_rate": 1e-3, "bias": True, "n_layer": 2, "n_embd": 32}
 both_parallel = pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 
 
@@ -43,22 +33,6 @@ def differences(losses, others):
 
 
 # The same results
-
-
-def test_the_losses_of_one_process_follow_the_stored_curve(verse):
-    losses = train_ranks(1, **CURVE_SETTINGS)
-    assert differences(losses, json.loads(CURVE.read_text())).max() < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "split", "parallel"), [(2, (2, 4), "ddp"), (4, (8, 1), "fsdp")])
-def test_the_losses_of_several_processes_follow_the_stored_curve(verse, size, split, parallel):
-    count, batch_size = split
-    changes = {"gradient_accumulation_steps": count, "batch_size": batch_size}
-    losses = train_ranks(size, parallel=parallel, stop_at=40, **CURVE_SETTINGS | changes)
-    expected = json.loads(CURVE.read_text())[:40]
-    assert differences(losses, expected).max() < 1e-4
-    assert differences(losses[:1], expected[:1]).max() < 1e-6
 
 
 @pytest.mark.slow
@@ -92,6 +66,7 @@ def test_a_run_can_change_the_number_of_processes_and_the_kind_of_parallelism(ve
     settings = {"optimizer": "muon", "gradient_accumulation_steps": 4, "learning_rate": 1e-3}
     settings |= {"batch_size": 1, "n_embd": 18, "max_iters": 12, "eval_interval": 4}
     settings |= {"eval_iters": 1}  # fewer evaluated windows than processes
+    settings |= {"smear": 2, "n_head": 1}  # fewer rows of a matrix, and others not divisible by 4
     whole = train_ranks(1, out_dir="whole", **settings)
     sections = [(4, "fsdp", 4), (1, "ddp", 6), (2, "ddp", 9), (2, "fsdp", 12)]
     for size, parallel, stop_at in sections:
@@ -133,8 +108,7 @@ def test_processes_with_a_time_budget_make_the_same_steps(verse):
 
 @pytest.mark.slow
 def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
-    settings = CURVE_SETTINGS | {"dtype": "bfloat16", "n_embd": 32, "max_iters": 20}
-    settings |= {"sample_interval": 20}
+    settings = SETTINGS | {"dtype": "bfloat16", "max_iters": 20, "sample_interval": 20}
     one = train_ranks(1, out_dir="one", **settings)
     for parallel in ("ddp", "fsdp"):
         losses = train_ranks(2, out_dir=parallel, parallel=parallel, **settings)
@@ -143,14 +117,13 @@ def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@both_parallel
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])
 def test_a_launched_process_on_a_gpu_is_close_to_an_ordinary_one(
     verse, parallel, compile, dtype, tolerance
 ):
-    settings = CURVE_SETTINGS | {"device": "cuda", "dtype": dtype, "n_embd": 32}
-    settings |= {"compile": compile, "max_iters": 50}
+    settings = SETTINGS | {"device": "cuda", "dtype": dtype, "compile": compile, "max_iters": 50}
     one = train_ranks(1, out_dir="one", **settings)
     flags = tiny.flags(out_dir="two", parallel=parallel, log_interval=1, **settings)
     Ranks(1, train.main, flags).results(timeout_s=300)  # the compiler is slow at first
