@@ -135,9 +135,7 @@ def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
 
 
 def test_a_run_that_has_kept_the_newest_model_can_keep_the_best_from_now_on(verse, monkeypatch):
-    tiny.fake_losses(
-        monkeypatch, 2.0, 1.0, 3.0, 2.5, 2.7, 2.6
-    )  # at steps 0, 3, 6; 6, 9 and at the end
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 3.0, 2.5, 2.7, 2.6)  # at 0, 3, 6; 6, 9 and at the end
     train.main(tiny.flags(eval_iters=None, always_save_checkpoint=True))
     train.main(tiny.flags(eval_iters=None, max_iters=9, init_from="resume"))
     assert tiny.load("ckpt.pt")["iter_num"] == 6
@@ -321,24 +319,18 @@ def test_a_folder_in_use_is_not_changed(verse):
 
 
 def test_the_weights_of_each_evaluation_are_kept_while_their_run_is(verse, capsys):
-    train.main(tiny.flags(out_dir="out-whole"))
     interrupted(*tiny.flags(keep_checkpoints=True), calls=4)
     train.main(tiny.flags(keep_checkpoints=True, init_from="resume"))
     assert run_files() == ["ckpt-0.pt", "ckpt-3.pt", "ckpt-6.pt", *RUN_FILES]
-    assert tiny.differences("out", "out-whole") == ["log.jsonl"]  # it has the settings
-    assert tiny.untimed_log("out")[1:] == tiny.untimed_log("out-whole")[1:]
-    kept, size = tiny.load("ckpt-3.pt"), 4 * tiny.log_events()[0]["parameters"]
+    kept = tiny.load("ckpt-3.pt")
     assert (kept["iter_num"], kept["optimizer"]) == (3, None)
-    assert size < Path("out/ckpt-3.pt").stat().st_size < size + 20_000  # names and settings
     sample.main(["--init_from=out/ckpt-3.pt", "--device=cpu", "--max_new_tokens=3"])
     assert capsys.readouterr().err.startswith("out/ckpt-3.pt: step 3")
-    first_loss, loss = (tiny.log_events()[number]["loss"] for number in (1, 5))
-    assert tiny.log_events()[5]["step"] == 3
+    [loss] = [e["loss"] for e in tiny.log_events() if (e["step"], e["event"]) == (3, "val")]
     Path("out/ckpt-mine.pt").touch()
     train.main(tiny.flags(init_from="out/ckpt-3.pt", keep_checkpoints=True, max_iters=1))
-    assert tiny.log_events()[1]["loss"] == loss != first_loss
+    assert tiny.log_events()[1]["loss"] == loss
     assert run_files("out.1") == ["ckpt-0.pt", "ckpt-3.pt", "ckpt-6.pt", *RUN_FILES]
-    assert run_files() == ["ckpt-0.pt", "ckpt-1.pt", "ckpt-mine.pt", *RUN_FILES]
     train.main(tiny.flags(init_from="out/ckpt-1.pt", overwrite=True, max_iters=1))
     assert run_files() == ["ckpt-mine.pt", *RUN_FILES]
 

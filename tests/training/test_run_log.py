@@ -3,9 +3,7 @@
 import errno
 import os
 import re
-import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -95,34 +93,16 @@ def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
         log.say("line")
 
 
-def show_on_terminal(command):
-    """Returns what a command shows on a terminal."""
-    pty = pytest.importorskip("pty")
-    reader, terminal = pty.openpty()
-    pytest.importorskip("termios").tcsetwinsize(terminal, (24, 120))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
-    )
-    os.close(terminal)
-    shown = b""
-    try:
-        while piece := os.read(reader, 4096):
-            shown += piece
-    except OSError:  # Linux reports a closed terminal so
-        pass
-    os.close(reader)
-    assert process.wait() == 0
-    return shown.decode()
-
-
-@pytest.mark.slow
-def test_progress_bar_replaces_step_lines_on_a_terminal(verse):
-    command = [sys.executable, TRAIN, *tiny.flags(max_iters=100, eval_interval=100)]
-    shown = show_on_terminal(command)
-    assert "iter " not in shown
-    assert re.search(r"step \d+/100, loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left \|", shown)
-    assert "step 100: train loss" in shown
+def test_progress_bar_replaces_step_lines_on_a_terminal(verse, monkeypatch, capsys):
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, "120")
+    train.main(tiny.flags())  # the line of each evaluation redraws the bar
+    out, err = capsys.readouterr()
+    assert "iter " not in out
+    assert re.search(r"step 3/6, loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left \|", err)
+    assert "step 6: train loss" in out
 
 
 @pytest.mark.gpu
@@ -171,18 +151,12 @@ def test_a_missing_package_is_reported_before_training(verse, monkeypatch):
     [
         ([4, 2, 1.5, 1.0], [4, 2.1, 1.7, 1.9], 9, "risen by 0.20 since step 200", {"dropout": 0.3}),
         ([4, 2, 1.5, 1.9], [4, 2.1, 1.7, 1.9], 9, "both losses have", {"learning_rate": 0.005}),
-        # memorization
-        ([4, 2, 1.2, 1.0], [4, 2.1, 1.4, 1.4], 9, "9 passes over the text, training loss 1.00", {}),
-        ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 9, "more text would", {}),  # the rate has decayed
-        # not decided by the log
-        ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 1.4, "1.4 passes over", {}),
-        # underfitting
-        ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.25, "longer", {"max_iters": 600}),
-        ([4, 2, 1.5, 1.4], [4, 2.8, 2.3, 2.2], 4, "longer", {"max_iters": 600}),  # another kind
-        # the second half of runs that docs/lab-notebook.md follows up: quick, fast, own_text
-        ([4.2, 1.25, 1.16], [4.2, 1.48, 1.44], 1.4, "1.4 passes", {}),
+        ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 9, "9 passes .* more text would", {}),
+        ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 1.4, "1.4 passes .* loss 1.50$", {}),  # undecided
+        ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.2, "longer", {"minutes": 4, "max_iters": 620}),
+        # runs that docs/lab-notebook.md follows up: quick, fast
+        ([4.2, 1.25, 1.16], [4.2, 1.48, 1.44], 1.4, "1.4 passes .* loss 1.44$", {}),
         ([4.2, 1.42, 1.12], [4.2, 1.61, 1.44], 3.5, "more text", {}),
-        ([4.6, 1.23, 1.08], [4.6, 1.34, 1.2], 1.7, "longer", {"max_iters": 600}),
     ],
 )
 def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text, changes):
@@ -190,16 +164,11 @@ def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text
         {"step": 100 * number, "train_loss": train_loss, "loss": loss}
         for number, (train_loss, loss) in enumerate(zip(train_losses, val_losses, strict=True))
     ]
-    advise = partial(messages.advice_on, evaluations, epochs=epochs)
-    settings = tiny.settings(dropout=0.2, max_iters=300)
-    line, advised_changes = advise(settings)
-    assert text in line
+    settings = tiny.settings(dropout=0.2, max_iters=310, minutes=2)
+    line, advised_changes = messages.advice_on(evaluations, settings, epochs)
+    assert re.search(text, line)
     assert advised_changes == changes
-    assert ("more text would" in line) == (epochs > 2 and not changes)
     assert messages.advice_on(evaluations[:2], settings, epochs) is None
-    if "max_iters" in changes:  # twice as many steps, for which there is time
-        settings = tiny.settings(max_iters=310, minutes=2, lr_decay_iters=300)
-        assert advise(settings)[1] == {"minutes": 4, "max_iters": 620, "lr_decay_iters": 600}
 
 
 def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch, capsys):
