@@ -15,7 +15,6 @@ from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
 from folio.hardware import device as device_module
 from folio.hardware import memory
 from folio.hardware.kernels import use_fast_kernels
-from folio.training.distillation import Distillation
 from folio.training.setup import model_config
 from train import TrainConfig, learning_rate_at
 
@@ -89,8 +88,6 @@ def test_the_training_forward_of_every_preset_is_one_graph(preset, text_size):
     forward = empty_model(config).init_weights()
     forward.dtype = torch.bfloat16
     use_fast_kernels(forward)
-    if settings.teachers:
-        forward = Distillation(forward, [empty_model(config).init_weights()])
     torch._dynamo.reset()  # its limit of graphs is for all models together
     compiled = torch.compile(forward, backend="eager", fullgraph=True)  # raises at a graph break
     ids = torch.zeros(2, config.block_size, dtype=torch.int64)

@@ -67,17 +67,11 @@ def logged_changes():
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(
-            {"dropout": 0.3, "dtype": "bfloat16", "gradient_accumulation_steps": 2},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"dtype": "float16", "grad_clip": 0.0}, marks=pytest.mark.slow),
+        {"dropout": 0.3, "dtype": "bfloat16", "gradient_accumulation_steps": 2},
+        {"dtype": "float16", "grad_clip": 0.0},
+        {"optimizer": "muon", **tiny.SWITCHES, "n_layer": 2, "dropout": 0.3},
         {"eval_interval": 4, "checkpoint_interval": 2, "log_interval": 2},
         {"eval_interval": 5, "always_save_checkpoint": True},
-        pytest.param(
-            {"optimizer": "muon", **tiny.SWITCHES, "n_layer": 2, "dropout": 0.3},
-            marks=pytest.mark.slow,
-        ),
     ],
     ids=str,
 )

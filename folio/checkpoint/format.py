@@ -75,7 +75,6 @@ def save_checkpoint(path, checkpoint):
         "format": FORMAT_VERSION,
         "model": checkpoint.weights,
         **dict.fromkeys(OPTIMIZER_KEYS.values()),
-        # A KeyError means that a new optimizer needs a key in OPTIMIZER_KEYS.
         **{OPTIMIZER_KEYS[name]: state for name, state in checkpoint.optimizers.items()},
         "model_args": model_args,
         "config": checkpoint.settings,

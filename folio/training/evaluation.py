@@ -117,8 +117,7 @@ def val_bytes(dataset, settings, iters):
     """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
     if dataset.byte_lengths is None:
         return None
-    total, starts = 0, evaluation_starts(dataset.val, settings, iters) + 1
-    for start in starts:  # one gather of all targets would need much more memory
-        ids = dataset.val.ids[start : start + settings.block_size]
-        total += int(dataset.byte_lengths[ids].sum())
-    return total / (len(starts) * settings.block_size)
+    starts, size = evaluation_starts(dataset.val, settings, iters) + 1, settings.block_size
+    # One gather of all targets would need much more memory.
+    lengths = (dataset.byte_lengths[dataset.val.ids[start : start + size]] for start in starts)
+    return sum(int(length.sum()) for length in lengths) / (len(starts) * size)

@@ -112,7 +112,10 @@ def orthogonalize_copies(matrices, world):
     them; the last parts are padded with zeros.
     """
     results, stacks = list(matrices), [wide_stack(matrix) for matrix in matrices]
-    for indices in group_indices([stack.shape[1:] for stack in stacks]):
+    groups = defaultdict(list)
+    for i, stack in enumerate(stacks):
+        groups[stack.shape[1:]].append(i)
+    for indices in groups.values():
         together = torch.cat([stacks[i] for i in indices])
         n = math.ceil(len(together) / world.size)
         padded = F.pad(together, (0, 0, 0, 0, 0, world.size * n - len(together)))
@@ -141,18 +144,10 @@ def orthogonalize_shards(matrices, world):
     To save memory, only as many full matrices as there are processes exist at a time.
     """
     results = list(matrices)
-    for indices in group_indices([matrix.shape for matrix in matrices]):
-        for start in range(0, len(indices), world.size):
-            batch = indices[start : start + world.size]
-            full = orthogonalize_copies([matrices[i].full_tensor() for i in batch], world)
-            for i, result in zip(batch, full, strict=True):
-                results[i] = shard_like(matrices[i], result)
+    order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape)  # equal shapes together
+    for start in range(0, len(order), world.size):
+        batch = order[start : start + world.size]
+        full = orthogonalize_copies([matrices[i].full_tensor() for i in batch], world)
+        for i, result in zip(batch, full, strict=True):
+            results[i] = shard_like(matrices[i], result)
     return results
-
-
-def group_indices(keys):
-    """Returns lists of the indices of equal keys."""
-    groups = defaultdict(list)
-    for i, key in enumerate(keys):
-        groups[key].append(i)
-    return list(groups.values())

@@ -223,7 +223,6 @@ def test_float16_overflow_in_one_optimizer_does_not_spread_to_the_other(verse):
         run.model.lm_head.weight.register_hook(lambda gradient, factor=factor: gradient * factor)
         train.train_step(run, batches.at(0), 0, 0.1)
         new = run.state_dict()
-        assert tiny.equal(new["optimizers"]["adamw"], old["optimizers"]["adamw"]) == math.isnan(
-            factor
-        )
+        is_skipped = tiny.equal(new["optimizers"]["adamw"], old["optimizers"]["adamw"])
+        assert is_skipped == math.isnan(factor)
         assert all(weight.isfinite().all() for weight in new["weights"].values())
