@@ -25,7 +25,7 @@ every_preset = pytest.mark.parametrize(
 )
 SHAKESPEARE_CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # tiny Shakespeare has 65
 
-CARDS = {"T4": (65, 15), "RTX 4090": (165.2, 23.6), "A100": (312, 39.5), "H100": (989, 79)}
+CARDS = {"T4": (65, 15), "RTX 4090": (165.2, 23.6), "H100": (989, 79)}
 
 
 @pytest.fixture

@@ -57,10 +57,6 @@ def contents(folder="out"):
     return {name: Path(folder, name).read_bytes() for name in run_files(folder)}
 
 
-def logged_changes():
-    return [event["changed"] for event in tiny.log_events() if event["event"] == "resume"]
-
-
 # Exact resume
 
 
@@ -201,7 +197,7 @@ def test_settings_may_change_and_changes_are_logged_once(verse, capsys):
     assert "stopped at step 4, saved in out" in out
     train.main(flags)
     assert tiny.load("last.pt")["iter_num"] == 6
-    [logged] = logged_changes()
+    [logged] = [event["changed"] for event in tiny.log_events() if event["event"] == "resume"]
     assert logged.keys() > changes.keys()
     assert logged["max_iters"] == [3, 6]
     assert tiny.log_events()[-1]["tokens"] == 3 * 4 * 8 + 3 * 2 * 8

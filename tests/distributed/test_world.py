@@ -196,9 +196,9 @@ def train_elsewhere(text):
 
 @pytest.mark.slow
 def test_names_for_trackers_may_differ_between_processes_and_other_settings_not(verse):
-    preset = "import os\nwandb_run_name = seed = os.environ['RANK']\n"
-    Path("named.py").write_text(preset.replace("seed = ", ""))
-    Path("seeded.py").write_text(preset.replace("wandb_run_name = ", "") + "seed = int(seed)\n")
+    preset = "import os\nwandb_run_name = os.environ['RANK']\n"
+    Path("named.py").write_text(preset)
+    Path("seeded.py").write_text(preset + "seed = int(wandb_run_name)\n")
     flags = tiny.flags(gradient_accumulation_steps=2, max_iters=1)
     assert Ranks(2, train.main, ["named.py", *flags]).wait()[0] == [0, 0]
     statuses, (error, _) = Ranks(2, train.main, ["seeded.py", *flags]).wait()
