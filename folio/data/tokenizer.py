@@ -4,8 +4,6 @@ Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json a
 """
 
 import codecs
-import re
-import shlex
 from collections import Counter
 from functools import cached_property
 
@@ -103,14 +101,10 @@ class CharTokenizer(Tokenizer):
     def _describe_unknown(self, counts):
         """Returns a message about characters that the vocabulary lacks, {character: count}."""
         frequent = [f"{n:,} × {c!r} (U+{ord(c):04X})" for c, n in counts.most_common(10)]
-        unknown = ascii(f"[{re.escape(''.join(counts))}]")
-        code = f'import re, sys; print(re.sub({unknown}, "", sys.stdin.read()), end="")'
-        command = f", or remove them with: python -c {shlex.quote(code)} < FILE > NEW_FILE"
         return (
             f"the vocabulary of {self.vocab_size:,} characters lacks {len(counts):,} that the text "
-            f"has (occurrences: {counts.total():,}): {', '.join(frequent)}; train a new model, "
-            "with --tokenizer=byte or bpe for any text, or replace these characters"
-            f"{command if len(command) < 800 else ''}"
+            f"has (occurrences: {counts.total():,}): {', '.join(frequent)}; replace or remove "
+            "them, or train a new model, with --tokenizer=byte or bpe for any text"
         )
 
     def token_bytes(self, token):

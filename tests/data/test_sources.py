@@ -1,7 +1,10 @@
 """Tests of folio/data/sources.py: how files are found and read, and damaged ones."""
 
+import bz2
 import gzip
 import json
+import lzma
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,7 +112,7 @@ def test_damaged_file_is_named(name):
     ("line", "part"),
     [
         (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each line must be a JSON"),
-        (b'{"text": "\xff"}', "byte 28, in line 3, is 0xff"),
+        (b'{"text": "\xff"}', "line 3 has the byte 0xff"),
         (b'{"text": "a\\u0000"}', "row 2 has NUL or half of a surrogate pair"),
         (b'{"text": "\\ud800"}', "row 2 has NUL or half of a surrogate pair"),
         (b"null", "row 2 is None"),
@@ -173,43 +176,40 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
 @pytest.mark.parametrize(
     ("raw", "part"),
     [
-        (b"a" * 20_000 + b"\x80b", "byte 20,001, in line 1, is 0x80; its encoding can be WINDOWS"),
-        (b"ab\0", "a NUL byte; to remove it: cat 'my text' | tr -d '\\0' > 'my text-new'"),
-        ("é".encode("utf-16"), "it is UTF-16; to convert it: cat 'my text' | iconv -f UTF-16"),
         (b"PK\3\4\x14\0", "a ZIP archive"),
         (gzip.compress(b"tar", mtime=0), "it is compressed; to decompress it: gunzip 'my text'"),
+        (bz2.compress(b"text"), "it is compressed; to decompress it: bunzip2 'my text'"),
+        (lzma.compress(b"text"), "it is compressed; to decompress it: unxz 'my text'"),
         (b"a\0" * 200, "it is a file of numbers or a program"),
         (b"%PDF-1.7\n\xff", "pdftotext 'my text'"),
     ],
 )
-def test_a_file_that_is_not_utf8_is_refused(raw, part):
+def test_a_file_of_another_format_is_refused(raw, part):
     Path("my text").write_bytes(raw)
     assert part in error_of(Source(Path("my text")))
 
 
-GERMAN = "Der Fluß trägt kühle Wörter\nüber die Brücke. " * 40
+GERMAN = "Der Fluß trägt kühle Wörter\nüber die Brücke. " * 400
+RAW = GERMAN.encode()
 
 
 @pytest.mark.parametrize(
     ("raw", "part"),
     [
-        (GERMAN.encode() + "ß".encode()[:1], "it ends within a character, byte 2,041, in line 41;"),
-        (
-            GERMAN.encode()[:36] + b"\xe9" + GERMAN.encode()[36:],
-            "bad bytes: 1, the first is byte 37, in line 2",
-        ),
-        (GERMAN.encode("cp1252"), "byte 8, in line 1, is 0xdf; its encoding can be WINDOWS-1252"),
+        (GERMAN.encode("utf-16"), "it is UTF-16; to convert it"),
+        (RAW[:36] + b"\0" + RAW[36:], "it contains a NUL byte; to remove it"),
+        (GERMAN.encode("cp1252"), "line 1 has the byte 0xdf; if the encoding is WINDOWS-1252"),
+        (RAW + "ß".encode()[:1], "line 401 has the byte 0xc3; .* damaged, to leave out such bytes"),
+        (RAW[:36] + b"\xe9" + RAW[36:], "line 2 has the byte 0xe9; .* to leave out such bytes"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_the_command_for_a_damaged_text_restores_it(raw, part, suffix):
     path = Path(f"a text.txt{suffix}")
     path.write_bytes(gzip.compress(raw) if suffix else raw)
-    message = error_of(Source(path))
-    assert part in message
-    command = message.rpartition(": ")[2]
+    command = re.search(f"{part}: ([^;]+)", error_of(Source(path)))[1]
     subprocess.run(command, shell=True, stderr=subprocess.DEVNULL)  # iconv -c reports an error
-    assert Path("a text-new.txt").read_text() == GERMAN
+    assert Path("NEW_FILE").read_text() == GERMAN
 
 
 # Finding files
