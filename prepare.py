@@ -21,7 +21,7 @@ from pathlib import Path
 
 from folio.cli import process
 from folio.cli.errors import UserError, suggest
-from folio.cli.settings import load_settings, parse_arguments, setting
+from folio.cli.settings import load_settings, setting
 
 PROVIDED_DATASETS = {  # name: default tokenizer
     "shakespeare_char": "char",
@@ -96,6 +96,8 @@ class PrepareConfig:
         if self.kind not in TOKENIZER_KINDS and not os.path.exists(self.kind):
             known = ", ".join(TOKENIZER_KINDS)
             raise ValueError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
+        if self.allow_special and self.kind in ("char", "byte"):
+            raise ValueError("--allow_special needs --tokenizer=bpe, gpt2 or a path")
         if self.vocab_size and self.kind != "bpe":
             raise ValueError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
 
@@ -113,21 +115,20 @@ from folio.cli.files import unescape, write_atomically
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
-from folio.data.sources import TABLE_SUFFIXES, find_sources
+from folio.data.sources import find_sources
 from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer
 from folio.data.writer import write_dataset
 
 
 def main(argv=None):
     """Reads a corpus and writes a dataset: the token ids of both splits, then meta.json."""
-    check_flags(argv)
     settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
     corpus = find_corpus(name, settings)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
-    if settings.allow_special:
-        corpus.end_text = end_text_of(tokenizer, settings.kind)
+    if settings.allow_special and (tokenizer is None or tokenizer.end is not None):
+        corpus.end_text = (tokenizer or BPETokenizer).end_text
     check_folder(folder, corpus, settings)
     corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
     characters = corpus.scan()  # finds the boundaries of the splits, too
@@ -174,14 +175,6 @@ def training_arguments(name, kind, tokens):
 # What the user names, and what may not be replaced
 
 
-def check_flags(argv):
-    """Raises UserError if a text is given twice, of which only the last would be read."""
-    flags = [argument.name for argument in parse_arguments(PrepareConfig, argv)]
-    for name in ("input", "val_input"):
-        if flags.count(name) > 1:
-            raise UserError(f"--{name} is given twice: give a folder, or a pattern in quotes")
-
-
 def find_corpus(name, settings):
     """Returns the Corpus of a dataset. Raises UserError if its files do not fit the settings."""
     sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
@@ -190,11 +183,6 @@ def find_corpus(name, settings):
     paths = {os.path.realpath(source.name) for source in sources}
     if common := sorted(paths & {os.path.realpath(source.name) for source in val_sources}):
         raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
-    if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
-        raise UserError(
-            f"--text_key={settings.text_key} has no effect: {sources[0].name} is no table, whose "
-            f"name ends with one of {', '.join(TABLE_SUFFIXES)}"
-        )
     corpus = Corpus(sources, settings.input or name, val_sources)
     corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
     return corpus
@@ -242,19 +230,6 @@ def check_folder(folder, corpus, settings):
 
 
 # Tokenizers
-
-
-def end_text_of(tokenizer, kind):
-    """Returns the text of the end-of-text token of a tokenizer, None if it has none.
-
-    tokenizer: None if one of this kind is to be made. Raises UserError for characters and bytes.
-    """
-    kind = tokenizer.kind if tokenizer else kind
-    if kind in ("char", "byte"):
-        raise UserError(f"--allow_special needs --tokenizer=bpe or gpt2; the tokenizer is {kind}")
-    if tokenizer is None:
-        return BPETokenizer.end_text
-    return tokenizer.end_text if tokenizer.end is not None else None
 
 
 def load_existing_tokenizer(kind):

@@ -37,16 +37,12 @@ class SampleConfig:
 
     out_dir: str = setting("out", "run directory", group="Input", scope="files")
     init_from: str = setting("resume", "resume: out_dir's best; or as for train.py", scope="files")
-    start: str | None = setting(
-        None, "prompt: text, FILE:path, or - for standard input", is_text=True
-    )
+    start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
     max_new_tokens: int = setting(500, "maximum number of tokens added to each prompt", "[1, inf)")
     stop: str | None = setting(
-        None,
-        r"end a text at this string (\n, \t: newline, tab), or any of a JSON list",
-        is_text=True,
+        None, r"end a text at this string (\n, \t: newline, tab), or any of a JSON list"
     )
     seed: int = setting(1337, "seed of each prompt's first text, then seed + 1", "[0, inf)")
     score: str | None = setting(None, "text file to score, or - for standard input")

@@ -65,7 +65,6 @@ def alter(path, model_args=(), **values):
 MISTAKES = [
     (None, TEXT, "text.txt"),
     (lambda: put("text.txt", "caf\xe9 au lait\n" * 9), TEXT, "text.txt is not UTF-8"),
-    (None, [*TEXT, "--input=https://x.org/a.txt"], "--input is given twice"),
     (lambda: put("text.txt", tiny.VERSE), [*TEXT, "--dataset=../new"], "../new"),
     (lambda: (put("text.txt", tiny.VERSE), put("data/new")), TEXT, "data/new"),
     (None, [*TRAIN, "--init_from=gpt3"], "gpt2?"),

@@ -16,7 +16,6 @@ from pathlib import Path
 from folio.checkpoint.format import load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, os_errors
 from folio.cli.files import move_aside, replace_by_link
-from folio.cli.settings import check_folder
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
@@ -71,7 +70,6 @@ class RunDir:
 
     def _load(self, path, optimizers=True):
         if not os.path.isfile(path):
-            check_folder(path)
             runs = [str(run) for run in self.find() if os.path.isfile(run / path.name)]
             known = ", ".join(runs) or "none; first run python train.py CONFIG_FILE"
             raise UserError(f"there is no checkpoint {path}; available: {known}")

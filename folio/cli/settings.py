@@ -27,13 +27,7 @@ LITERALS = {bool: [True, False], NoneType: [None]}  # the values of these types
 BOOL_TEXTS = ("True", "False", "true", "false")
 
 
-def check_folder(path):
-    """Raises UserError if a relative path exists in the repository's folder, but not here."""
-    if not os.path.exists(path) and os.path.exists(ROOT / path):
-        raise UserError(f"there is no {path} here, but in folio's folder: first cd {ROOT}")
-
-
-def setting(default, explanation, bounds=None, *, group=None, scope="run", is_text=False):
+def setting(default, explanation, bounds=None, *, group=None, scope="run"):
     """Declares a dataclass field, with the line that `--help` prints for it.
 
     Args:
@@ -42,10 +36,9 @@ def setting(default, explanation, bounds=None, *, group=None, scope="run", is_te
         scope: what the setting is for. "run": the results depend on it. "files": which files are
             read and written, and when a process stops. "machine": where and how to compute.
             "display": what is reported and saved, and how often.
-        is_text: ~/ at the start of its value is kept, because it is no path.
     """
     metadata = {"explanation": explanation, "bounds": bounds, "group": group, "scope": scope}
-    return dataclasses.field(default=default, metadata=metadata | {"is_text": is_text})
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def names_with_scope(settings_class, *scopes):
@@ -169,7 +162,7 @@ def _parse_flag(settings_class, argument, remaining, choose):
             text = remaining.pop(0)
         else:
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
-    if text.startswith("~/") and not field.metadata["is_text"]:  # most shells keep it after "="
+    if text.startswith("~/"):  # most shells keep it after "="
         text = os.path.expanduser(text)
     if choose:
         text = choose(name, text.split(","))

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from folio.cli.errors import UserError, check_types, foreign_errors, os_errors, suggest
-from folio.cli.settings import check_folder
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, from_dict
 
 FORMAT = 1
@@ -160,7 +159,6 @@ def _parse(path, parse):
 def _read_ids(path, dtype):
     """Returns the ids in a .bin file, a large one memory-mapped. Raises UserError if it cannot."""
     if not os.path.isfile(path):
-        check_folder(path)
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"

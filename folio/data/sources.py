@@ -195,13 +195,10 @@ def _read_csv(source, file):
     delimiter = "," if source.suffix.startswith(".csv") else "\t"
     lines = dropwhile(str.isspace, file)  # before the header
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
-    columns = [column for column in reader.fieldnames or [] if column in source.columns]
-    if len(set(columns)) < len(columns):
-        raise csv.Error(f"there are several columns of the same name: {', '.join(columns)}")
     for row in reader:
         if None in row:
             raise RowError("has more values than columns: put text with commas in double quotes")
-        if None in map(row.get, columns):
+        if any(row.get(column, "") is None for column in source.columns):
             raise RowError("has fewer values than columns")
         yield row
 
@@ -251,7 +248,7 @@ def find_sources(name, text_key):
         unique.setdefault(os.path.realpath(path), Source(path, text_key))
     sources = list(unique.values())
     if os.path.isdir(name):
-        sources = _select_sources(name, sources)
+        sources = _select_sources(sources)
     json_sources = [source for source in sources if source.suffix == ".json"]
     if json_sources and not all(source.suffix for source in sources):  # such as source code
         print(f"reading {len(json_sources):,} .json files as text, because there are other texts")
@@ -277,32 +274,28 @@ def _find_files(name):
     return paths
 
 
-def _select_sources(folder, sources):
-    """Returns the texts and tables among the Sources in a folder, and prints what is left out."""
-    if os.path.isfile(Path(folder, "dataset_dict.json")):  # from datasets.save_to_disk
-        raise UserError(
-            f"{folder} has a folder for each split: use --input={folder}/train, and "
-            "--val_input=FOLDER for a validation split"
-        )
-    kinds = {source: _kind(folder, source) for source in sources}
-    documents, left_out = [source for source in sources if kinds[source] == "documents"], ["binary"]
+def _select_sources(sources):
+    """Returns the texts and tables among the Sources of a folder, and prints what is left out."""
+    selected = [source for source in sources if not _is_binary(source)]
+    documents = [source for source in selected if not _is_documentation(source)]
     if documents and all(source.suffix for source in documents):
-        left_out.append("documentation")  # of these tables
-    for kind in left_out:
-        names = [source.path.name for source in sources if kinds[source] == kind]
-        if names:
-            more = ", …" if len(names) > 3 else ""
-            print(f"left out {len(names):,} files, {kind}: {', '.join(names[:3])}{more}")
-    return [source for source in sources if kinds[source] not in left_out]
+        selected = documents
+    kept = set(selected)
+    names = [source.path.name for source in sources if source not in kept]
+    if names:
+        more = ", …" if len(names) > 3 else ""
+        kinds = "binary or documentation of tables"
+        print(f"left out {len(names):,} files, {kinds}: {', '.join(names[:3])}{more}")
+    return selected
 
 
-def _kind(folder, source):
-    """Returns the kind of a file in a folder: binary, documentation or documents."""
-    if not source.suffix:
-        with source.errors(), source.open() as file:
-            start = file.read(2**13)
-        if b"\0" in start and not start.startswith(UTF_16_MARKS):
-            return "binary"
-    name, is_at_top = source.path.name.lower(), source.path.parent == Path(folder)
-    is_documentation = any(fnmatch(name, pattern) for pattern in DOCUMENTATION)
-    return "documentation" if is_documentation and (is_at_top or source.suffix) else "documents"
+def _is_binary(source):
+    if source.suffix:
+        return False
+    with source.errors(), source.open() as file:
+        start = file.read(2**13)
+    return b"\0" in start and not start.startswith(UTF_16_MARKS)
+
+
+def _is_documentation(source):
+    return any(fnmatch(source.path.name.lower(), pattern) for pattern in DOCUMENTATION)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folio.cli import settings as settings_module
 from folio.cli.errors import UserError
 from folio.cli.settings import (
     changed_settings,
@@ -36,7 +35,6 @@ class Settings:
     bias: bool = setting(False, "whether layers have one")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of norm")
     name: str | None = setting(None, "of the run", scope="display")
-    prompt: str | None = setting(None, "of a sample", is_text=True)
 
     def __post_init__(self):
         if self.warmup and self.warmup > self.steps:
@@ -102,7 +100,6 @@ def test_a_value_of_the_wrong_type_or_out_of_bounds_is_an_error(name, value, rea
         (["--bias", "true"], {"bias": True}),
         (["--name=--a=b"], {"name": "--a=b"}),
         (["--name=~/a"], {"name": os.path.expanduser("~/a")}),
-        (["--prompt=~/a"], {"prompt": "~/a"}),
         (["--steps=100"], {"steps": 100}),  # the default, but given
         (["--warmup=None"], {"warmup": None}),
         (["--rate=1"], {"rate": 1.0}),
@@ -263,13 +260,3 @@ def test_help_has_each_group_and_setting_and_defaults_are_valid_arguments(capsys
     assert "      whether to compile (auto, True or False)" in lines
     argv = [word for line in lines if line.startswith("  --") for word in shlex.split(line)]
     assert load_settings(Settings, argv) == Settings()
-
-
-def test_a_path_that_is_only_in_the_folder_of_folio_is_an_error(folder, monkeypatch):
-    monkeypatch.setattr(settings_module, "ROOT", folder / "folio")
-    Path("folio/data").mkdir(parents=True)
-    settings_module.check_folder(Path("other"))
-    with pytest.raises(UserError, match="there is no data here, .* first cd .*/folio"):
-        settings_module.check_folder(Path("data"))
-    Path("data").mkdir()
-    settings_module.check_folder(Path("data"))

@@ -127,7 +127,6 @@ def test_invalid_json_line_is_refused(line, part):
     ("raw", "part"),
     [
         (b"id;text\n1;one\n", "(id;text)"),
-        (b"text,text\n1,one\n", "several columns of the same name: text"),
         (b"id,text\n1,one, two\n", "more values than columns"),
         (b"id,text\n1\n", "row 1 has fewer values than columns"),
         (b'text\n"one', "row 1 is damaged"),
@@ -241,7 +240,10 @@ def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
     Path("in/loop").symlink_to("../in")
     Path("in/z.txt").symlink_to("b.txt")
     assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt", "in/z.gz"]
-    assert capsys.readouterr().out == "left out 4 files, binary: 0.png, 1.png, 2.tar.gz, …\n"
+    assert (
+        capsys.readouterr().out
+        == "left out 4 files, binary or documentation of tables: 0.png, 1.png, 2.tar.gz, …\n"
+    )
     assert names_of("in/*.*[lt]") == ["in/a.jsonl", "in/b.txt"]
     assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
     Path("in/[b].txt").write_text("")
@@ -254,12 +256,11 @@ def test_documentation_and_metadata_of_tables_are_left_out(capsys):
     for name in ("README.md", "LICENSE", "data/state.json", "dataset_info.json"):
         Path("in", name).write_text("{}")
     assert names_of("in") == ["in/data/train.parquet"]
-    assert "left out 4 files, documentation: " in capsys.readouterr().out
-    Path("in/data/a.md").write_text("a text")  # is not at the top
-    assert len(names_of("in")) == 6
-    Path("in/dataset_dict.json").write_text("{}")
-    with pytest.raises(UserError, match="has a folder for each split: use --input=in/train"):
-        names_of("in")
+    assert "documentation of tables: LICENSE, README.md, state.json, …\n" in capsys.readouterr().out
+    Path("in/dataset_dict.json").write_text("{}")  # of a folder with several splits
+    assert "has no column" in error_of(find_sources("in", "text")[1])
+    Path("in/a.txt").write_text("a text")
+    assert len(names_of("in")) == 7
 
 
 @pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "x" * 300, "http://a"])

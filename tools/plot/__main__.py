@@ -36,9 +36,7 @@ class PlotConfig:
         False, "plot attention weights and next-token probabilities", group="Model"
     )
     embeddings: bool = setting(False, "plot the cosine similarities of token embeddings")
-    start: str | None = setting(
-        None, "prompt, or tokens of --embeddings: text, FILE:path, or -", is_text=True
-    )
+    start: str | None = setting(None, "prompt, or tokens of --embeddings: text, FILE:path, or -")
     layer: int | None = setting(
         None, "layer to plot with --attention, from 0; None: all", "[0, inf)"
     )
