@@ -244,10 +244,7 @@ def load_existing_tokenizer(kind):
     path = Path(kind, TOKENIZER_FILE) if os.path.isdir(kind) else Path(kind)
     if path.suffix == ".json":
         return read_tokenizer(path)
-    tokenizer = checkpoint_tokenizer(load_initial(kind))
-    if tokenizer.kind == "list":  # the end of a split can be within a token
-        raise UserError(f"the tokens of {kind} are a list from nanoGPT: write token files yourself")
-    return tokenizer
+    return checkpoint_tokenizer(load_initial(kind))
 
 
 def estimate_characters(corpus, tokenizer, settings):

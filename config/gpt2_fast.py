@@ -8,19 +8,20 @@
 
 import math
 
-from folio.data.dataset import dataset_size
+from folio.data.dataset import load_dataset
 from folio.hardware.device import choose_machine
 from folio.hardware.memory import max_micro_batch
 
-_size = dataset_size(dataset)
-if _size.vocab_size != 50_257:
+_data = load_dataset(dataset)
+_train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
+if _vocab_size != 50_257:
     raise ValueError(
         f"config/gpt2_fast.py is for GPT-2's 50,257 tokens, but dataset {dataset} has "
-        f"{_size.vocab_size:,}: use config/own_text.py, or prepare it with --tokenizer=gpt2"
+        f"{_vocab_size:,}: use config/own_text.py, or prepare it with --tokenizer=gpt2"
     )
-if _size.train_tokens < 10_000_000:
+if _train_tokens < 10_000_000:
     raise ValueError(
-        f"dataset {dataset} has {_size.train_tokens:,} training tokens; config/gpt2_fast.py needs "
+        f"dataset {dataset} has {_train_tokens:,} training tokens; config/gpt2_fast.py needs "
         "10,000,000, or its model memorizes them: use config/own_text.py"
     )
 
@@ -53,7 +54,7 @@ grad_clip = 0.0  # the size of Muon's updates does not depend on the gradient's
 # A run reads at most 2.6 billion tokens, about 20 per parameter of GPT-2 (Hoffmann et al. 2022,
 # "Training Compute-Optimal Large Language Models"). It reads a smaller text four times, which is
 # nearly as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
-_tokens = min(2.6e9, 4 * _size.train_tokens)
+_tokens = min(2.6e9, 4 * _train_tokens)
 
 # The best number of tokens per step grows with that of the run (Bergsma et al. 2025, "Power
 # Lines"): 524,288 for 2.6 billion, as in published records, and 131,072 for 0.1 billion.

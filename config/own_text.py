@@ -10,14 +10,15 @@
 
 import math
 
-from folio.data.dataset import dataset_size
+from folio.data.dataset import load_dataset
 from folio.hardware.device import choose_machine
 from folio.hardware.memory import max_micro_batch
 
-_size = dataset_size(dataset)
-_relative_size = _size.train_tokens / 1_003_854  # compared with tiny Shakespeare
-_relative_bytes = _size.train_bytes / 1_003_854
-_has_large_vocabulary = _size.vocab_size > 10_000  # such as GPT-2's: several characters per token
+_data = load_dataset(dataset)
+_train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
+_relative_size = _train_tokens / 1_003_854  # compared with tiny Shakespeare
+_relative_bytes = _data.train_bytes / 1_003_854
+_has_large_vocabulary = _vocab_size > 10_000  # such as GPT-2's: several characters per token
 
 out_dir = "out-own-text"
 log_interval = 10
@@ -39,7 +40,7 @@ gradient_accumulation_steps = 1
 
 # A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
 # occur fewer than 50 times are memorized sooner.
-_rarity = 0.5 if _has_large_vocabulary else min(1, _size.train_tokens / _size.vocab_size / 50)
+_rarity = 0.5 if _has_large_vocabulary else min(1, _train_tokens / _vocab_size / 50)
 _repeats = min(4, max(1, _relative_size**-0.45)) * _rarity
 _dropout = round(min(0.3, -0.2 * math.log10(_relative_size)), 3)  # negative for more text
 
@@ -84,9 +85,9 @@ if device != "cpu":
     _peak = choose_machine(device, "auto", False).peak_flops  # per second
     _flops = 0.2 * _peak * 60 * (minutes or math.inf)  # a fifth of the peak, an estimate
     for _layers, _heads, _width, _step_tokens in _larger_models:
-        _parameters = 12 * _layers * _width**2 + _size.vocab_size * _width  # in matrix products
+        _parameters = 12 * _layers * _width**2 + _vocab_size * _width  # in matrix products
         _tokens_in_time = _flops / (6 * _parameters)
-        _tokens_in_text = _passes * _size.train_tokens
+        _tokens_in_text = _passes * _train_tokens
         if _tokens_in_time >= 20 * _parameters and _tokens_in_text >= 10 * _parameters:
             n_layer, n_head, n_embd = _layers, _heads, _width
             learning_rate = 6e-3 * (256 / _width) ** 0.5
@@ -94,18 +95,18 @@ if device != "cpu":
             window = 0  # attention to all tokens is faster on a GPU
             batch_size = min(max_micro_batch(device), _step_tokens // block_size)
             gradient_accumulation_steps = _step_tokens // block_size // batch_size
-block_size = min(block_size, max(5, _size.val_tokens // 2))  # more than smear and ngrams need
+block_size = min(block_size, max(5, len(_data.val) // 2))  # more than smear and ngrams need
 
 # Models that are trained on more text are less overconfident.
 train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * math.log10(_relative_size))), 3)
 
 # Tables of n-grams help if most of their rows occur often, and are memorized otherwise.
-if _size.vocab_size**2 < _size.train_tokens / 4:
-    ngrams = 2 if _size.train_tokens < 700_000 else _max_ngrams
+if _vocab_size**2 < _train_tokens / 4:
+    ngrams = 2 if _train_tokens < 700_000 else _max_ngrams
 
 _evaluations = 5 if _has_large_vocabulary else 10
 _tokens_per_step = gradient_accumulation_steps * batch_size * block_size
-eval_interval = max(1, round(_passes * _size.train_tokens / _tokens_per_step / _evaluations))
+eval_interval = max(1, round(_passes * _train_tokens / _tokens_per_step / _evaluations))
 max_iters = _evaluations * eval_interval
 if _has_large_vocabulary or _relative_bytes > 2:  # not all steps may fit into the time
     eval_iters = max(40_000, 4 * _tokens_per_step) // (batch_size * block_size)

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from unittest.mock import Mock
 
 # Tests run in parallel, and some start processes. Tiny tensors need only one thread.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -15,7 +16,7 @@ from fake_hub import Hub
 from hypothesis import settings
 
 from folio.data import dataset
-from folio.data.dataset import DatasetSize, load_dataset
+from folio.data.dataset import Dataset, load_dataset
 from folio.data.tokenizer import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
 from folio.hardware.device import choose_machine
 from folio.inference.trained_model import TrainedModel
@@ -116,8 +117,9 @@ def text_size(monkeypatch):
     """A function that sets the size of every dataset. Default: that of tiny Shakespeare."""
 
     def set_size(tokens=1_003_854, vocab_size=65, num_bytes=None):
-        size = DatasetSize(tokens, tokens // 9, vocab_size, num_bytes or tokens)
-        monkeypatch.setattr(dataset, "dataset_size", lambda name: size)
+        splits, tokenizer = (range(tokens), range(tokens // 9)), Mock(vocab_size=vocab_size)
+        data = Dataset("sized", *splits, tokenizer, {}, num_bytes or tokens)
+        monkeypatch.setattr(dataset, "load_dataset", lambda name: data)
 
     set_size()
     return set_size

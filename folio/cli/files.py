@@ -81,7 +81,7 @@ def temporary_path(path):
 
 @contextmanager
 def lock_folder(folder, timeout_s=0):
-    """Creates a folder if it does not exist, and holds its lock. Yields the lock file's os.stat.
+    """Creates a folder if it does not exist, and holds its lock.
 
     Raises UserError if another process holds the lock longer, or if the folder cannot be written.
     """
@@ -97,7 +97,7 @@ def lock_folder(folder, timeout_s=0):
                 f"another process is writing to {folder}: wait for it, or choose another folder"
             ) from None
     with lock:
-        yield os.stat(folder / LOCK_FILE)
+        yield
 
 
 def read_text(name):

@@ -15,7 +15,7 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Dataset:
         batches.to_device, a Split each.
     fingerprint: {split: CRC-32 of its bytes}. For nanoGPT's splits of more than MAX_CHECKED_TOKENS,
         the CRC-32 of the first MAX_CHECKED_TOKENS and of the number of tokens as decimal digits.
+    train_bytes: of the training text; the number of tokens for nanoGPT's, in which it is unknown.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Dataset:
     val: Any
     tokenizer: Any
     fingerprint: dict
+    train_bytes: int
 
     @cached_property
     def byte_lengths(self):
@@ -61,15 +63,6 @@ class Dataset:
                     f"{split}.bin of {self.name} has {count:,} tokens, fewer than the "
                     f"{block_size + 1:,} of block_size + 1; use more text or a smaller --block_size"
                 )
-
-
-class DatasetSize(NamedTuple):
-    """The size of a prepared dataset."""
-
-    train_tokens: int
-    val_tokens: int
-    vocab_size: int
-    train_bytes: int
 
 
 def dataset_folder(name):
@@ -108,14 +101,8 @@ def load_dataset(name):
         if meta and (len(ids), crc) != (meta[split]["tokens"], meta[split]["crc32"]):
             raise _unusable(path, "it does not match meta.json")
         fingerprint[split] = crc
-    return Dataset(name, **splits, tokenizer=tokenizer, fingerprint=fingerprint)
-
-
-def dataset_size(name):
-    """Returns the DatasetSize of data/NAME. Raises UserError as load_dataset does."""
-    data, meta = load_dataset(name), _read_meta(dataset_folder(name))[0]
-    num_bytes = meta["train"]["bytes"] if meta else len(data.train)  # unknown in nanoGPT's
-    return DatasetSize(len(data.train), len(data.val), data.tokenizer.vocab_size, num_bytes)
+    train_bytes = meta["train"]["bytes"] if meta else len(splits["train"])
+    return Dataset(name, *splits.values(), tokenizer, fingerprint, train_bytes)
 
 
 def load_tokenizer(name):
@@ -162,13 +149,10 @@ def _read_ids(path, dtype):
         name = path.parent.name
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
-        if name == "openwebtext":  # the default of train.py, which nobody may have typed
-            how = f"for the default, {name}: python prepare.py --dataset={name}"
-            raise UserError(f"add --dataset=NAME{hint}; {how}")
         raise UserError(
-            f"{path} is missing{suggest(name, known, hint)}; for Shakespeare: python prepare.py "
-            f"&& python train.py config/shakespeare_char_fast.py; for {name}: python prepare.py "
-            f"--dataset={name} (with --input=FILE_OR_FOLDER if it is your own text)"
+            f"{path} is missing{suggest(name, known, hint)}; choose one with --dataset=NAME, or "
+            f"prepare it: python prepare.py --dataset={name} (with --input=FILE_OR_FOLDER if it is "
+            "your own text)"
         )
     with os_errors("read", path):
         size = path.stat().st_size

@@ -234,19 +234,17 @@ def find_sources(name, text_key):
     """Returns the Sources of a file, of a folder or of a glob pattern, sorted by path.
 
     In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
-    in a folder of tables their documentation. Of several links to a file, all but one are skipped.
-    Any other file that is not UTF-8 text or a table is an error when it is read. A .json file among
-    texts is a text. Raises UserError if there are no files.
+    in a folder of tables their documentation. Any other file that is not UTF-8 text or a table is
+    an error when it is read. A .json file among texts is a text. Raises UserError if there are no
+    files.
     """
     paths = sorted(_find_files(name))
     if not paths:
         raise UserError(f"there are no files {name}; hidden files are skipped")
-    unique = {}
     for path in paths:
         if not os.path.isfile(path):
             raise UserError(f"{path} is missing or no regular file")
-        unique.setdefault(os.path.realpath(path), Source(path, text_key))
-    sources = list(unique.values())
+    sources = [Source(path, text_key) for path in paths]
     if os.path.isdir(name):
         sources = _select_sources(sources)
     json_sources = [source for source in sources if source.suffix == ".json"]

@@ -15,7 +15,7 @@ from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.cli.settings import load_settings
 from folio.data import dataset
-from folio.data.dataset import DATA_FOLDER, DatasetSize, dataset_size, load_dataset
+from folio.data.dataset import DATA_FOLDER, load_dataset
 from folio.data.tokenizer import ByteTokenizer, CharTokenizer, from_dict
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -85,8 +85,7 @@ def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
     assert (data.train.dtype, data.val.dtype) == (dtype, dtype)
     assert int(data.train[0]) == count - 1
     assert "".join(texts_of("own")) == characters[::-1]
-    assert dataset_size("own").train_tokens == len(data.train)
-    assert dataset_size("own").train_bytes == 4 * len(data.train)  # in UTF-8
+    assert data.train_bytes == 4 * len(data.train)  # in UTF-8
 
 
 # Reading
@@ -100,22 +99,15 @@ def test_name_must_be_a_plain_folder_name(name):
 def test_error_for_a_missing_dataset_says_how_to_prepare_it_and_names_others():
     message = error_of(load_dataset, "own")
     assert message.startswith("data/own/train.bin is missing")
-    assert f"; {Path('data').resolve()} has no other dataset;" in message
+    assert f"; {Path('data').resolve()} has no other dataset; choose one with" in message
     assert "--dataset=own" in message
     write_text()
-    assert "; did you mean own?; for " in error_of(load_dataset, "ovn")
-    assert "data has own; for " in error_of(load_dataset, "other")
+    assert "; did you mean own?; choose " in error_of(load_dataset, "ovn")
+    assert "data has own; choose " in error_of(load_dataset, "other")
+    load_preset = partial(load_settings, train.TrainConfig)  # of a preset that reads its size
+    assert "data/ovn/train.bin" in error_of(load_preset, ["--dataset=ovn", "config/own_text.py"])
     Path("data/own/val.bin").unlink()
     assert "data/own/val.bin" in error_of(load_dataset, "own")
-
-
-def test_error_without_a_dataset_says_how_to_add_one():
-    write_text()
-    command = "for the default, openwebtext: python prepare.py --dataset=openwebtext"
-    expected = f"add --dataset=NAME; {Path('data').resolve()} has own; {command}"
-    load_preset = partial(load_settings, train.TrainConfig)
-    assert error_of(load_preset, ["config/own_text.py"]) == expected
-    assert error_of(load_dataset, load_preset([]).dataset) == expected
 
 
 def test_split_must_be_longer_than_the_context():
@@ -132,7 +124,8 @@ def test_split_must_be_longer_than_the_context():
 def test_nanogpts_datasets_are_loaded():
     vocab_size = tiny.write_nanogpt_dataset("nano", "b\na" * 10)
     assert texts_of("nano") == ("b\na" * 9, "b\na")
-    assert dataset_size("nano") == DatasetSize(27, 3, vocab_size, 27)
+    data = load_dataset("nano")
+    assert (data.train_bytes, data.tokenizer.vocab_size) == (27, vocab_size)
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens
     data = load_dataset("nano")
     assert data.tokenizer.kind == "gpt2"
