@@ -32,13 +32,11 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         files: {name: content} of the model or the dataset.
         requests: (method, path) of each request.
-        answers: {path: (status, X-Error-Code)} of the requests that fail.
     """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files = FILES
-        self.requests, self.answers = [], {}
+        self.files, self.requests = FILES, []
 
     @property
     def url(self):
@@ -72,31 +70,24 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):  # noqa: N802
         hub, path = self.server, urlsplit(self.path).path
-        if path == USER_AGENT_PATH:
-            self.send(404, b"")
-            return
-        hub.requests.append((self.command, path))
-        status, code = hub.answers.get(path, (200, None))
-        if code or status != 200:
-            self.send(status, b"", {"X-Error-Code": code} if code else {})
-        elif re.fullmatch(REPOSITORIES, path):
+        name = path.partition(f"/resolve/{COMMIT}/")[2]
+        if path != USER_AGENT_PATH:
+            hub.requests.append((self.command, path))
+        if re.fullmatch(REPOSITORIES, path):
             self.send(200, json.dumps({"id": "org/name", "sha": COMMIT}).encode())
         elif "/tree/" in path:
             self.send(200, json.dumps([file_info(*item) for item in hub.files.items()]).encode())
-        elif f"/resolve/{COMMIT}/" in path:
-            body = hub.files[path.split(f"/{COMMIT}/")[1]]
-            self.send(200, body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": COMMIT})
-        elif "/revision/" in path and "/org/model/" in path:
-            self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif name in hub.files:
+            self.send(200, hub.files[name])
         else:
-            self.send(401, b"", {"X-Error-Code": "RepoNotFound"})
+            self.send(404, b"")
 
     do_HEAD = do_GET  # noqa: N815
 
-    def send(self, status, body, headers=()):
+    def send(self, status, body):
         self.send_response(status)
-        for name, value in dict(headers).items():
-            self.send_header(name, value)
+        self.send_header("ETag", f'"{digest(body)}"')
+        self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":

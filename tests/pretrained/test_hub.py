@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from fake_hub import COMMIT, FILES, WEIGHTS
+from fake_hub import FILES, WEIGHTS
 
 pytest.importorskip("huggingface_hub")
 
@@ -24,8 +24,8 @@ EXPECTED = {name: FILES[name] for name in ("config.json", WEIGHTS)}
 def download(hub, folder):
     """A function that returns the folder, or the error line, of each name."""
 
-    def run(*names, before="", **variables):
-        lines = hub.run("-c", before + CODE, *names, **variables).splitlines()
+    def run(*names, **variables):
+        lines = hub.run("-c", CODE, *names, **variables).splitlines()
         assert len(lines) == len(names), lines
         return lines
 
@@ -49,18 +49,9 @@ def test_downloads_have_no_pickles_and_are_kept(hub, download):
 
 
 @pytest.mark.slow
-def test_models_that_cannot_be_downloaded(hub, download):
-    gated = f"/openai-community/gpt2/resolve/{COMMIT}/{WEIGHTS}"
-    hub.answers = {gated: (401, "GatedRepo")}
-    words = {"org/nothing": "401", "org/model@v9": "v9", "org--x/model": "", "gpt2": "gated"}
-    for (name, word), line in zip(words.items(), download(*words), strict=True):
+def test_models_that_cannot_be_downloaded(download):
+    names = ["org/nothing", "org/model@v9", "org--x/model"]
+    for name, line in zip(names, download(*names), strict=True):
         assert line.startswith(f"cannot download {name}: ")
-        assert word in line
     [line] = download("org/model", HF_HUB_OFFLINE="1")
     assert line.startswith("cannot download org/model: ")
-
-
-def test_without_the_client(download):
-    before = "import sys; sys.modules['huggingface_hub'] = None\n"
-    [line] = download("org/model", before=before)
-    assert line == "org/model needs: pip install huggingface_hub safetensors tokenizers"
