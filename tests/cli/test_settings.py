@@ -72,7 +72,6 @@ def error_of(*argv, settings_class=Settings):
         ("shift", "1e400", "must be in (-inf, inf), not inf"),
         ("steps", 1.0, "must be int, not 1.0"),
         ("steps", True, "must be int, not True"),
-        ("warmup", [1, 2], "must be int or None, not [1, 2]"),
         ("rate", 0, "must be in (0, 1], not 0.0"),
         ("compile", 1, "must be auto, True or False, not 1"),
         ("norm", "batchnorm", "must be layernorm or rmsnorm, not 'batchnorm'"),

@@ -99,14 +99,6 @@ def test_hashes_divide_documents_whatever_their_format(folder):
     assert counts.count([0, 2]) >= len(verses) - 1  # the other one is at the boundary
 
 
-@pytest.mark.parametrize("sizes", [[640_000] * 3, [900] * 10, [5000], [5] * 12_000])
-def test_validation_has_a_tenth_of_few_and_of_many_documents(sizes):
-    texts = [f"{number}".ljust(size, "x") for number, size in enumerate(sizes)]
-    pieces = read(tiny.corpus(*texts))
-    assert sum(map(len, texts_of(pieces, "val"))) == round(0.1 * sum(sizes))
-    assert len(pieces) <= len(texts) + 1
-
-
 def test_large_corpora_have_a_smaller_share_for_validation(monkeypatch):
     for maximum, expected in ((200, 100), (20, 20), (0, 1)):
         monkeypatch.setattr("folio.data.corpus.VAL_CHARACTERS", maximum)

@@ -155,7 +155,6 @@ def test_an_own_head_is_read_whatever_the_config_says():
     [
         ({"model_type": "llama"}, "llama"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         ({"activation_function": "silu"}, "silu"),
         ({"n_positions": "8"}, "describes no supported model"),
         ({"n_head": 3}, "n_head=3"),
@@ -215,11 +214,8 @@ GPT2 = (
 OWN = (
     tiny.SWITCHES,
     {"position": "rotary", "bias": False},
-    {"norm": "rmsnorm", "qk_norm": True},
-    {"activation": "swiglu"},
-    {"ngrams": 4},
+    {"norm": "rmsnorm", "activation": "swiglu"},
     {"smear": 2, "n_layer": 0},
-    {"window": 3},
 )
 
 

@@ -119,20 +119,12 @@ def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder)
     Path("two").mkdir()
     for number in range(9):
         Path(f"two/{number}.txt").write_text(f"tale {number}")
-    prepare.main(["--input=two", "--dataset=two", "--tokenizer=hf"])
+    prepare.main(["--input=two", "--dataset=two", "--tokenizer=hf/tokenizer.json"])
     separators = load_dataset("two").train.tolist().count(data.tokenizer.end)
     assert separators == 7  # between the eight documents of the training split
 
 
 # Reading
-
-
-def test_texts_are_not_truncated(tmp_path):
-    limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-    tokenizer = bpe()
-    write_changed(tmp_path, tokenizer, truncation=limit)
-    read = read_tokenizer(tmp_path / TOKENIZER_FILE)
-    assert read.encode(BOOK).tolist() == tokenizer.encode(BOOK).tolist()
 
 
 @pytest.mark.slow
