@@ -95,17 +95,14 @@ class CharTokenizer(Tokenizer):
         points = code_points(text)
         ids = self._ids[points]
         if len(ids) and ids.min() < 0:
-            raise UserError(self._describe_unknown(Counter(map(chr, points[ids < 0].tolist()))))
+            counts = Counter(map(chr, points[ids < 0].tolist()))
+            frequent = [f"{n:,} × {c!r} (U+{ord(c):04X})" for c, n in counts.most_common(10)]
+            raise UserError(
+                f"the vocabulary of {self.vocab_size:,} characters lacks {len(counts):,} that the "
+                f"text has (occurrences: {counts.total():,}): {', '.join(frequent)}; replace or "
+                "remove them, or train a new model, with --tokenizer=byte or bpe for any text"
+            )
         return ids.astype(self.dtype)
-
-    def _describe_unknown(self, counts):
-        """Returns a message about characters that the vocabulary lacks, {character: count}."""
-        frequent = [f"{n:,} × {c!r} (U+{ord(c):04X})" for c, n in counts.most_common(10)]
-        return (
-            f"the vocabulary of {self.vocab_size:,} characters lacks {len(counts):,} that the text "
-            f"has (occurrences: {counts.total():,}): {', '.join(frequent)}; replace or remove "
-            "them, or train a new model, with --tokenizer=byte or bpe for any text"
-        )
 
     def token_bytes(self, token):
         """Returns the bytes of a token, for other tokenizers possibly an incomplete character."""

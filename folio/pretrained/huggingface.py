@@ -63,12 +63,11 @@ MASK_SUFFIXES = (".attn.bias", ".attn.masked_bias")  # constant tensors in older
 # Reading
 
 
-def read_pretrained(folder, needs_tokenizer=True):
+def read_pretrained(folder):
     """Returns the model of a folder as a Checkpoint at step 0, in contiguous float32 on the CPU.
 
-    If a tokenizer is missing and not needed, the checkpoint has none, like nanoGPT's. Raises
-    UserError if the folder is damaged, or its model or tokenizer is not supported. Whether the
-    weights fit the config is not checked: see folio.checkpoint.format.load_weights.
+    Raises UserError if the folder is damaged, or its model or tokenizer is not supported. Whether
+    the weights fit the config is not checked: see folio.checkpoint.format.load_weights.
     """
     folder = Path(folder)
     config, is_gpt2 = _read_config(folder / CONFIG_FILE)
@@ -77,9 +76,7 @@ def read_pretrained(folder, needs_tokenizer=True):
         weights = _from_gpt2(tensors, config)
     else:
         weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
-    path, tokenizer = folder / TOKENIZER_FILE, None
-    if needs_tokenizer or os.path.isfile(path):
-        tokenizer = read_tokenizer(path).to_dict()
+    tokenizer = read_tokenizer(folder / TOKENIZER_FILE).to_dict()
     for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
     config = match_head(config, weights)

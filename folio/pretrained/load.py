@@ -28,7 +28,7 @@ def load_start(init_from, run_dir):
         return None, None
     if init_from in RESUME_NAMES:
         return run_dir.load_newest(required=init_from == "resume"), None
-    return None, load_initial(init_from, needs_tokenizer=False)  # the dataset has one
+    return None, load_initial(init_from)
 
 
 def load_best(init_from, out_dir):
@@ -38,7 +38,7 @@ def load_best(init_from, out_dir):
     return RunDir(out_dir).load_best() if init_from == "resume" else load_initial(init_from)
 
 
-def load_initial(init_from, needs_tokenizer=True):
+def load_initial(init_from):
     """Returns the Checkpoint, without optimizer state, in a file or a Hugging Face folder.
 
     Other names are those of models on the hub. Raises UserError if there is none.
@@ -47,14 +47,14 @@ def load_initial(init_from, needs_tokenizer=True):
         checkpoint = os.path.join(init_from, BEST)
         if os.path.isfile(checkpoint):
             raise UserError(f"{init_from} is a run directory: use {checkpoint}")
-        return read_pretrained(init_from, needs_tokenizer)
+        return read_pretrained(init_from)
     if os.path.isfile(init_from):
         return load_checkpoint(init_from, optimizers=False)
     model = init_from.partition("@")[0]
     if init_from.endswith(".pt") or not (model in HUB_MODELS or HUB_ID.fullmatch(model)):
         hint = suggest(init_from, ("scratch", *RESUME_NAMES, *HUB_MODELS))
         raise UserError(f"init_from={init_from} is not a file, a folder or a hub id{hint}")
-    checkpoint = read_pretrained(pretrained_folder(init_from), needs_tokenizer)
+    checkpoint = read_pretrained(pretrained_folder(init_from))
     checkpoint.path = Path(init_from)  # shorter in messages than a folder of the cache
     return checkpoint
 
