@@ -35,8 +35,9 @@ def explain_bytes(source, error):
     with source.open() as file:
         is_bad = (line.decode(errors="ignore").encode() != line for line in file)
         number = next(number for number, bad in enumerate(is_bad, start=1) if bad)
-    return (
-        f"line {number:,} has the byte 0x{byte:02x}; if the encoding is WINDOWS-1252: {read} | "
-        "iconv -f WINDOWS-1252 -t UTF-8 > NEW_FILE; if the text is damaged, to leave out such "
-        f"bytes: {read} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
-    )
+    # A text of another encoding has no valid characters of several bytes before the first bad one.
+    is_cut, before = error.reason == "unexpected end of data", error.object[: error.start]
+    remedy = "it can be WINDOWS-1252: {} | iconv -f WINDOWS-1252 -t UTF-8 > NEW_FILE"
+    if is_cut or not before.isascii():
+        remedy = "to leave out such bytes: {} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
+    return f"line {number:,} has the byte 0x{byte:02x}; {remedy.format(read)}"

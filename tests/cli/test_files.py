@@ -92,9 +92,6 @@ def test_text_keeps_its_line_endings_and_must_be_utf8():
         read_text("text")
     with pytest.raises(UserError, match="none"):
         read_text("none")
-
-
-def test_a_pointer_of_git_lfs_is_refused():
     Path("text").write_bytes(tiny.LFS_POINTER)
     with pytest.raises(UserError, match="text is a Git LFS pointer: .* git lfs pull"):
         read_text("text")

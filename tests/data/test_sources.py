@@ -193,16 +193,16 @@ RAW = GERMAN.encode()
     [
         (GERMAN.encode("utf-16"), "it is UTF-16; to convert it"),
         (RAW[:36] + b"\0" + RAW[36:], "it contains a NUL byte; to remove it"),
-        (GERMAN.encode("cp1252"), "line 1 has the byte 0xdf; if the encoding is WINDOWS-1252"),
-        (RAW + "ß".encode()[:1], "line 401 has the byte 0xc3; .* damaged, to leave out such bytes"),
-        (RAW[:36] + b"\xe9" + RAW[36:], "line 2 has the byte 0xe9; .* to leave out such bytes"),
+        (GERMAN.encode("cp1252"), "line 1 has the byte 0xdf; it can be WINDOWS-1252"),
+        (RAW + "ß".encode()[:1], "line 401 has the byte 0xc3; to leave out such bytes"),
+        (RAW[:36] + b"\xe9" + RAW[36:], "line 2 has the byte 0xe9; to leave out such bytes"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_the_command_for_a_damaged_text_restores_it(raw, part, suffix):
     path = Path(f"a text.txt{suffix}")
     path.write_bytes(gzip.compress(raw) if suffix else raw)
-    command = re.search(f"{part}: ([^;]+)", error_of(Source(path)))[1]
+    command = re.search(f"{part}: (.+)", error_of(Source(path)))[1]
     subprocess.run(command, shell=True, stderr=subprocess.DEVNULL)  # iconv -c reports an error
     assert Path("NEW_FILE").read_text() == GERMAN
 
