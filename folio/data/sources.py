@@ -14,7 +14,6 @@ import re
 import zlib
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from itertools import dropwhile
 from pathlib import Path
 
 from folio.cli.errors import UserError, cause_of, import_optional, os_errors
@@ -193,8 +192,7 @@ def _read_csv(source, file):
     """Yields the rows of CSV or TSV."""
     csv.field_size_limit(2**30)  # the default is 2^17 characters
     delimiter = "," if source.suffix.startswith(".csv") else "\t"
-    lines = dropwhile(str.isspace, file)  # before the header
-    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    reader = csv.DictReader(file, delimiter=delimiter, strict=True)
     for row in reader:
         if None in row:
             raise RowError("has more values than columns: put text with commas in double quotes")

