@@ -1,7 +1,7 @@
-"""Measure a script: time per step, to a validation loss or to a text.
+"""Measure a script: time per step, speed, loss and memory.
 
     python -m tools.bench -- config/shakespeare_char.py --max_iters=300
-    python -m tools.bench --target=1.9 --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
+    python -m tools.bench --vs="python train.py ..." --vs_dir=../nanoGPT -- config/...
     python -m tools.bench --script=sample --vs="python sample.py ..." -- --out_dir=...
     python -m tools.bench --profile -- config/shakespeare_char.py
 
@@ -28,40 +28,42 @@ class BenchConfig:
     arguments: tuple = setting((), "arguments of the script")
     script: Literal["train", "sample", "prepare"] = setting("train", "script to measure")
     runs: int = setting(3, "runs of each command", "[1, inf)")
-    target: float | None = setting(None, "measure the time to reach this validation loss")
     vs: str | None = setting(None, "command to compare with, such as nanoGPT's script")
     vs_dir: str = setting(".", "folder of the --vs command")
-    profile: bool = setting(False, "print where the time of a step of the script goes")
+    profile: bool = setting(False, "print where the time of a step of train.py goes")
+
+    def __post_init__(self):
+        if self.profile and self.script != "train":
+            raise ValueError("--profile is for --script=train only")
 
 
 process.start(__name__, BenchConfig)  # --help must not wait for torch
 
 from tools.bench import measure
-from tools.bench.profile import profile_sampling, profile_training
-from tools.plot.table import format_table
+from tools.bench.profile import profile_training
+from tools.table import format_table
 
 
 def main(argv=None):
     settings = load_settings(BenchConfig, argv)
     if settings.profile:
         print(measure.describe_machine())
-        profile = profile_sampling if settings.script == "sample" else profile_training
-        profile(settings.arguments)
+        profile_training(settings.arguments)
     else:
         compare_commands(settings)
 
 
 def compare_commands(settings):
     """Measures the commands of a BenchConfig alternately, and prints a table of medians."""
-    target, commands = settings.target, {}
+    commands = {}
     with tempfile.TemporaryDirectory() as out_dir:
         folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
         if settings.script == "train":
             folio += [f"--out_dir={out_dir}", "--overwrite=True"]
         if settings.vs:  # runs first, because it is the command that may be mistyped
             other = shlex.split(settings.vs)
-            commands["other"] = lambda _: measure.measure_command(other, settings.vs_dir, target)
-        commands["folio"] = lambda _: measure.measure_command(folio, target=target)
+            commands["other"] = lambda _: measure.measure_command(other, settings.vs_dir)
+        commands["folio"] = lambda _: measure.measure_command(folio)
         medians = measure.measure_alternately(commands, settings.runs)
     print(f"\nmedians of {settings.runs} alternating runs; {measure.describe_machine()}\n")
     print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")

@@ -18,9 +18,7 @@ from folio.cli.settings import ROOT
 FIGURES = {  # figure: (its name in a table, format)
     "step_ms": ("ms/step", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
-    "to_target_s": ("s to target", ".1f"),
     "val_loss": ("best val loss", ".4f"),
-    "first_s": ("s to first token", ".2f"),
     "seconds": ("whole process, s", ".2f"),
     "gpu_memory_gib": ("GPU memory, GiB", ".2f"),
 }
@@ -29,36 +27,28 @@ PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are 
     r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
     r"(?:tokens per iteration will be:| steps of) (?P<tokens_per_step>[\d,]+)",
     r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
-    r"; first token (?:after )?(?P<first_s>\d+\.?\d*) s",
     r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
 )
-EVALUATION = r"(final .*)?step \d+: train loss \d+\.?\d*, val loss (\d+\.?\d*)"
+LOSS = r"step \d+: train loss \d+\.?\d*, val loss (\d+\.?\d*)"
 SEPARATOR = "---------------"  # printed after each text
 
 
-def measure_alternately(commands, runs, keep_going=False):
+def measure_alternately(commands, runs):
     """Measures commands alternately, and returns {name: medians of its figures, {figure: value}}.
 
     `commands` is {name: function of the number of a run that runs the command and returns its
-    figures}. One that fails raises UserError or, if `keep_going`, is reported and left out.
+    figures, {} if it failed}. Only figures that all runs of a command have are returned.
     """
     figures = {name: [] for name in commands}
     for number in range(runs):
-        for name in list(figures):
-            try:
-                run = commands[name](number)
-                print(f"run {number + 1} of {name}: {format_figures(run)}", flush=True)
-                figures[name].append(run)
-            except UserError as error:
-                if not keep_going:
-                    raise
-                print(error, flush=True)
-                del figures[name]
-    medians = {name: {} for name in figures}
+        for name, measure in commands.items():
+            run = measure(number)
+            print(f"run {number + 1} of {name}: {format_figures(run) or 'failed'}", flush=True)
+            figures[name].append(run)
+    medians = {name: {} for name in commands}
     for name, of_runs in figures.items():
-        for figure in of_runs[0]:
-            if all(figure in run for run in of_runs):
-                medians[name][figure] = median(run[figure] for run in of_runs)
+        for figure in set.intersection(*map(set, of_runs)):
+            medians[name][figure] = median(run[figure] for run in of_runs)
     return medians
 
 
@@ -79,11 +69,11 @@ def make_row(title, figure, values, missing=""):
     return [title, *cells]
 
 
-def measure_command(command, folder=".", target=None, output=None):
+def measure_command(command, folder=".", output=None):
     """Runs a command in a folder, and returns its figures, {name: value}.
 
-    `target` is the validation loss of "to_target_s", `output` a file to which what the command
-    prints is appended. Raises UserError if the command cannot be started, or if it fails.
+    `output` is a file to which what the command prints is appended. Raises UserError if the command
+    cannot be started, or if it fails.
     """
     start = time.perf_counter()
     lines = []  # of output, with the seconds since the start
@@ -103,34 +93,31 @@ def measure_command(command, folder=".", target=None, output=None):
     if code:
         tail = " / ".join(line for _, line in lines[-5:])
         raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")
-    return read_figures(lines, command, target) | {"seconds": seconds}
+    return read_figures(lines, command) | {"seconds": seconds}
 
 
-def read_figures(lines, command, target=None):
+def read_figures(lines, command):
     """Returns the figures in lines of output, [(seconds, line), ...]; see `measure_command`."""
-    figures, evaluations = {}, []
+    figures = {}
     for pattern in PATTERNS:
         matches = [match for _, line in lines if (match := re.search(pattern, line))]
         if matches:
             numbers = [float(match[1].replace(",", "")) for match in matches]
             figures[matches[0].lastgroup] = median(numbers)
-    for seconds, line in lines:
-        if match := re.search(EVALUATION, line):
-            evaluations.append((seconds, match[1], float(match[2])))
-    finals = [evaluation for evaluation in evaluations if evaluation[1]]
-    for seconds, _, loss in finals or evaluations:  # finals cover the whole split
-        figures["val_loss"] = min(loss, figures.get("val_loss", loss))
-        if target is not None and loss <= target:
-            figures.setdefault("to_target_s", seconds)
-    tokens_per_step = figures.get("tokens_per_step")
+    text = "\n".join(line for _, line in lines)
+    losses = re.findall(f"final .*{LOSS}", text) or re.findall(LOSS, text)  # of the whole split
+    if losses:
+        figures["val_loss"] = min(map(float, losses))
+    if "tokens_per_s" in figures:
+        return figures
+    # nanoGPT prints no speed
     text_ends = [seconds for seconds, line in lines if line == SEPARATOR]
-    if "tokens_per_s" not in figures:  # nanoGPT prints no speed
-        if tokens_per_step and "step_ms" in figures:
-            figures["tokens_per_s"] = tokens_per_step / figures["step_ms"] * 1e3
-        elif len(text_ends) > 1:
-            flag = re.search(r"--max_new_tokens[= ](\d+)", shlex.join(command))
-            tokens = (len(text_ends) - 1) * int(flag[1] if flag else 500)  # the default
-            figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
+    tokens_per_text = re.search(r"--max_new_tokens=(\d+)", shlex.join(command))
+    if {"tokens_per_step", "step_ms"} <= figures.keys():
+        figures["tokens_per_s"] = figures["tokens_per_step"] / figures["step_ms"] * 1e3
+    elif len(text_ends) > 1 and tokens_per_text:
+        tokens = (len(text_ends) - 1) * int(tokens_per_text[1])
+        figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
     return figures
 
 
