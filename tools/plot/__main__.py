@@ -27,9 +27,6 @@ class PlotConfig:
 
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")
-    y: Literal["loss", "bits_per_byte"] = setting(
-        "loss", "y axis and table; bits per byte compare runs with different tokenizers"
-    )
     out: str | None = setting(None, "PNG file; None: runs.png, attention.png or embeddings.png")
 
     attention: bool = setting(
@@ -56,11 +53,10 @@ process.start(__name__, PlotConfig)  # --help must not wait for torch
 from folio.checkpoint.run_dir import RunDir
 from folio.inference.trained_model import load_trained
 from sample import read_prompt
-from tools.plot.attention import draw_attention
-from tools.plot.embeddings import draw_embeddings
 from tools.plot.losses import draw_losses
-from tools.plot.runs import group_runs, read_runs
-from tools.plot.table import compare_groups, format_table
+from tools.plot.models import draw_attention, draw_embeddings
+from tools.plot.runs import compare_groups, group_runs, read_runs
+from tools.table import format_table
 
 
 def main(argv=None):
@@ -69,19 +65,14 @@ def main(argv=None):
         name = "attention.png" if settings.attention else "embeddings.png"
         figure = plot_model(settings.runs[0], settings)
     else:
-        name, figure = "runs.png", compare_runs(settings)
+        groups = group_runs(read_runs(settings.runs))
+        print("\n".join(format_table(compare_groups(groups))), flush=True)
+        import_optional("matplotlib", "a plot")
+        name, figure = "runs.png", draw_losses(groups, settings.x)
     path = settings.out or name
     with write_atomically(path) as [file]:
         figure.savefig(file, format="png", dpi=150)
     print(f"wrote {path}")
-
-
-def compare_runs(settings):
-    """Prints a table of runs, and returns a matplotlib figure of their losses."""
-    groups = group_runs(read_runs(settings.runs, settings.y), settings.y)
-    print("\n".join(format_table(compare_groups(groups, settings.y))), flush=True)
-    import_optional("matplotlib", "a plot")
-    return draw_losses(groups, settings.x, settings.y)
 
 
 def plot_model(folder, settings):

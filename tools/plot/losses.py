@@ -5,30 +5,27 @@ import numpy as np
 from tools.plot.runs import mean_loss
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
-LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte"}
 LEGEND = "line: validation\ndot: best model\nfaint: training\nband: deviation over seeds"
 MAX_DRAWN_GROUPS = 10  # matplotlib has so many colors
 SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
 
-def draw_losses(groups, axis, measure="loss"):
+def draw_losses(groups, axis):
     """Returns a matplotlib figure of the losses of the first groups, {name: runs}.
 
-    `axis` is a key of AXES. Only evaluations measure bits per byte, so they have no training curve.
+    `axis` is a key of AXES.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.5), layout="constrained")
-    axes = figure.add_subplot(xlabel=axis, ylabel=LABELS[measure])
+    axes = figure.add_subplot(xlabel=axis, ylabel="loss (nats per token)")
     highest = []
     for number, (name, runs) in enumerate([*groups.items()][:MAX_DRAWN_GROUPS]):
         color = f"C{number}"
-        if measure == "loss":
-            x, loss, _ = mean_curve([run.train for run in runs], AXES[axis])
-            axes.plot(x, loss, color=color, alpha=0.35, linewidth=1)
+        x, loss, _ = mean_curve([run.train for run in runs], AXES[axis])
+        axes.plot(x, loss, color=color, alpha=0.35, linewidth=1)
         x, loss, deviation = mean_curve([run.val for run in runs], AXES[axis])
-        label = name.replace("$", r"\$")  # a mathematical formula otherwise
-        axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
+        axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=name)
         axes.plot(x[loss.argmin()], mean_loss(runs), "o", color=color)  # the table's
         if len(runs) > 1:
             low, high = loss - deviation, loss + deviation

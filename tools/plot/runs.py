@@ -1,17 +1,23 @@
-"""Runs as recorded in their logs, and groups of runs that differ only in their seed."""
+"""Runs as recorded in their logs, groups of runs that differ only in their seed, and a table."""
 
-import math
 import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, stdev
 
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 
 FOLDER_SEED_PATTERN = re.compile(r"\bseed=\d+")
+FIGURES = {  # {column: function of runs that returns values, of which the table has the median}
+    "at step": lambda runs: [run.best["step"] for run in runs],
+    "time, s": lambda runs: [run.seconds for run in runs],
+    "tokens/s": lambda runs: [event["tokens_per_s"] for run in runs for event in run.train],
+    "parameters": lambda runs: [run.parameters for run in runs],
+    "steps": lambda runs: [run.val[-1]["step"] for run in runs],
+}
 
 
 @dataclass
@@ -23,7 +29,7 @@ class Run:
     parameters: int = 0
     train: list = field(default_factory=list)  # events of training steps
     val: list = field(default_factory=list)  # events of evaluations
-    loss: float = math.inf  # of the best model, from its final evaluation if there is one
+    result: dict = field(default_factory=dict)  # event of the best or the final evaluation
     seconds: float = 0.0  # of training so far
 
     @property
@@ -31,13 +37,13 @@ class Run:
         """The evaluation with the lowest loss."""
         return min(self.val, key=lambda event: event["loss"])
 
+    @property
+    def loss(self):
+        return self.result["loss"]
 
-def read_run(folder, measure="loss"):
-    """Returns the Run in a folder. Raises UserError if it has no log.
 
-    With the measure "bits_per_byte", the losses of evaluations are these numbers, and evaluations
-    without them are left out.
-    """
+def read_run(folder):
+    """Returns the Run in a folder. Raises UserError if it has no log."""
     run_dir = RunDir(folder)
     if not run_dir.log.is_file():
         available = ", ".join(map(str, find_runs("."))) or "none"
@@ -51,16 +57,16 @@ def read_run(folder, measure="loss"):
                 run.settings |= {name: new for name, (_, new) in event["changed"].items()}
             case "train":
                 run.train.append(event)
-            case "val" if measure in event:
-                run.val.append(event | {"loss": event[measure]})
-                run.loss = run.best["loss"]
-            case "final" if measure in event:
-                run.loss = event[measure]
+            case "val":
+                run.val.append(event)
+                run.result = run.best
+            case "final":
+                run.result = event
         run.seconds = event.get("elapsed_s", run.seconds)
     return run
 
 
-def read_runs(folders, measure="loss"):
+def read_runs(folders):
     """Returns the evaluated runs in `folders`. A folder of runs, such as a sweep's, adds its runs.
 
     Raises UserError if there are none.
@@ -68,11 +74,10 @@ def read_runs(folders, measure="loss"):
     runs = []
     for folder in dict.fromkeys(map(Path, folders)):  # each once
         paths = [] if RunDir(folder).log.is_file() else find_runs(folder)
-        runs += [read_run(path, measure) for path in paths or [folder]]
+        runs += [read_run(path) for path in paths or [folder]]
     runs = [run for run in runs if run.val]
     if not runs:
-        name = measure.replace("_", " ")
-        raise UserError(f"there is nothing to compare: the runs have no {name} yet")
+        raise UserError("there is nothing to compare: the runs have no loss yet")
     return runs
 
 
@@ -81,19 +86,12 @@ def find_runs(folder):
     return [path for path in RunDir.find(folder) if RunDir(path).log.exists()]
 
 
-def group_runs(runs, measure="loss"):
+def group_runs(runs):
     """Returns groups of runs, {name: runs}, the best mean loss first.
 
     Runs whose folders differ only in "seed=NUMBER" are a group, such as n_layer=2,seed=*. Names are
-    relative to the innermost folder that contains all runs. Losses are compared per dataset and
-    tokenizer.
+    relative to the innermost folder that contains all runs. Losses are compared per text.
     """
-
-    def rank(group):
-        _, runs = group
-        names = ("dataset", "tokenizer") if measure == "loss" else ()
-        return [values_of(runs, name) for name in names], mean_loss(runs)
-
     parent = os.path.commonpath([os.path.abspath(Path(run.folder).parent) for run in runs])
     runs_of_pattern, groups = defaultdict(list), {}
     for run in runs:
@@ -101,13 +99,46 @@ def group_runs(runs, measure="loss"):
     for pattern, similar_runs in runs_of_pattern.items():
         name = pattern if len(similar_runs) > 1 else similar_runs[0].folder
         groups[os.path.relpath(name, parent)] = similar_runs
-    return dict(sorted(groups.items(), key=rank))
+    return dict(sorted(groups.items(), key=lambda item: (text_of(item[1]), mean_loss(item[1]))))
 
 
 def mean_loss(runs):
     return fmean(run.loss for run in runs)
 
 
+def text_of(runs):
+    """Returns the dataset and the tokenizer of runs. Losses per token of others do not compare."""
+    return values_of(runs, "dataset"), values_of(runs, "tokenizer")
+
+
 def values_of(runs, name):
-    """Returns the values of a setting in runs, each once, as sorted texts."""
-    return sorted({str(run.settings.get(name, "")) for run in runs})
+    """Returns the values of a setting in runs, each once, as a text."""
+    return ", ".join(sorted({str(run.settings.get(name, "")) for run in runs}))
+
+
+def compare_groups(groups):
+    """Returns the rows of a table of groups, {name: runs}, which are sorted, the best first.
+
+    The first row is the header. The columns are the mean loss, its standard deviation over seeds,
+    the mean bits per byte if datasets or tokenizers differ, medians over the runs of a group, and
+    settings. Of several groups, those columns after the loss are left out that are equal in all.
+    """
+    names, all_runs = zip(*groups.items(), strict=True)
+    columns = {"run": names, "best val loss": [f"{mean_loss(runs):.4f}" for runs in all_runs]}
+    if max(map(len, all_runs)) > 1:
+        losses = [[run.loss for run in runs] for runs in all_runs]
+        columns["deviation"] = [f"{stdev(loss):.4f}" if len(loss) > 1 else "" for loss in losses]
+        columns["seeds"] = [str(len(runs)) for runs in all_runs]
+    if len(set(map(text_of, all_runs))) > 1:
+        bits = [[run.result.get("bits_per_byte") for run in runs] for runs in all_runs]
+        columns["bits per byte"] = [f"{fmean(b):.4f}" if all(b) else "" for b in bits]
+    for name, values_in in FIGURES.items():
+        values = [values_in(runs) for runs in all_runs]
+        columns[name] = [f"{median(numbers):,.0f}" if numbers else "" for numbers in values]
+    if len(groups) > 1:
+        for name in dict.fromkeys(name for runs in all_runs for name in runs[0].settings):
+            columns[name] = [values_of(runs, name) for runs in all_runs]
+        for name in list(columns)[2:]:
+            if len(set(columns[name])) == 1:
+                del columns[name]
+    return [list(columns), *zip(*columns.values(), strict=True)]

@@ -7,15 +7,22 @@ The same command continues a sweep that was stopped: finished runs are kept, sto
 are resumed. `python -m tools.plot out-sweep` compares the runs, even while the sweep is running.
 """
 
+import itertools
+import math
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
+from urllib.parse import quote
 
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
-from folio.cli.settings import changed_settings, names_with_scope, setting
+from folio.cli.settings import changed_settings, load_settings, names_with_scope, setting
+
+MAX_RUNS = 1000  # more are a mistake
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,11 @@ process.start(__name__, SweepSettings, only_help=True)  # which must not wait fo
 
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
+from folio.hardware.device import resolve_device
 from folio.training.setup import MODEL_SETTINGS
-from tools.plot.runs import group_runs, read_run
-from tools.plot.table import compare_groups, format_table
-from tools.sweep.grid import combine_values
-from tools.sweep.workers import train_runs
+from tools.plot.runs import compare_groups, group_runs, read_run
+from tools.sweep.workers import RUN_SETTINGS, train_runs
+from tools.table import format_table
 from train import TrainConfig
 
 
@@ -63,9 +70,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if any(re.match(r"--out_dir\b", argument) for argument in argv):
         raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
-    runs = combine_values(SweepConfig, argv)
+    runs = combine_values(argv)
     sweep = next(iter(runs.values()))
-    check_names(sweep.sweep_dir, runs)
     datasets = {settings.dataset for settings in runs.values()}
     fingerprints = {name: load_dataset(name).fingerprint for name in datasets}
     unfinished = {}
@@ -83,17 +89,43 @@ def main(argv=None):
         raise UserError(f"{len(failed)} of {len(runs)} runs failed: {outputs}")
 
 
-def check_names(sweep_dir, runs):
-    """Raises UserError if a folder has runs that vary in other settings. Tables would mix them."""
-    names = names_in(next(iter(runs)))
-    for folder in RunDir.find(sweep_dir):
-        if names_in(folder) not in (set(), names):
-            raise UserError(f"{folder} contains another run: choose another --sweep_dir")
+def combine_values(argv):
+    """Returns {folder: settings} of all combinations of the values in a command line.
 
+    The setting that is named last varies fastest. Equal combinations count once. Raises UserError
+    like load_settings, or if no setting of train.py has several values.
+    """
+    counts, indices = {}, {}  # {name: number of values} and {name: index of the value to use}
 
-def names_in(folder):
-    """Returns the names of the settings that the name of a run's folder contains."""
-    return set(re.findall(r"(?:^|,)(\w+)=", folder.name))
+    def choose(name, value):
+        if name == "teachers" and isinstance(value, list | tuple):  # of one run
+            value = ",".join(map(str, value))
+        is_list = isinstance(value, list | tuple | range) and len(value) > 0
+        values = value if is_list else [value]
+        counts[name] = max(len(values), counts.get(name, 1))
+        return values[indices.get(name, 0) % len(values)]  # a list may replace a longer one
+
+    load = partial(load_settings, SweepConfig, argv, {"device": resolve_device}, choose)
+    load()  # counts the values
+    names = [name for name, count in counts.items() if count > 1]
+    for name in names:
+        if name not in RUN_SETTINGS:
+            raise UserError(f"{name} has several values, but must be the same for all runs")
+    if not names:
+        raise UserError(
+            "there is nothing to compare: give a setting several values, in a flag as "
+            "--learning_rate=1e-3,3e-4 or in a config file as learning_rate = [1e-3, 3e-4]"
+        )
+    if (number := math.prod(counts.values())) > MAX_RUNS:
+        raise UserError(f"a sweep can have {MAX_RUNS:,} runs, not {number:,}: give fewer values")
+    runs = {}
+    for combination in itertools.product(*(range(counts[name]) for name in names)):
+        indices.update(zip(names, combination, strict=True))
+        settings = load()
+        values = [f"{name}={getattr(settings, name)}" for name in names]
+        folder = quote(",".join(values), safe=",+=")  # n_layer=4,seed=1
+        runs[Path(settings.sweep_dir, folder)] = settings
+    return runs
 
 
 def has_finished(folder, settings, fingerprint):
