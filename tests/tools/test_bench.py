@@ -18,7 +18,7 @@ from folio.hardware.device import resolve_device
 from sample import SampleConfig
 from tools.bench import __main__ as bench
 from tools.bench import suite
-from tools.bench.measure import FIGURES, SEPARATOR, measure_command, read_figures
+from tools.bench.measure import FIGURES, measure_command, read_figures
 from tools.bench.profile import kind_of
 
 TRAINING = """
@@ -52,17 +52,9 @@ def test_lines_of_a_nanogpt_training_are_read(scripts):
 
 
 def test_a_final_evaluation_counts_instead_of_those_before():
-    lines = [
-        (1.0, "step 5: train loss 2.0, val loss 1.5"),
-        (3.0, "final evaluation of the best model, step 5: train loss 2.0, val loss 1.75"),
-    ]
-    assert read_figures(lines, []) == {"val_loss": 1.75}
-
-
-def test_sampling_speed_is_estimated_from_times_between_texts():
-    lines = [(seconds, SEPARATOR) for seconds in (5.0, 7.0, 9.0)]
-    command = ["sample.py", "--max_new_tokens=100"]
-    assert read_figures(lines, command) == {"tokens_per_s": 50.0}
+    losses = "step 5: train loss 2.0, val loss 1.5"
+    final = "final evaluation of the best model, step 5: train loss 2.0, val loss 1.75"
+    assert read_figures(f"{losses}\n{final}\n") == {"val_loss": 1.75}
 
 
 def test_figures_are_medians_of_alternating_runs(scripts, capsys):

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from subprocess import PIPE, STDOUT, Popen, run
+from subprocess import PIPE, STDOUT, run
 
 import torch
 
@@ -22,15 +22,13 @@ FIGURES = {  # figure: (its name in a table, format)
     "seconds": ("whole process, s", ".2f"),
     "gpu_memory_gib": ("GPU memory, GiB", ".2f"),
 }
-PATTERNS = (  # "iter" lines count from step 10 on, because the first steps are a warmup
-    r"iter \d{2,}: loss \d+\.?\d*, time (?P<step_ms>\d+\.?\d*)ms",
-    r"iter \d{2,}: .* (?P<tokens_per_s>[\d,]+) tokens/s",
-    r"(?:tokens per iteration will be:| steps of) (?P<tokens_per_step>[\d,]+)",
-    r"tokens in \d+\.?\d* s, (?P<tokens_per_s>[\d,]+) tokens/s",
-    r"^peak memory: (?P<gpu_memory_gib>\d+\.?\d*) GiB",
-)
+PATTERNS = {  # "iter" lines count from step 10 on, because the first steps are a warmup
+    "step_ms": r"iter \d{2,}: loss \d+\.?\d*, time (\d+\.?\d*)ms",
+    "tokens_per_s": r"(?:iter \d{2,}: .*|tokens in \d+\.?\d* s,) ([\d,]+) tokens/s",
+    "tokens_per_step": r"(?:tokens per iteration will be:| steps of) ([\d,]+)",
+    "gpu_memory_gib": r"^peak memory: (\d+\.?\d*) GiB",
+}
 LOSS = r"step \d+: train loss \d+\.?\d*, val loss (\d+\.?\d*)"
-SEPARATOR = "---------------"  # printed after each text
 
 
 def measure_alternately(commands, runs):
@@ -42,9 +40,9 @@ def measure_alternately(commands, runs):
     figures = {name: [] for name in commands}
     for number in range(runs):
         for name, measure in commands.items():
-            run = measure(number)
-            print(f"run {number + 1} of {name}: {format_figures(run) or 'failed'}", flush=True)
-            figures[name].append(run)
+            of_run = measure(number)
+            print(f"run {number + 1} of {name}: {format_figures(of_run) or 'failed'}", flush=True)
+            figures[name].append(of_run)
     medians = {name: {} for name in commands}
     for name, of_runs in figures.items():
         for figure in set.intersection(*map(set, of_runs)):
@@ -75,49 +73,32 @@ def measure_command(command, folder=".", output=None):
     `output` is a file to which what the command prints is appended. Raises UserError if the command
     cannot be started, or if it fails.
     """
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}  # so that errors are printed last
     start = time.perf_counter()
-    lines = []  # of output, with the seconds since the start
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}  # times are those of printing
     with os_errors("run", command[0]):
-        child = Popen(command, cwd=folder, env=env, stdout=PIPE, stderr=STDOUT, errors="replace")
-    try:
-        for line in child.stdout:
-            lines.append((time.perf_counter() - start, line.strip()))
-        code = child.wait()
-    finally:
-        child.terminate()  # has no effect if it has ended
+        ended = run(command, cwd=folder, env=env, stdout=PIPE, stderr=STDOUT, errors="replace")
     seconds = time.perf_counter() - start
     if output:
         with open(output, "a", encoding="utf-8") as file:
-            print(f"$ {shlex.join(command)}", *(line for _, line in lines), sep="\n", file=file)
-    if code:
-        tail = " / ".join(line for _, line in lines[-5:])
-        raise UserError(f"{shlex.join(command)} ended with status {code}: {tail}")
-    return read_figures(lines, command) | {"seconds": seconds}
+            print(f"$ {shlex.join(command)}", ended.stdout, sep="\n", file=file)
+    if ended.returncode:
+        tail = " / ".join(ended.stdout.splitlines()[-5:])
+        raise UserError(f"{shlex.join(command)} ended with status {ended.returncode}: {tail}")
+    return read_figures(ended.stdout) | {"seconds": seconds}
 
 
-def read_figures(lines, command):
-    """Returns the figures in lines of output, [(seconds, line), ...]; see `measure_command`."""
+def read_figures(output):
+    """Returns the figures in what a command has printed, {name: value}."""
     figures = {}
-    for pattern in PATTERNS:
-        matches = [match for _, line in lines if (match := re.search(pattern, line))]
-        if matches:
-            numbers = [float(match[1].replace(",", "")) for match in matches]
-            figures[matches[0].lastgroup] = median(numbers)
-    text = "\n".join(line for _, line in lines)
-    losses = re.findall(f"final .*{LOSS}", text) or re.findall(LOSS, text)  # of the whole split
+    for figure, pattern in PATTERNS.items():
+        if texts := re.findall(pattern, output, re.MULTILINE):
+            figures[figure] = median(float(text.replace(",", "")) for text in texts)
+    losses = re.findall(f"final .*{LOSS}", output) or re.findall(LOSS, output)
     if losses:
         figures["val_loss"] = min(map(float, losses))
-    if "tokens_per_s" in figures:
-        return figures
-    # nanoGPT prints no speed
-    text_ends = [seconds for seconds, line in lines if line == SEPARATOR]
-    tokens_per_text = re.search(r"--max_new_tokens=(\d+)", shlex.join(command))
-    if {"tokens_per_step", "step_ms"} <= figures.keys():
-        figures["tokens_per_s"] = figures["tokens_per_step"] / figures["step_ms"] * 1e3
-    elif len(text_ends) > 1 and tokens_per_text:
-        tokens = (len(text_ends) - 1) * int(tokens_per_text[1])
-        figures["tokens_per_s"] = tokens / (text_ends[-1] - text_ends[0])
+    if {"tokens_per_step", "step_ms"} <= figures.keys():  # nanoGPT prints no speed
+        speed = figures["tokens_per_step"] / figures["step_ms"] * 1e3
+        figures.setdefault("tokens_per_s", speed)
     return figures
 
 

@@ -46,7 +46,7 @@ def read_run(folder):
     """Returns the Run in a folder. Raises UserError if it has no log."""
     run_dir = RunDir(folder)
     if not run_dir.log.is_file():
-        available = ", ".join(map(str, find_runs("."))) or "none"
+        available = ", ".join(map(str, RunDir.find())) or "none"
         raise UserError(f"there is no log {run_dir.log}; available runs: {available}")
     run = Run(str(run_dir.folder))
     for event in run_dir.read_events():
@@ -73,17 +73,13 @@ def read_runs(folders):
     """
     runs = []
     for folder in dict.fromkeys(map(Path, folders)):  # each once
-        paths = [] if RunDir(folder).log.is_file() else find_runs(folder)
-        runs += [read_run(path) for path in paths or [folder]]
+        paths = [] if RunDir(folder).log.is_file() else RunDir.find(folder)
+        logged = [path for path in paths if RunDir(path).log.is_file()]
+        runs += [read_run(path) for path in logged or [folder]]
     runs = [run for run in runs if run.val]
     if not runs:
         raise UserError("there is nothing to compare: the runs have no loss yet")
     return runs
-
-
-def find_runs(folder):
-    """Returns the folders in `folder` that contain a log, sorted."""
-    return [path for path in RunDir.find(folder) if RunDir(path).log.exists()]
 
 
 def group_runs(runs):
