@@ -56,12 +56,9 @@ def format_figures(figures):
     return "; ".join(f"{name} {figures[key]:{f}}" for key, (name, f) in parts if key in figures)
 
 
-def make_row(title, figure, values, missing=""):
-    """Returns the cells of a table: a title, the figure of each command, and the ratio of two.
-
-    `missing` is the text for None.
-    """
-    cells = [missing if v is None else format(v, FIGURES[figure][1]) for v in values]
+def make_row(title, figure, values):
+    """Returns the cells of a table: a title, the figure of each command, and the ratio of two."""
+    cells = ["-" if value is None else format(value, FIGURES[figure][1]) for value in values]
     if len(values) == 2:
         cells.append(f"{values[0] / values[1]:.3f}" if all(values) else "")
     return [title, *cells]

@@ -34,6 +34,7 @@ RESULTS = Path("out-suite")
 TABLE = tomllib.loads(Path(__file__).with_name("suite.toml").read_text("utf-8"))
 PARTS = {**TABLE["cpu"], **TABLE["long"], **TABLE["gpu"]}
 DEFAULT_PARTS = TABLE["gpu" if torch.cuda.is_available() else "cpu"]
+PROGRAMS = ("folio", "other")
 VOCAB_SIZE = 50_304  # GPT-2's, padded
 
 
@@ -64,7 +65,7 @@ def main(argv=None):
     if TABLE["gpu"].keys() & set(parts):
         write_random_tokens(Path("data", "random_tokens"))
         write_random_tokens(Path(settings.vs_dir, "data", "random_tokens"))
-    table = [["", "folio", "other", "ratio"]]
+    table = [["", *PROGRAMS, "ratio"]]
     end = time.monotonic() + 60 * settings.minutes
     for part, name, figure, *templates in rows:
         if time.monotonic() > end:
@@ -72,13 +73,12 @@ def main(argv=None):
             continue
         print(f"{part}: {name}")
         commands = {}
-        for who, template in zip(("folio", "other"), templates, strict=False):
+        for who, template in zip(PROGRAMS, templates, strict=False):
             commands[who] = partial(measure_once, expand(template, settings.vs_dir))
         medians = measure.measure_alternately(commands, settings.runs if figure else 1)
         if figure:  # other rows prepare these
-            values = [medians[who].get(figure) for who in commands]
-            row = measure.make_row(name, figure, values, missing="failed")
-            table.append(row + [""] * (4 - len(row)))
+            values = [medians.get(who, {}).get(figure) for who in PROGRAMS]
+            table.append(measure.make_row(name, figure, values))
     print("", measure.describe_machine(), "", *format_table(table), sep="\n")
 
 
