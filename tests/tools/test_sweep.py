@@ -79,6 +79,7 @@ def test_a_run_can_have_several_teachers():
         ([], "--learning_rate=1e-3,3e-4"),  # an example of several values
         (["--seed=1,2", "--out_dir=x"], "--out_dir"),
         (["--seed=1,2", "--stop_at=4"], "stop_at"),
+        (["--seed=1,2", "--dataset=gone"], "gone"),
         (["--jobs=1,2"], "jobs"),
         (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr"),
         (["a.py"], "a.py: warmup_iters must be int, not 'x'"),

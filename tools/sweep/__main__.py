@@ -9,10 +9,8 @@ are resumed. `python -m tools.plot out-sweep` compares the runs, even while the 
 
 import itertools
 import math
-import re
-import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
@@ -67,16 +65,13 @@ class SweepConfig(TrainConfig, SweepSettings):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    if any(re.match(r"--out_dir\b", argument) for argument in argv):
-        raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
-    runs = combine_values(argv)
+    runs, load = combine_values(argv), cache(load_dataset)
     sweep = next(iter(runs.values()))
-    datasets = {settings.dataset for settings in runs.values()}
-    fingerprints = {name: load_dataset(name).fingerprint for name in datasets}
+    if "out_dir" in {argument.name for argument in sweep.parsed_arguments}:  # presets may set it
+        raise UserError("each run of a sweep has its own folder: use --sweep_dir, not --out_dir")
     unfinished = {}
     for folder, settings in runs.items():
-        if not has_finished(folder, settings, fingerprints[settings.dataset]):
+        if not has_finished(folder, settings, load(settings.dataset).fingerprint):
             unfinished[folder] = settings
     with lock_folder(sweep.sweep_dir):
         print(f"{len(runs)} runs", flush=True)
