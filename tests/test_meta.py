@@ -21,7 +21,7 @@ from folio.inference.sampling import Controls
 from folio.training import evaluation
 from folio.training.setup import model_config
 
-META = Machine("meta", "float32", False, "")
+META = Machine("meta", "float32", False)
 OPTIONS = {  # beside those of the presets
     "gradient_accumulation_steps": 2,
     "activation_checkpointing": True,

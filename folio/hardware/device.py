@@ -2,7 +2,6 @@
 
 import glob
 import math
-import os
 import re
 import time
 from contextlib import contextmanager, suppress
@@ -14,15 +13,9 @@ import torch
 
 from folio.cli.errors import UserError
 
-DTYPE_REASONS = {
-    "bfloat16": "supported by the hardware",
-    "float16": "with loss scaling; no bfloat16",
-    "float32": "no fast bfloat16",
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_CORES_SHARE = 0.8  # of the time in which threads can run, the time that they have a core
 CORES_CHECK_INTERVAL_S = 3
-CORES_TRIAL_S = 1
 CORES_RETRY_S = 30, 600  # before more threads are tried: at first, and at most; it doubles
 MAX_GRAPH_S = 2e-3  # of a step at peak speed; real steps take at least twice as long
 MAX_SINGLE_THREAD_PRODUCTS = 10**7  # per step, as for the fast preset's model with ten texts
@@ -40,13 +33,24 @@ GPU_PEAKS_TFLOPS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and how to compute on it. `summary` describes it in one line."""
+    """A device and how to compute on it."""
 
     device: str
     dtype: str
     compile: bool | str  # str: max-autotune
-    summary: str = ""
     cuda_graph: bool = False  # whether a training step is one; see compile.CudaGraph
+
+    @property
+    def summary(self):
+        kind, name = device_type(self.device), "Apple GPU"
+        if kind == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        elif kind == "cpu":
+            gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
+            name = f"{gpu}threads: {torch.get_num_threads()}"
+        compiled = "compiled" if self.compile else "not compiled"
+        graph = ", each step a CUDA graph" if self.cuda_graph else ""
+        return f"{self.device} ({name}), {self.dtype}, {compiled}{graph}"
 
     @property
     def data_sheet_flops(self):
@@ -76,17 +80,11 @@ def choose_machine(device, dtype, compile, step_flops=None):
     kernels one by one would take about as long as running them.
     """
     torch.set_float32_matmul_precision("high")
-    kind, name = device_type(device), "Apple GPU"
+    kind = device_type(device)
     if kind == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
-        name = torch.cuda.get_device_name(device)
-    elif kind == "cpu":
-        gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
-        name = f"{gpu}threads: {torch.get_num_threads()}"
-    dtype_reason, compile_reason = "as set", f"compile={compile}"
     if dtype == "auto":
         dtype = default_dtype(device)
-        dtype_reason = DTYPE_REASONS[dtype]
     cuda_graph = False
     if step_flops and kind == "cuda" and dtype != "float16":  # float16 can skip steps
         cuda_graph = step_flops / Machine(device, dtype, False).peak_flops < MAX_GRAPH_S
@@ -94,13 +92,7 @@ def choose_machine(device, dtype, compile, step_flops=None):
         # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones,
         # which is more than short runs gain.
         compile = kind == "cuda" and not cuda_graph
-        compile_reason = "short steps" if cuda_graph else f"default on {kind}"
-    summary = (
-        f"{device} ({name}), {dtype} ({dtype_reason}), "
-        f"{'compiled' if compile else 'not compiled'} ({compile_reason})"
-        f"{', each step a CUDA graph' if cuda_graph else ''}"
-    )
-    return Machine(device, dtype, compile, summary, cuda_graph)
+    return Machine(device, dtype, compile, cuda_graph)
 
 
 @contextmanager
@@ -129,18 +121,17 @@ class SharedCores:
     """
 
     def __init__(self, machine):
-        # Compiled code has a fixed number of threads. Only Linux reports the times of threads.
-        is_cpu = device_type(machine.device) == "cpu" and not machine.compile
-        self.is_used = is_cpu and os.path.exists("/proc/self/schedstat")
-        self.most = self.kept = torch.get_num_threads()  # kept: the number that no trial changes
+        # Compiled code has a fixed number of threads.
+        self.is_used = device_type(machine.device) == "cpu" and not machine.compile
+        self.most = self.reported = torch.get_num_threads()
         self.retry_s, self.retry_at = CORES_RETRY_S[0], math.inf
         self.times, self.check_at = _thread_times(), time.perf_counter() + CORES_CHECK_INTERVAL_S
 
     def check(self):
-        """Reduces the number of threads if they lack cores. Later tries more of them for a while.
+        """Reduces the number of threads if they lack cores, and later tries more of them.
 
-        Called after each step, measures every CORES_CHECK_INTERVAL_S. Returns a message if another
-        number is kept, or None.
+        Called after each step, measures every CORES_CHECK_INTERVAL_S. Returns a message if there
+        have never been so few threads, or None.
         """
         now = time.perf_counter()
         if not self.is_used or now < self.check_at:
@@ -152,19 +143,13 @@ class SharedCores:
             torch.set_num_threads(fewer)
             self.retry_at = now + self.retry_s
             self.retry_s = min(2 * self.retry_s, CORES_RETRY_S[1])
-            return self._keep(fewer, "other programs use the cores")
-        if threads > self.kept:
-            return self._keep(threads, "more threads have cores again")
-        if threads == self.kept < self.most and now >= self.retry_at:
+            if fewer < self.reported:
+                self.reported = fewer
+                threads = f"{fewer} of {self.most} threads"
+                return f"other programs use the cores: continuing with {threads}"
+        elif threads < self.most and now >= self.retry_at:
             torch.set_num_threads(min(2 * threads, self.most))
-            self.check_at = now + CORES_TRIAL_S
         return None
-
-    def _keep(self, threads, reason):
-        if threads == self.kept:  # a trial has failed
-            return None
-        self.kept = threads
-        return f"{reason}: continuing with {threads} of {self.most} threads"
 
     def _share(self):
         """Returns what part of their time since the last call threads had a core."""
@@ -172,11 +157,14 @@ class SharedCores:
         # A thread that has ended is left out, because the time before the last check is unknown.
         since = [times - earlier.get(path, 0) for path, times in self.times.items()]
         running, waiting = sum(since, np.zeros(2))
-        return running / max(running + waiting, 1)
+        return 1 - waiting / max(running + waiting, 1)
 
 
 def _thread_times():
-    """Returns how long each thread has run, and waited for a core: {path: (2,) nanoseconds}."""
+    """Returns how long each thread has run, and waited for a core: {path: (2,) nanoseconds}.
+
+    Only Linux reports these times; elsewhere, the result is empty.
+    """
     times = {}
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError), open(path) as file:  # the thread may have ended
@@ -206,14 +194,10 @@ def device_type(device):
 
 
 def default_dtype(device):
-    """Returns "bfloat16" if the hardware supports it.
-
-    Otherwise, returns "float16" for CUDA, which needs loss scaling, and "float32" for others.
-    """
+    """Returns "bfloat16" if the hardware supports it, else "float16" for CUDA, else "float32"."""
     kind = device_type(device)
-    if kind == "cuda":
-        with torch.cuda.device(device):  # is_bf16_supported() asks the current device
-            has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if kind == "cuda":  # the current device
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bfloat16" if has_bfloat16 else "float16"
     capabilities = torch.cpu.get_capabilities() if kind == "cpu" else {}
     has_bfloat16 = any(capabilities.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -232,7 +216,7 @@ def _measure_peak(device, dtype):
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
     with limit_threads(0):
-        while len(seconds) < 5 and sum(seconds) < 0.5:  # 16-bit products can be slow on a CPU
+        for _ in range(5):
             time.sleep(0.015)  # other processes may use the cores for a while
             start = time.perf_counter()
             (a @ a)[0, 0].item()  # waits for the product

@@ -81,10 +81,9 @@ def explain_out_of_memory(device, advice):
 
 def is_out_of_memory(error):
     """Whether an exception reports a lack of memory, for which torch has no single class."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     phrases = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+    is_torchs = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+    return is_torchs or isinstance(error, MemoryError)
 
 
 # Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")

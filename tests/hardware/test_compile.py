@@ -17,7 +17,7 @@ from folio.training import evaluation
 from folio.training.setup import make_plan
 from model import ACTIVATIONS
 
-CPU = Machine("cpu", "float32", True, "")
+CPU = Machine("cpu", "float32", True)
 
 
 # torch.compile

@@ -1,5 +1,4 @@
 import os
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +30,6 @@ def machine_with(monkeypatch):
         # torch counts emulated bfloat16 as supported by default
         supported = lambda including_emulation=True: bf16 or including_emulation  # noqa: E731
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         monkeypatch.setattr(torch.cuda, "set_device", lambda number: range(cards)[number])
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -90,19 +88,12 @@ def test_the_peak_of_a_known_card_is_from_its_data_sheet_and_others_are_measured
 @pytest.mark.parametrize(
     ("name", "dtype", "compile", "step_flops", "words"),
     [
-        ("cpu", "float32", "auto", None, "not compiled (default on cpu)"),
-        ("cpu", "float32", False, None, "not compiled (compile=False)"),
-        ("mps", "float16", True, None, "compiled (compile=True)"),
-        ("cuda:1", "bfloat16", "auto", None, "compiled (default on cuda)"),
-        ("cuda:1", "bfloat16", "auto", 2.1e12, "compiled (default on cuda)"),  # 989 TFLOP/s
-        (
-            "cuda:1",
-            "bfloat16",
-            "auto",
-            1.9e12,
-            "not compiled (short steps), each step a CUDA graph",
-        ),
-        ("cuda:1", "float16", "auto", 1.9e12, "compiled (default on cuda)"),
+        ("cpu", "float32", "auto", None, "(threads: 3), float32, not compiled"),
+        ("mps", "float16", True, None, "(Apple GPU), float16, compiled"),
+        ("cuda:1", "bfloat16", "auto", None, "HBM3), bfloat16, compiled"),
+        ("cuda:1", "bfloat16", "auto", 2.1e12, "bfloat16, compiled"),  # 989 TFLOP/s
+        ("cuda:1", "auto", "auto", 1.9e12, "bfloat16, not compiled, each step a CUDA graph"),
+        ("cuda:1", "float16", "auto", 1.9e12, "float16, compiled"),
     ],
 )
 def test_models_are_compiled_as_set_or_on_cuda_except_for_short_steps(
@@ -110,9 +101,8 @@ def test_models_are_compiled_as_set_or_on_cuda_except_for_short_steps(
 ):
     machine_with(cards=2)
     machine = choose_machine(name, dtype, compile, step_flops)
-    assert machine.summary.endswith(f"{dtype} (as set), {words}")
-    assert machine.dtype == dtype
-    assert machine.compile == words.startswith("compiled")
+    assert machine.summary.endswith(words)
+    assert machine.compile == (", compiled" in words)
     assert machine.cuda_graph == words.endswith("graph")
 
 
@@ -127,7 +117,6 @@ def simulate(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: current.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(current, "threads", n))
     cores = SharedCores(Machine("cpu", "float32", False))
-    cores.is_used = True
 
     def simulate(seconds, share):
         monkeypatch.setattr(cores, "_share", lambda: share(current.threads))
@@ -152,17 +141,14 @@ def test_threads_without_cores_are_given_up(simulate, share, kept):
 def test_threads_are_used_again_after_a_disturbance(simulate):
     threads, _ = simulate(10, lambda n: 0.5 if n > 1 else 1)
     assert threads[-1] == 1
-    threads, messages = simulate(100, lambda n: 1)
-    assert threads[-1] == 4
-    reason = "more threads have cores again"
-    assert messages == [f"{reason}: continuing with {n} of 4 threads" for n in (2, 4)]
+    assert simulate(100, lambda n: 1)[0][-1] == 4
 
 
 def test_beside_a_steady_rival_more_threads_are_rarely_tried(simulate):
     simulate(20, lambda n: 0.4 if n == 4 else 1)
     threads, messages = simulate(3600, lambda n: 0.4 if n == 4 else 1)
-    assert threads.count(2) + threads.count(4) == len(threads)
     assert 0 < threads.count(4) < 0.01 * len(threads)
+    assert threads.count(2) + threads.count(4) == len(threads)
     assert messages == []
 
 

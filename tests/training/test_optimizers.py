@@ -214,9 +214,7 @@ def test_overflow_at_the_smallest_loss_scale_ends_a_run(verse, monkeypatch):
 def test_float16_overflow_in_one_optimizer_does_not_spread_to_the_other(verse):
     settings = tiny.settings(dtype="float16", optimizer="muon")
     config = tiny_model(vocab_size=verse.tokenizer.padded_vocab_size).config
-    run = train.make_run(
-        tiny.plan_of(config, settings, machine=Machine("cpu", "float16", False, ""))
-    )
+    run = train.make_run(tiny.plan_of(config, settings, machine=Machine("cpu", "float16", False)))
     batches = Batches(to_device(verse, "cpu").train, settings, run.world)
     for factor in (1.0, math.nan):
         old = copy.deepcopy(run.state_dict())
