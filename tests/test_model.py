@@ -1,8 +1,9 @@
-"""The model: GPT-2 and GPT-NeoX in transformers as references, and definitions of its parts."""
+"""The model, compared with definitions of its parts and with transformers."""
 
 import math
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from tiny import SHAPES, SMALL, random_ids, random_model
@@ -10,13 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from folio.checkpoint.format import empty_model
+from folio.data.tokenizer import ByteTokenizer
 from model import (
     ACTIVATIONS,
     GPT,
     NORMS,
     GPTConfig,
     LocalContext,
-    relu2,
     swiglu,
     swiglu_widths,
 )
@@ -31,136 +32,38 @@ def embeddings(model, idx):
     return model.transformer.context(model.embed, idx, torch.arange(idx.shape[1]))
 
 
-def relative_error(ours, theirs):
-    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+# Dropout and rotary positions. tests/pretrained/test_huggingface.py compares the rest of GPT-2.
 
 
-# GPT-2 in transformers
+def test_dropout_is_applied_where_transformers_applies_it(folder):
+    from transformers import GPT2LMHeadModel  # slow to import
 
-
-def in_their_layout(name, tensor):
-    """transformers stores the weights of GPT-2's linear layers transposed."""
-    is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
-    return tensor.T if is_transposed else tensor
-
-
-def transformers_gpt2(model):
-    """Returns the same GPT in transformers, with zeros for biases that `model` does not have."""
-    from transformers import GPT2Config, GPT2LMHeadModel  # slow to import
-
-    config = model.config
-    activation = {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation)
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.block_size,
-            n_embd=config.n_embd,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            activation_function=activation,
-            resid_pdrop=config.dropout,
-            embd_pdrop=config.dropout,
-            attn_pdrop=config.dropout,
-            tie_word_embeddings=config.tie_weights,
-            attn_implementation="eager",
-        )
-    ).train(model.training)
-    ours = model.state_dict()
-    weights = {
-        name: in_their_layout(name, ours.get(name, torch.zeros_like(tensor)))
-        for name, tensor in theirs.state_dict().items()
-    }
-    theirs.load_state_dict(weights)
-    return theirs
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"n_layer": 1, "n_head": 1},
-        {"activation": "gelu_tanh", "n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32},
-        {"activation": "relu", "n_layer": 2, "n_head": 3, "n_embd": 48, "tie_weights": False},
-        {"bias": False},
-    ],
-    ids=str,
-)
-def test_logits_loss_and_gradients_equal_transformers(changes):
-    ours = random_model(**changes)
-    theirs = transformers_gpt2(ours)
-    idx = random_ids(ours)
-    loss = ours(idx, F.pad(idx[:, 1:], (0, 1), value=-1))
-    reference = theirs(idx, labels=idx)  # shifts the labels itself
-    assert relative_error(logits_of(ours, idx), reference.logits) < 1e-5
-    assert relative_error(loss, reference.loss) < 1e-5
-    loss.backward()
-    reference.loss.backward()
-    gradients = {name: in_their_layout(name, p.grad) for name, p in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        assert relative_error(parameter.grad, gradients[name]) < 1e-5, name
-
-
-def test_dropout_is_applied_where_transformers_applies_it():
     ours = random_model(dropout=0.4).train()
-    theirs = transformers_gpt2(ours)
+    tiny.export(ours, ByteTokenizer())
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.4)
+    theirs = GPT2LMHeadModel.from_pretrained("exported", attn_implementation="eager", **rates)
     idx = random_ids(ours)
     torch.manual_seed(2)  # both draw the same masks in the same order
     loss = ours(idx, F.pad(idx[:, 1:], (0, 1), value=-1))
     torch.manual_seed(2)
-    assert relative_error(loss, theirs(idx, labels=idx).loss) < 1e-5
+    expected = theirs.train()(idx, labels=idx).loss  # shifts the labels itself
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-# Rotary positions: GPT-NeoX in transformers
+@torch.no_grad()
+def test_rotary_positions_turn_pairs_of_queries_and_keys():
+    model = random_model(position="rotary", n_embd=24)
 
+    def queries_and_keys():  # of the first layer
+        calls = []
+        model.trunk(random_ids(model), attend=lambda _, q, k, v: calls.append((q, k)) or v)
+        return torch.stack(calls[0])  # (2, B, H, 8, 12)
 
-def transformers_neox(model):
-    """Returns the same GPT as a GPT-NeoX, which interleaves q, k and v by head."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # slow to import
-
-    config = model.config
-    heads = (config.n_head, config.n_embd // config.n_head)
-    theirs = GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.block_size,
-            hidden_size=config.n_embd,
-            intermediate_size=4 * config.n_embd,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            hidden_act="gelu",
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1},
-            use_parallel_residual=False,
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
-    ).eval()
-    renamed = {
-        "transformer.wte": "gpt_neox.embed_in",
-        "transformer.ln_f": "gpt_neox.final_layer_norm",
-        "transformer.h": "gpt_neox.layers",
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-        "attn.c_attn": "attention.query_key_value",
-        "attn.c_proj": "attention.dense",
-        "mlp.c_fc": "mlp.dense_h_to_4h",
-        "mlp.c_proj": "mlp.dense_4h_to_h",
-    }
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if "c_attn" in name:
-            tensor = tensor.unflatten(0, (3, *heads)).transpose(0, 1).flatten(0, 2)
-        for ours, other in renamed.items():
-            name = name.replace(ours, other)
-        weights[name] = tensor
-    theirs.load_state_dict(weights)
-    return theirs
-
-
-def test_rotary_positions_equal_transformers():
-    ours = random_model(position="rotary", tie_weights=False, n_head=2, n_embd=24, block_size=16)
-    idx = random_ids(ours)
-    with torch.no_grad():
-        reference = transformers_neox(ours)(idx).logits
-    assert relative_error(logits_of(ours, idx), reference) < 1e-5
+    rotated, model.rotary = queries_and_keys(), None
+    first, second = queries_and_keys().chunk(2, dim=-1)  # of each pair
+    angles = torch.outer(torch.arange(8), 10_000 ** (-torch.arange(6) / 6))
+    expected = torch.complex(first, second) * torch.polar(torch.ones(8, 6), angles)
+    assert torch.allclose(rotated, torch.cat((expected.real, expected.imag), dim=-1), atol=1e-6)
 
 
 # Data types
@@ -232,11 +135,6 @@ def test_bigrams_of_a_large_vocabulary_share_rows_evenly():
     idx = torch.randint(50_304, (1000, 200), generator=torch.Generator().manual_seed(0))
     rows = context.ngram_ids(idx, 2, context.ngrams["2"].num_embeddings)
     assert rows.flatten().bincount().max() < 24  # six on average
-
-
-def test_relu2_is_the_square_of_relu():
-    x = torch.linspace(-3, 3, 13)
-    assert torch.equal(relu2(x), x.clamp(min=0) ** 2)
 
 
 def test_swiglu_multiplies_one_half_by_the_swish_of_the_other():
@@ -323,13 +221,6 @@ def test_logits_depend_on_no_later_token(changes):
     for t in range(T):
         assert torch.equal(original[t, :t], other[t, :t])
         assert not torch.equal(original[t, t:], other[t, t:])
-
-
-def test_without_layers_logits_depend_on_the_last_token_only():
-    model = random_model(n_layer=0)
-    idx = random_ids(model)
-    others = torch.cat((idx.flip(0)[:, :-1], idx[:, -1:]), dim=1)
-    assert torch.equal(logits_of(model, idx)[:, -1], logits_of(model, others)[:, -1])
 
 
 @pytest.mark.parametrize(
