@@ -12,12 +12,10 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import tiny
 
-import prepare
 import sample
 import train
 from folio.cli.errors import UserError
 from folio.cli.process import Interrupted
-from folio.data.tokenizer import from_dict
 
 QUICK = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
 SEPARATOR = "---------------"
@@ -157,35 +155,19 @@ def test_messages_go_to_stderr(capsys):
     assert len(captured.out) == len("\n") + 20 + len(f"\n{SEPARATOR}\n")
 
 
-def test_tokens_of_a_scored_text_are_printed_like_those_of_a_generated_text(capsys, monkeypatch):
-    flags = ["--start=Shall I", "--logprobs", "--context_stride=1"]
-    generated = stdout_of(capsys, *flags).splitlines()[:-1]
-    (text,) = texts(capsys, "--start=Shall I", "--context_stride=1")
+def test_a_score_is_printed_as_tokens_a_json_object_or_a_line(capsys, monkeypatch):
+    text = "Shall I compare"
+    Path("poem.txt").write_text(text)
+    (totals,) = objects(capsys, "--score=poem.txt")
+    assert totals.keys() == {"tokens", "loss", "perplexity", "bits_per_byte"}
     set_stdin(monkeypatch, text.encode())
-    sample.main([*QUICK, "--score=-", "--logprobs", "--context_stride=1"])
+    sample.main([*QUICK, "--score=-", "--logprobs"])
     captured = capsys.readouterr()
-    assert re.fullmatch(r"-: loss .* over 26 tokens", captured.err.splitlines()[-1])
-    lines = captured.out.splitlines()
-    assert lines[0] == "-\t'S'"
-    for line, expected_line in zip(lines[7:], generated, strict=True):
-        (logprob, piece), (expected, expected_piece) = line.split("\t"), expected_line.split("\t")
-        assert piece == expected_piece
-        assert float(logprob) == pytest.approx(float(expected), abs=2e-4)
-
-
-def test_model_of_another_tokenizer_needs_no_dataset(capsys, monkeypatch):
-    Path("verse.txt").write_text(tiny.VERSE * 40, encoding="utf-8")
-    prepare.main(["--input=verse.txt", "--dataset=verse", "--tokenizer=bpe"])
-    train.main(tiny.flags(max_iters=3, overwrite=True))
-    shutil.rmtree("data")
-    (sampled,) = objects(capsys, "--start=Shall I 🦶", "--temperature=0")
-    tokenizer = from_dict(tiny.load()["tokenizer"])
-    assert sampled["prompt"] == "Shall I 🦶"
-    assert tokenizer.decode(sampled["ids"]) == sampled["text"]
-    set_stdin(monkeypatch, "naïve 🦶".encode())
-    (scores,) = objects(capsys, "--score=-")
-    assert scores["tokens"] == len(tokenizer.encode("naïve 🦶")) - 1
-    assert scores.keys() == {"tokens", "loss", "perplexity", "bits_per_byte"}
+    assert re.fullmatch(r"-: loss .* over 14 tokens", captured.err.splitlines()[-1])
+    logprobs, pieces = zip(*(line.split("\t") for line in captured.out.splitlines()), strict=True)
+    assert list(pieces) == [repr(character) for character in text]
+    assert logprobs[0] == "-"
+    assert -sum(map(float, logprobs[1:])) / 14 == pytest.approx(totals["loss"], abs=1e-4)
 
 
 # Interactive

@@ -12,7 +12,6 @@ from folio.hardware.device import (
     SharedCores,
     choose_machine,
     default_dtype,
-    limit_threads,
     resolve_device,
 )
 
@@ -150,12 +149,6 @@ def test_beside_a_steady_rival_more_threads_are_rarely_tried(simulate):
     assert 0 < threads.count(4) < 0.01 * len(threads)
     assert threads.count(2) + threads.count(4) == len(threads)
     assert messages == []
-
-
-def test_a_limit_of_threads_is_no_trial(simulate):
-    simulate(1, lambda n: 1)
-    with limit_threads(0):
-        assert simulate(20, lambda n: 1) == ([1] * 40, [])
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="needs Linux")

@@ -65,16 +65,6 @@ def test_each_token_is_scored_in_the_first_window_that_contains_it(length, strid
         assert losses[index - 1] == pytest.approx(expected.item(), abs=1e-5)
 
 
-@torch.no_grad()
-def test_a_long_text_is_scored_in_several_passes():
-    model = tiny.random_model()
-    ids = tiny.random_ids(model, rows=1, length=5000)[0]
-    windows = ids.unfold(0, 8, 1)[:-1]  # > 2^14 tokens
-    logits = model.logits(windows)[:, -1]
-    expected = torch.nn.functional.cross_entropy(logits, ids[8:], reduction="none")
-    assert torch.allclose(token_nll(model, ids, context_stride=1)[7:], expected, atol=1e-5)
-
-
 # The next token
 
 
