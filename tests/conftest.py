@@ -36,8 +36,10 @@ def _default_handlers():
 
 
 @pytest.fixture(autouse=True)
-def _global_settings():
+def _global_settings(request):
     """Resets signal handlers, and the settings of torch that affect rounding."""
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_cudnn_sdp(True)

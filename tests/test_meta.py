@@ -84,7 +84,6 @@ def test_a_run_reads_values_only_at_log_lines(verse, dtype, optimizer, switches)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @models
 def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches):
     # Above 3,072 tokens torch uses another kernel for the gradient of an embedding.
