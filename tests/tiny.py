@@ -60,7 +60,6 @@ SHAPES = (
     {"n_layer": 0},
     {"bias": False},
     {"tie_weights": False},
-    {"n_layer": 0, "bias": False, "tie_weights": False},
     {"position": "rotary"},
     {"position": "rotary", "norm": "rmsnorm", "qk_norm": True, "smear": 2},
     {"window": 2},

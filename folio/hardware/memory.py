@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 from folio.cli.errors import RankError
 from folio.hardware.device import device_type
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 CONTAINER_LIMITS = "/sys/fs/cgroup"
 
 
@@ -61,8 +60,8 @@ def keep_freed_memory():
     """
     with suppress(AttributeError, OSError, TypeError):  # another C library
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)  # bytes; the largest value
-        libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # also the largest value
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes; the largest value
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD; also the largest value
 
 
 # Out of memory
