@@ -18,6 +18,7 @@ from model import (
     NORMS,
     GPTConfig,
     LocalContext,
+    relu2,
     swiglu,
 )
 
@@ -134,6 +135,11 @@ def test_bigrams_of_a_large_vocabulary_share_rows_evenly():
     idx = torch.randint(50_304, (1000, 200), generator=torch.Generator().manual_seed(0))
     rows = context.ngram_ids(idx, 2, context.ngrams["2"].num_embeddings)
     assert rows.flatten().bincount().max() < 24  # six on average
+
+
+def test_relu2_is_the_square_of_relu():
+    x = torch.linspace(-3, 3, 13)
+    assert torch.equal(relu2(x), x.clamp(min=0) ** 2)
 
 
 def test_swiglu_multiplies_one_half_by_the_swish_of_the_other():

@@ -33,12 +33,14 @@ GPU_PEAKS_TFLOPS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and how to compute on it."""
+    """A device and how to compute on it, with the reasons for its dtype and compilation."""
 
     device: str
     dtype: str
     compile: bool | str  # str: max-autotune
     cuda_graph: bool = False  # whether a training step is one; see compile.CudaGraph
+    dtype_reason: str = "as set"
+    compile_reason: str = "as set"
 
     @property
     def summary(self):
@@ -50,7 +52,10 @@ class Machine:
             name = f"{gpu}threads: {torch.get_num_threads()}"
         compiled = "compiled" if self.compile else "not compiled"
         graph = ", each step a CUDA graph" if self.cuda_graph else ""
-        return f"{self.device} ({name}), {self.dtype}, {compiled}{graph}"
+        return (
+            f"{self.device} ({name}), {self.dtype} ({self.dtype_reason}), "
+            f"{compiled} ({self.compile_reason}){graph}"
+        )
 
     @property
     def data_sheet_flops(self):
@@ -80,11 +85,11 @@ def choose_machine(device, dtype, compile, step_flops=None):
     kernels one by one would take about as long as running them.
     """
     torch.set_float32_matmul_precision("high")
-    kind = device_type(device)
+    kind, reasons = device_type(device), {}
     if kind == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
     if dtype == "auto":
-        dtype = default_dtype(device)
+        dtype, reasons["dtype_reason"] = default_dtype(device)
     cuda_graph = False
     if step_flops and kind == "cuda" and dtype != "float16":  # float16 can skip steps
         cuda_graph = step_flops / Machine(device, dtype, False).peak_flops < MAX_GRAPH_S
@@ -92,7 +97,8 @@ def choose_machine(device, dtype, compile, step_flops=None):
         # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones,
         # which is more than short runs gain.
         compile = kind == "cuda" and not cuda_graph
-    return Machine(device, dtype, compile, cuda_graph)
+        reasons["compile_reason"] = "short steps" if cuda_graph else f"default on {kind}"
+    return Machine(device, dtype, compile, cuda_graph, **reasons)
 
 
 @contextmanager
@@ -194,14 +200,16 @@ def device_type(device):
 
 
 def default_dtype(device):
-    """Returns "bfloat16" if the hardware supports it, else "float16" for CUDA, else "float32"."""
+    """Returns the default data type of a device, and why."""
     kind = device_type(device)
     if kind == "cuda":  # the current device
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bfloat16" if has_bfloat16 else "float16"
-    capabilities = torch.cpu.get_capabilities() if kind == "cpu" else {}
-    has_bfloat16 = any(capabilities.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
-    return "bfloat16" if has_bfloat16 else "float32"
+        fallback = "float16", "with loss scaling; no bfloat16"
+    else:
+        capabilities = torch.cpu.get_capabilities() if kind == "cpu" else {}
+        has_bfloat16 = any(map(capabilities.get, ("avx512_bf16", "amx_bf16", "bf16")))
+        fallback = "float32", "no fast bfloat16"
+    return ("bfloat16", "supported by the hardware") if has_bfloat16 else fallback
 
 
 @cache

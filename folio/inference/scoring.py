@@ -5,12 +5,13 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from folio.cli.errors import UserError
-from folio.inference.generate import stride_of
+from folio.inference.generate import TOKENS_PER_PASS, stride_of
 
 
 @dataclass
@@ -74,18 +75,21 @@ def token_nll(model, ids, context_stride=None, vocab_size=None):
     tokens, except in the first window. The likelihood is that among the ids below `vocab_size`, as
     in `generate`.
     """
-    ids = ids.to(model.transformer.wte.weight.device)
     last, stride, losses = len(ids) - 1, stride_of(model, context_stride), []
     size = min(model.config.block_size, last)
-    scored = 0  # tokens, without the first
-    for start in [*range(0, last - size, stride), last - size]:
-        window = ids[start : start + size + 1]
-        count = start + size - scored  # of tokens to score
-        state = model.trunk(window[None, :-1])[0, -count:]
-        logits = model.head(state)[:, :vocab_size].float()
-        losses.append(F.cross_entropy(logits, window[-count:], reduction="none"))
-        scored += count
-    return torch.cat(losses).cpu()
+    starts = [*range(0, last - size, stride), last - size]
+    counts = [size, *(start - earlier for earlier, start in pairwise(starts))]  # tokens to score
+    windows_per_pass = max(1, TOKENS_PER_PASS // size)
+    for first in range(0, len(starts), windows_per_pass):
+        part = slice(first, first + windows_per_pass)
+        windows = torch.stack([ids[start : start + size + 1] for start in starts[part]])
+        windows = windows.to(model.transformer.wte.weight.device)
+        states = model.trunk(windows[:, :-1])
+        for state, window, count in zip(states, windows, counts[part], strict=True):
+            # the logits of one window, because they are large
+            logits = model.head(state[-count:])[:, :vocab_size].float()
+            losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
+    return torch.cat(losses)
 
 
 def check_finite(logprobs):

@@ -15,6 +15,7 @@ from folio.hardware.device import (
     resolve_device,
 )
 
+GRAPH = "each step a CUDA graph"
 UNKNOWN_CARDS = ("NVIDIA H100 PCIe", "NVIDIA L40", "RTX 4090 D", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
 
 
@@ -61,11 +62,11 @@ def test_a_missing_device_is_an_error(name, machine_with):
 def test_bfloat16_is_used_where_the_hardware_has_it(machine_with, monkeypatch):
     for bf16, dtype in ((True, "bfloat16"), (False, "float16")):
         machine_with(cards=2, bf16=bf16)
-        assert default_dtype("cuda:1") == dtype
+        assert default_dtype("cuda:1")[0] == dtype
     for unit, dtype in (("avx512_bf16", "bfloat16"), ("bf16", "bfloat16"), ("avx512_f", "float32")):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda unit=unit: {unit: True})
-        assert default_dtype("cpu") == dtype
-    assert default_dtype("mps") == "float32"
+        assert default_dtype("cpu")[0] == dtype
+    assert default_dtype("mps")[0] == "float32"
 
 
 @pytest.mark.parametrize(
@@ -87,12 +88,24 @@ def test_the_peak_of_a_known_card_is_from_its_data_sheet_and_others_are_measured
 @pytest.mark.parametrize(
     ("name", "dtype", "compile", "step_flops", "words"),
     [
-        ("cpu", "float32", "auto", None, "(threads: 3), float32, not compiled"),
-        ("mps", "float16", True, None, "(Apple GPU), float16, compiled"),
-        ("cuda:1", "bfloat16", "auto", None, "HBM3), bfloat16, compiled"),
-        ("cuda:1", "bfloat16", "auto", 2.1e12, "bfloat16, compiled"),  # 989 TFLOP/s
-        ("cuda:1", "auto", "auto", 1.9e12, "bfloat16, not compiled, each step a CUDA graph"),
-        ("cuda:1", "float16", "auto", 1.9e12, "float16, compiled"),
+        (
+            "cpu",
+            "float32",
+            "auto",
+            None,
+            "(threads: 3), float32 (as set), not compiled (default on cpu)",
+        ),
+        ("mps", "float16", True, None, "(Apple GPU), float16 (as set), compiled (as set)"),
+        (
+            "cuda:1",
+            "bfloat16",
+            "auto",
+            None,
+            "HBM3), bfloat16 (as set), compiled (default on cuda)",
+        ),
+        ("cuda:1", "bfloat16", "auto", 2.1e12, ", compiled (default on cuda)"),  # 989 TFLOP/s
+        ("cuda:1", "auto", "auto", 1.9e12, "hardware), not compiled (short steps), " + GRAPH),
+        ("cuda:1", "float16", "auto", 1.9e12, ", compiled (default on cuda)"),
     ],
 )
 def test_models_are_compiled_as_set_or_on_cuda_except_for_short_steps(
