@@ -67,8 +67,8 @@ class SampleConfig:
     logprobs: bool = setting(False, "print log-probabilities, a line per token, also for --score")
 
     device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "data type of the weights"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = setting(
+        "auto", "data type of the weights; int8: on a CPU"
     )
     compile: bool = setting(False, "compile the model before the first token")
 
@@ -102,15 +102,16 @@ def main(argv=None):
     text = None if settings.score is None else read_text(settings.score)
     with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
         checkpoint = load_best(settings.init_from, settings.out_dir)
-        trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile)
+        one_at_a_time = settings.stream or settings.interactive
+        num_texts = 1 if one_at_a_time else len(prompts) * settings.num_samples
+        batch_size = min(num_texts, max_batch_size(checkpoint.config, settings.device))
+        machine = settings.device, settings.dtype, settings.compile
+        trained = load_trained(checkpoint, *machine, batch_size if text is None else None)
         print(checkpoint.summary, file=sys.stderr)
         print(f"machine: {trained.machine.summary}", file=sys.stderr)
         if text is not None:
             print_score(trained, text, settings)
             return
-        batch_size = min(len(prompts) * settings.num_samples, max_batch_size(trained.model))
-        if settings.stream or settings.interactive:
-            batch_size = 1
         if settings.interactive:
             converse(trained, stop_texts, settings)
             return

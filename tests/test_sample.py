@@ -76,7 +76,7 @@ def test_prompt_is_read_from_a_file_or_standard_input(capsys, monkeypatch, start
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_each_line_is_a_prompt_whose_texts_do_not_depend_on_the_others(capsys, monkeypatch, size):
     set_stdin(monkeypatch, b"Shall I\n\nthee to\r\nmore")
-    monkeypatch.setattr(sample, "max_batch_size", lambda model: size)
+    monkeypatch.setattr(sample, "max_batch_size", lambda config, device: size)
     samples = objects(capsys, "--prompts=-", "--num_samples=2")
     expected = [(prompt, n) for prompt in ("Shall I", "thee to", "more") for n in (1337, 1338)]
     assert [(sampled["prompt"], sampled["seed"]) for sampled in samples] == expected
@@ -226,6 +226,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ('--stop=["a"', "--stop="),
         (f"--stop={'[' * 10**5}", "--stop="),
         ("--device=cuda:99", "device=cuda:99"),
+        ("--dtype=int8 --compile", "dtype=int8 needs a CPU without compilation"),
     ],
 )
 def test_error_names_the_flag_or_file(monkeypatch, flags, message):

@@ -13,7 +13,12 @@ import torch
 
 from folio.cli.errors import UserError
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {  # of activations
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.bfloat16,  # sample.py: weights of linear layers are int8
+}
 MIN_CORES_SHARE = 0.8  # of the time in which threads can run, the time that they have a core
 CORES_CHECK_INTERVAL_S = 3
 CORES_RETRY_S = 30, 600  # before more threads are tried: at first, and at most; it doubles

@@ -115,12 +115,11 @@ def complete(trained, completions, controls, stream=False):
         completion.finish("length")
 
 
-def max_batch_size(model):
+def max_batch_size(config, device):
     """Returns for how many texts the cache and the logits fit into a share of the memory."""
-    config = model.config
     cache = 2 * config.n_layer * config.block_size * config.n_embd
     logits = 8 * config.vocab_size  # and the tensors of sampling
-    available = memory_bytes(model.transformer.wte.weight.device) or 2**33
+    available = memory_bytes(device) or 2**33
     size = int(BATCH_MEMORY_FRACTION * available) // (4 * (cache + logits))
     return min(max(1, size), MAX_BATCH_SIZE)
 

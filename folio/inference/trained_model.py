@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from folio.checkpoint.format import build_model
+from folio.cli.errors import UserError
 from folio.hardware.compile import optimize_for_inference
-from folio.hardware.device import DTYPES, Machine, SharedCores, choose_machine
+from folio.hardware.device import DTYPES, Machine, SharedCores, choose_machine, device_type
 from folio.hardware.memory import keep_freed_memory
 from folio.pretrained.load import checkpoint_tokenizer
 
@@ -25,13 +26,18 @@ class TrainedModel:
         self.cores = SharedCores(self.machine)
 
 
-def load_trained(checkpoint, device="cpu", dtype="float32", compile=False):
-    """Returns the TrainedModel of a Checkpoint. Raises UserError if it cannot be loaded."""
+def load_trained(checkpoint, device="cpu", dtype="float32", compile=False, texts=None):
+    """Returns the TrainedModel of a Checkpoint. Raises UserError if it cannot be loaded.
+
+    `texts` is the number of texts that will be generated at a time; None: many.
+    """
     tokenizer = checkpoint_tokenizer(checkpoint)
     keep_freed_memory()
     machine = choose_machine(device, dtype, compile)
+    if dtype == "int8" and (compile or device_type(device) != "cpu"):
+        raise UserError("dtype=int8 needs a CPU without compilation: use --dtype=auto")
     model = build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     checkpoint.weights = {}  # the model has them
-    model = optimize_for_inference(model, can_pack=not machine.compile)
+    model = optimize_for_inference(model, machine, texts)
     torch.backends.cuda.enable_cudnn_sdp(False)  # see disable_cudnn_attention
     return TrainedModel(model, tokenizer, machine, checkpoint)

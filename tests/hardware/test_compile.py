@@ -12,10 +12,10 @@ import train
 from folio.data.batches import Batches
 from folio.hardware import compile
 from folio.hardware.compile import CudaGraph, compile_model, optimize_for_inference
-from folio.hardware.device import Machine
+from folio.hardware.device import DTYPES, Machine
 from folio.training import evaluation
 from folio.training.setup import make_plan
-from model import ACTIVATIONS
+from model import ACTIVATIONS, Linear
 
 CPU = Machine("cpu", "float32", True)
 
@@ -199,24 +199,43 @@ def test_gpu_dropout_depends_on_the_step_only(verse, compile):
 
 # Inference
 
+LAYERS = [  # dtype, texts at a time, layer, relative error of logits
+    ("float32", 1, compile.FewRowsLinear, 1e-5),
+    ("float32", None, compile.PackedLinear, 1e-5),
+    ("bfloat16", 1, compile.PackedLinear, 3e-2),
+    ("int8", 1, compile.Int8Linear, 5e-2),
+]
 
+
+def optimized_model(dtype, texts, **changes):
+    """Returns random_model(**changes) as sample.py uses it on a CPU."""
+    model = random_model(dropout=0.5, **changes).train().to(DTYPES[dtype])
+    return optimize_for_inference(model, Machine("cpu", dtype, False), texts)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
 @pytest.mark.parametrize(
     "changes", [*SHAPES, *({"activation": name} for name in ACTIVATIONS)], ids=str
 )
-@pytest.mark.parametrize("min_weights", [0, 10**9])
+@pytest.mark.parametrize(("dtype", "texts", "kind", "error"), LAYERS, ids=str)
 @torch.no_grad()
-def test_optimizing_for_inference_keeps_the_logits(changes, min_weights, monkeypatch):
-    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", min_weights)
-    model, optimized = random_model(**changes), random_model(dropout=0.5, **changes).train()
-    idx = random_ids(model)
-    logits = optimize_for_inference(optimized).logits(idx)
-    assert torch.allclose(logits, model.logits(idx), atol=1e-5)
+def test_layers_for_inference_keep_the_logits(changes, dtype, texts, kind, error, monkeypatch):
+    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 0)
+    model = random_model(**changes)
+    optimized = optimized_model(dtype, texts, **changes)
+    if model.config.n_embd % 16 == 0:
+        assert isinstance(optimized.lm_head.__self__, kind)
+    for rows in (1, 2, 3, 8):
+        idx = random_ids(model, rows)
+        for part in (idx, idx[:1, :rows]):  # whole texts, and few tokens
+            logits, expected = optimized.logits(part).float(), model.logits(part)
+            assert (logits - expected).norm() < error * expected.norm()
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
 def test_only_large_layers_are_packed_in_float32(monkeypatch):
     monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 16 * 48)
-    mlp = optimize_for_inference(random_model()).transformer.h[0].mlp  # 16 x 64
-    attn = optimize_for_inference(random_model()).transformer.h[0].attn  # 16 x 48 and 16 x 16
-    layers = [mlp.c_fc, mlp.c_proj, attn.c_attn, attn.c_proj]
-    assert [isinstance(layer, compile.PackedLinear) for layer in layers] == [True] * 3 + [False]
+    block = optimized_model("float32", None).transformer.h[0]
+    layers = [block.mlp.c_fc, block.mlp.c_proj, block.attn.c_attn, block.attn.c_proj]  # 16 x 16
+    kinds = [type(layer.__self__) for layer in layers]
+    assert kinds == [compile.PackedLinear] * 3 + [Linear]

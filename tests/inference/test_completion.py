@@ -84,7 +84,7 @@ def test_threads_are_chosen_by_the_multiplications_of_a_step(trained, monkeypatc
     expected = model.flops_per_token() / 6
     assert expected < model.num_params() / 2  # most are rows of tables
     monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 0)
-    trained.model = optimize_for_inference(model)
+    trained.model = optimize_for_inference(model, trained.machine)
     monkeypatch.setattr(completion, "limit_threads", lambda n: products.append(n) or nullcontext())
     batch = [make_completion("a", trained.tokenizer) for _ in range(3)]
     list(complete(trained, batch, Controls(max_new_tokens=5)))
@@ -96,4 +96,4 @@ def test_batch_size_is_limited_to_a_quarter_of_the_memory(trained, monkeypatch, 
     row = 4 * (2 * 2 * 8 * 16 + 8 * 37)  # bytes of keys and values, and of logits
     path = "folio.inference.completion.memory_bytes"
     monkeypatch.setattr(path, lambda device: int(memory * row))
-    assert max_batch_size(trained.model) == size
+    assert max_batch_size(trained.model.config, "cpu") == size

@@ -135,7 +135,8 @@ def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
 def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
     prompts = [[1, 2, 3], [4], [5, 6], [*range(10)] * 2]  # longer than the context
     expected = generate_cached(random_model(**changes), prompts, 30, controls, context_stride=4)
-    accelerate = step_accelerator(Machine("cuda", "float32", compile))
-    model = optimize_for_inference(random_model(**changes).cuda())
+    machine = Machine("cuda", "float32", compile)
+    accelerate = step_accelerator(machine)
+    model = optimize_for_inference(random_model(**changes).cuda(), machine)
     arguments = {"context_stride": 4, "accelerate": accelerate}
     assert generate_cached(model, prompts, 30, controls, **arguments) == expected

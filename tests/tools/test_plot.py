@@ -14,6 +14,7 @@ import train
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.hardware.compile import optimize_for_inference
+from folio.hardware.device import Machine
 from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
 from tools.plot.losses import draw_losses
@@ -199,7 +200,7 @@ def test_attention_weights_are_those_of_the_model(window):
     assert torch.allclose(weights.sum(dim=-1), torch.ones(()))
     assert (weights.triu(1) == 0).all()
     assert (weights.tril(-(window or T)) == 0).all()
-    packed = optimize_for_inference(copy.deepcopy(model))
+    packed = optimize_for_inference(copy.deepcopy(model), Machine("cpu", "float32", False))
     assert torch.allclose(compute_attention(packed, ids), weights, atol=1e-5)
 
 
