@@ -84,7 +84,7 @@ class SampleConfig:
 # and makes sampling several times slower if another process uses the cores.
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
-from folio.cli.files import read_text, unescape, unify_line_ends
+from folio.cli.files import read_prompt, read_text, unescape
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import Completion, complete, max_batch_size
@@ -147,17 +147,6 @@ def read_prompts(settings):
     if not prompts:
         raise UserError(f"{settings.prompts} contains no prompt")
     return prompts
-
-
-def read_prompt(start):
-    """Returns the prompt that --start specifies, or None. Raises UserError if it is empty."""
-    if start is None:
-        return None
-    if start.startswith("FILE:") or start == "-":
-        start = read_text(start.removeprefix("FILE:"))
-    if not start:
-        raise UserError("the prompt is empty; omit --start to use the default prompt")
-    return unify_line_ends(start)
 
 
 def parse_stop_texts(stop):

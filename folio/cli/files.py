@@ -115,6 +115,17 @@ def read_text(name):
         return unify_line_ends(raw.decode().removeprefix("\ufeff"))
 
 
+def read_prompt(start):
+    """Returns the prompt that --start specifies, or None. Raises UserError if it is empty."""
+    if start is None:
+        return None
+    if start.startswith("FILE:") or start == "-":
+        start = read_text(start.removeprefix("FILE:"))
+    if not start:
+        raise UserError("the prompt is empty; omit --start to use the default prompt")
+    return unify_line_ends(start)
+
+
 def check_lfs(path):
     """Raises UserError for a Git LFS pointer, which Git writes for a file if it lacks Git LFS."""
     if not os.path.isfile(path):  # a pipe can be read only once

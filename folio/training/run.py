@@ -64,7 +64,8 @@ class Run:
         best, own = checkpoint.progress, self.progress
         is_best = (best.step, best.best_val_loss) == (own.best_step, own.best_val_loss)
         # After a kill, it can be later than last.pt. It is written again at the same step.
-        if not is_best and not best.best_step == best.step > own.step:
+        is_later_best = best.step == best.best_step and best.step > own.step
+        if not (is_best or is_later_best):
             reason = f"is not the best model of this run, that of step {own.best_step}"
             raise UserError(f"{self.run_dir.best} {reason}")
         return checkpoint

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from folio.cli import process
 from folio.cli.errors import import_optional
-from folio.cli.files import write_atomically
+from folio.cli.files import read_prompt, write_atomically
 from folio.cli.settings import load_settings, setting
 
 
@@ -52,7 +52,6 @@ process.start(__name__, PlotConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.inference.trained_model import load_trained
-from sample import read_prompt
 from tools.plot.losses import draw_losses
 from tools.plot.models import draw_attention, draw_embeddings
 from tools.plot.runs import compare_groups, group_runs, read_runs
