@@ -115,7 +115,7 @@ from folio.cli.files import unescape, write_atomically
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
-from folio.data.sources import find_sources
+from folio.data.sources import TABLE_SUFFIXES, find_sources
 from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer
 from folio.data.writer import write_dataset
 
@@ -125,8 +125,8 @@ def main(argv=None):
     settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
-    corpus = find_corpus(name, settings)
     tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
+    corpus = find_corpus(name, settings)
     if settings.allow_special and (tokenizer is None or tokenizer.end is not None):
         corpus.end_text = (tokenizer or BPETokenizer).end_text
     check_folder(folder, corpus, settings)
@@ -183,6 +183,9 @@ def find_corpus(name, settings):
     paths = {os.path.realpath(source.name) for source in sources}
     if common := sorted(paths & {os.path.realpath(source.name) for source in val_sources}):
         raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
+    if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
+        names = ", ".join(TABLE_SUFFIXES)
+        raise UserError(f"--text_key applies to tables only, whose names end with {names}")
     corpus = Corpus(sources, settings.input or name, val_sources)
     corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
     return corpus

@@ -199,7 +199,9 @@ def make_run(plan):
         forward = Distillation(model, [t.to(machine.device, model.dtype) for t in plan.teachers])
     if machine.compile:
         batch = next(Batches(plan.dataset.train, settings, world).at(0))
-        forward = compile_model(forward, machine, (*batch, settings.train_temperature))
+        compiled = compile_model(forward, machine, (*batch, settings.train_temperature))
+        if all(world.gather(compiled is not forward)):  # it can fail on one machine only
+            forward = compiled
     if not plan.is_sharded:
         forward = replicate(forward, world)  # with several processes, DDP
     return Run(plan, model, optimizers, scaler, forward)

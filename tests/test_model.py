@@ -20,6 +20,7 @@ from model import (
     LocalContext,
     relu2,
     swiglu,
+    swiglu_widths,
 )
 
 
@@ -146,6 +147,14 @@ def test_swiglu_multiplies_one_half_by_the_swish_of_the_other():
     x = torch.linspace(-3, 3, 12).view(2, 6)
     gate, value = x[:, :3], x[:, 3:]
     assert torch.allclose(swiglu(x), gate * torch.sigmoid(gate) * value)
+
+
+def test_mlp_has_about_as_many_parameters_with_swiglu():
+    for width in (16, 128, 384):
+        outer, inner = swiglu_widths(width)
+        assert outer == 2 * inner
+        assert inner % 32 == 0
+        assert 0 <= inner - 8 * width / 3 < 32
 
 
 # Parameters

@@ -258,6 +258,7 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
         ("--split=test --input=a --dataset=b", "--split"),
         ("--subset=en --dataset=pydocs", "--subset"),
         ("--val_input=a --dataset=b", "--val_input needs --input"),
+        ("--text_key=a --input=t/a.txt --dataset=b", "applies to tables only"),
         ("--text_key={a} --input=a --dataset=b --text_key={a}{b", "an unmatched brace"),
         ("--val_input=a --input=c --dataset=b --val_fraction=0.2", "excludes --val_fraction"),
     ],

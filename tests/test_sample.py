@@ -12,10 +12,12 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import tiny
 
+import prepare
 import sample
 import train
 from folio.cli.errors import UserError
 from folio.cli.process import Interrupted
+from folio.data.tokenizer import from_dict
 
 QUICK = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
 SEPARATOR = "---------------"
@@ -99,8 +101,9 @@ def test_stop_texts_are_one_text_or_a_json_list(stop):
 def test_texts_end_at_stop_texts(capsys):
     (whole,) = objects(capsys)
     stop = whole["text"][10:12]
-    (short,) = objects(capsys, f"--stop={stop}")
-    assert (short["text"], short["stopped"]) == (whole["text"].partition(stop)[0], stop)
+    for flag in (f"--stop={stop}", f"--stop={json.dumps([stop, 'unknown'])}"):
+        (short,) = objects(capsys, flag)
+        assert (short["text"], short["stopped"]) == (whole["text"].partition(stop)[0], stop)
 
 
 def test_streamed_output_is_the_same(capsys):
@@ -164,6 +167,21 @@ def test_a_score_is_printed_as_tokens_a_json_object_or_a_line(capsys, monkeypatc
     assert list(pieces) == [repr(character) for character in text]
     assert logprobs[0] == "-"
     assert -sum(map(float, logprobs[1:])) / 14 == pytest.approx(totals["loss"], abs=1e-4)
+
+
+def test_model_of_another_tokenizer_needs_no_dataset(capsys, monkeypatch):
+    Path("verse.txt").write_text(tiny.VERSE * 40, encoding="utf-8")
+    prepare.main(["--input=verse.txt", "--dataset=verse", "--tokenizer=bpe"])
+    train.main(tiny.flags(max_iters=3, overwrite=True))
+    shutil.rmtree("data")
+    (sampled,) = objects(capsys, "--start=Shall I 🦶", "--temperature=0")
+    tokenizer = from_dict(tiny.load()["tokenizer"])
+    assert sampled["prompt"] == "Shall I 🦶"
+    assert tokenizer.decode(sampled["ids"]) == sampled["text"]
+    set_stdin(monkeypatch, "naïve 🦶".encode())
+    (scores,) = objects(capsys, "--score=-")
+    assert scores["tokens"] == len(tokenizer.encode("naïve 🦶")) - 1
+    assert scores.keys() == {"tokens", "loss", "perplexity", "bits_per_byte"}
 
 
 # Interactive

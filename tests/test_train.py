@@ -265,6 +265,16 @@ def test_resuming_keeps_a_vocabulary_size_that_is_not_padded():
 # Compilation and GPUs
 
 
+def test_run_continues_uncompiled_if_the_compiler_fails(verse, monkeypatch, capsys):
+    train.main(tiny.flags(out_dir="plain"))
+    error = RuntimeError("\n  no compiler here\nand more")
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=error))
+    train.main(tiny.flags(compile=True))
+    message = "compilation failed; continuing without it (no compiler here)\n"
+    assert capsys.readouterr().err == message
+    assert tiny.equal(tiny.load()["model"], tiny.load(out_dir="plain")["model"])
+
+
 @pytest.mark.slow
 def test_compiled_run_equals_uncompiled_run(verse, capsys):
     train.main(tiny.flags(out_dir="plain", max_iters=3))

@@ -127,8 +127,10 @@ def _read(path, mapped):
         if is_zip:
             with zipfile.ZipFile(path) as archive:
                 damaged_name = archive.testzip()
+                is_stored = all(not info.compress_type for info in archive.infolist())
             if damaged_name:  # torch.load verifies no checksums
                 raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
+            mapped = mapped and is_stored  # compressed bytes would be mapped as tensors
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zip)
     except Exception as error:  # the content may be anything
         if is_out_of_memory(error):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
-from folio.cli.errors import UserError, script_name, suggest
+from folio.cli.errors import UserError, foreign_errors, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 LITERALS = {bool: [True, False], NoneType: [None]}  # the values of these types
@@ -212,6 +212,8 @@ def check_value(field, value, label):
         value = float(value)
     if not (type(value) in options or repr(value) in map(repr, options)):  # 1 == True
         raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
+    with foreign_errors(f"{label} is not UTF-8 text", UnicodeEncodeError):
+        str(value).encode()  # fails for bytes of a command line in another encoding
     bounds = field.metadata["bounds"]
     if bounds and value is not None and not _is_within(value, bounds):
         raise UserError(f"{label} must be in {bounds}, not {value}")
@@ -256,6 +258,9 @@ def _run_config_file(path, fields, readable, choose):
         places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         cause = f"{type(error).__name__}: {error}"  # a SyntaxError names its line
         raise UserError(f"{[path, *places][-1]}: {cause}") from error
+    for name in names.get("__annotations__", {}):
+        if name not in names:
+            raise UserError(f"{path}: '{name}: VALUE' assigns nothing; write {name} = VALUE")
     values = {}
     for name, value in names.items():
         if name in fields:

@@ -1,10 +1,10 @@
 """A stream of documents, divided into splits: training, validation and, if asked for, test.
 
 By default, validation has a tenth of the characters, or 20 million if that is less, but at least
-0.05%. A hash puts each document into one of BUCKETS. The splits divide the
-characters in the order of the buckets. So the last 10% of a single text are validation, only one of
-several documents is cut at each boundary, and equal documents are in the same split, except for
-those in a bucket that is cut. Empty texts are no documents.
+0.05%. A hash puts each document into one of BUCKETS. The splits divide the characters in the order
+of the buckets. So the last 10% of a single text are validation, only one of several documents is
+cut at each boundary, and equal documents are in the same split, except for those in a bucket that
+is cut. Empty texts are no documents.
 """
 
 import hashlib

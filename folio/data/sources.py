@@ -14,6 +14,7 @@ import re
 import zlib
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from itertools import dropwhile
 from pathlib import Path
 
 from folio.cli.errors import UserError, cause_of, import_optional, os_errors
@@ -192,7 +193,8 @@ def _read_csv(source, file):
     """Yields the rows of CSV or TSV."""
     csv.field_size_limit(2**30)  # the default is 2^17 characters
     delimiter = "," if source.suffix.startswith(".csv") else "\t"
-    reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+    lines = dropwhile(str.isspace, file)  # before the header
+    reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     for row in reader:
         if None in row:
             raise RowError("has more values than columns: put text with commas in double quotes")
@@ -239,10 +241,14 @@ def find_sources(name, text_key):
     paths = sorted(_find_files(name))
     if not paths:
         raise UserError(f"there are no files {name}; hidden files are skipped")
+    unique = {}  # of several links to a file, one is read
     for path in paths:
         if not os.path.isfile(path):
             raise UserError(f"{path} is missing or no regular file")
-    sources = [Source(path, text_key) for path in paths]
+        unique.setdefault(os.path.realpath(path), Source(path, text_key))
+    sources = list(unique.values())
+    if os.path.isfile(Path(name, "dataset_dict.json")):  # of datasets.save_to_disk
+        raise UserError(f"{name} has several splits: use --input={name}/train")
     if os.path.isdir(name):
         sources = _select_sources(sources)
     json_sources = [source for source in sources if source.suffix == ".json"]
@@ -280,8 +286,8 @@ def _select_sources(sources):
     names = [source.path.name for source in sources if source not in kept]
     if names:
         more = ", …" if len(names) > 3 else ""
-        kinds = "binary or documentation of tables"
-        print(f"left out {len(names):,} files, {kinds}: {', '.join(names[:3])}{more}")
+        kinds = "(binary, or documentation of tables)"
+        print(f"left out {len(names):,} files {kinds}: {', '.join(names[:3])}{more}")
     return selected
 
 

@@ -141,8 +141,8 @@ class SharedCores:
     def check(self):
         """Reduces the number of threads if they lack cores, and later tries more of them.
 
-        Called after each step, measures every CORES_CHECK_INTERVAL_S. Returns a message if there
-        have never been so few threads, or None.
+        Called after each step, measures every CORES_CHECK_INTERVAL_S. Returns a message when the
+        number of threads reaches a new minimum, or None.
         """
         now = time.perf_counter()
         if not self.is_used or now < self.check_at:

@@ -6,6 +6,7 @@ and Tastet 2023, "Baby Llama").
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +57,10 @@ def load_teachers(settings, config, tokenizer):
         return []
     if settings.parallel == "fsdp":
         raise UserError("parallel=fsdp does not support teachers: use --parallel=ddp")
-    teachers = []
+    teachers, out_dir = [], Path(settings.out_dir).resolve()
     for run_dir in RunDir.parse_list(settings.teachers):
+        if run_dir.folder.resolve() == out_dir:
+            raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
         checkpoint = run_dir.load_best()
         size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
         if size < config.block_size:

@@ -44,7 +44,7 @@ class Run:
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
 
     def _restore(self, checkpoint):
-        """Restores the progress of a checkpoint. Without its best model, a comparison begins."""
+        """Restores a checkpoint's progress. If its best model is lost, the search begins again."""
         self.progress, saved = checkpoint.progress, checkpoint.settings
         self.saved_step = self.progress.step
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):

@@ -164,8 +164,9 @@ def model_shape(config):
 def graph_flops(config, settings, world):
     """Returns the FLOPs of a step if it can be a CUDA graph, else None.
 
-    Processes communicate, a run can stop between micro-batches, activation checkpointing reads the
-    state of the random generator, and a momentum that changes is a Python number.
+    It cannot be one with several processes (they communicate), several micro-batches (a run can
+    stop between them), activation checkpointing (it reads the state of the random generator) or a
+    momentum that changes (it is a Python number).
     """
     is_single = settings.gradient_accumulation_steps == 1 and not world.is_launched
     if not is_single or settings.activation_checkpointing or settings.momentum_warmup_iters:

@@ -1,6 +1,7 @@
 """Damaged files: the content is intact, or refused in one line."""
 
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import tiny
 from folio.checkpoint.format import load_checkpoint
 from folio.cli.errors import UserError
 from folio.data.dataset import load_dataset
+from folio.data.tokenizer import ByteTokenizer
 
 TEXT = "abcdé\nfghi" * 8
 
@@ -75,3 +77,13 @@ def is_refused(read, path):
         assert len(message.splitlines()) == 1
         return True
     return False
+
+
+def test_a_compressed_file_is_read_whole(folder):
+    tiny.write_checkpoint("ckpt.pt", ByteTokenizer())
+    with ZipFile("ckpt.pt") as old, ZipFile("small.pt", "w", ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    for optimizers in (False, True):  # without them, other files are mapped
+        weights = load_checkpoint("small.pt", optimizers).weights
+        assert tiny.equal(weights, load_checkpoint("ckpt.pt").weights)

@@ -234,10 +234,11 @@ def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     Path("in/loop").symlink_to("../in")
+    Path("in/link.txt").symlink_to("b.txt")
     assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt", "in/z.gz"]
     assert (
         capsys.readouterr().out
-        == "left out 4 files, binary or documentation of tables: 0.png, 1.png, 2.tar.gz, …\n"
+        == "left out 4 files (binary, or documentation of tables): 0.png, 1.png, 2.tar.gz, …\n"
     )
     assert names_of("in/*.*[lt]") == ["in/a.jsonl", "in/b.txt"]
     assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
@@ -251,11 +252,12 @@ def test_documentation_and_metadata_of_tables_are_left_out(capsys):
     for name in ("README.md", "LICENSE", "data/state.json", "dataset_info.json"):
         Path("in", name).write_text("{}")
     assert names_of("in") == ["in/data/train.parquet"]
-    assert "documentation of tables: LICENSE, README.md, state.json, …\n" in capsys.readouterr().out
-    Path("in/dataset_dict.json").write_text("{}")  # of a folder with several splits
-    assert "has no column" in error_of(find_sources("in", "text")[1])
+    assert "of tables): LICENSE, README.md, state.json, …\n" in capsys.readouterr().out
     Path("in/a.txt").write_text("a text")
-    assert len(names_of("in")) == 7
+    assert len(names_of("in")) == 6
+    Path("in/dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match="several splits: use --input=in/train"):
+        find_sources("in", "text")
 
 
 @pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "x" * 300, "http://a"])

@@ -7,6 +7,7 @@ import tiny
 import torch
 
 from folio.cli.errors import UserError
+from folio.inference import scoring
 from folio.inference.completion import Completion, complete
 from folio.inference.generate import stride_of
 from folio.inference.sampling import Controls
@@ -50,7 +51,8 @@ def test_a_generated_token_has_the_probability_of_the_next_token(trained, prompt
 @pytest.mark.parametrize("length", [2, 9, 40])
 @pytest.mark.parametrize("stride", [1, 3, 50])
 @torch.no_grad()
-def test_each_token_is_scored_in_the_first_window_that_contains_it(length, stride):
+def test_each_token_is_scored_in_the_first_window_that_contains_it(length, stride, monkeypatch):
+    monkeypatch.setattr(scoring, "TOKENS_PER_PASS", 16)  # several passes
     model = tiny.random_model()
     size = model.config.block_size
     ids = tiny.random_ids(model, rows=1, length=length)[0]

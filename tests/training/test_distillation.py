@@ -73,6 +73,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
         ({"teachers": "out-teacher,nothing"}, "nothing"),
         ({"block_size": 16}, "block_size=8"),
         ({"dataset": "other"}, "vocabulary"),
+        ({"out_dir": "out-teacher"}, "contains out_dir"),
         ({"dataset": "same-size"}, "vocabulary"),
     ],
     ids=str,
