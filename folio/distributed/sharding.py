@@ -80,6 +80,11 @@ def is_sharded(tensor):
     return hasattr(tensor, "placements")
 
 
+def local_shard(tensor):
+    """Returns this process's shard of a tensor, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def shard_like(parameter, full):
     """Returns a full tensor as a DTensor that is sharded like a parameter or moment.
 
@@ -91,6 +96,15 @@ def shard_like(parameter, full):
 
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def from_shard(parameter, shard):
+    """Returns a DTensor that is sharded like a parameter and has the given local shard."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, size = parameter.device_mesh, parameter.placements, parameter.shape
+    stride = parameter.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def full_tensor(tensor):

@@ -6,7 +6,7 @@ from collections import defaultdict
 import torch
 import torch.nn.functional as F
 
-from folio.distributed.sharding import is_sharded, shard_like
+from folio.distributed.sharding import from_shard, full_tensor, is_sharded, local_shard, shard_like
 from folio.distributed.world import SINGLE_PROCESS
 
 NEWTON_SCHULZ_STEPS = 5
@@ -45,9 +45,11 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             directions = self._add_momentum(group)
-            is_fsdp = is_sharded(directions[0])
-            divide = orthogonalize_shards if is_fsdp else orthogonalize_copies
-            self._apply(group, divide(directions, self.world))
+            if is_sharded(group["params"][0]):
+                updates = orthogonalize_shards(directions, group["params"], self.world)
+            else:
+                updates = orthogonalize_copies(directions, self.world)
+            self._apply(group, updates)
 
     def _add_momentum(self, group):
         """Adds the gradients to the momentum. Returns Nesterov's directions, in `dtype`."""
@@ -55,8 +57,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        gradients = [p.grad for p in parameters]
+        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
+        gradients = [local_shard(p.grad) for p in parameters]
         if self.found_inf is not None:  # a gradient that equals the momentum does not change it
             skips = self.found_inf > 0
             pairs = zip(buffers, gradients, strict=True)
@@ -70,8 +72,9 @@ class Muon(torch.optim.Optimizer):
         lr = group["lr"]
         if self.found_inf is not None:
             lr = lr * (1 - self.found_inf)
-        torch._foreach_mul_(group["params"], 1 - lr * group["weight_decay"])
-        for weight, update in zip(group["params"], updates, strict=True):
+        weights = [local_shard(p) for p in group["params"]]
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        for weight, update in zip(weights, updates, strict=True):
             weight.addcmul_(update, -UPDATE_RMS * lr)
 
 
@@ -108,46 +111,52 @@ def momentum_at(step, settings):
 def orthogonalize_copies(matrices, world):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
-    Those that have the same shape, some transposed, are concatenated. Each process computes n of
-    them; the last parts are padded with zeros.
+    Matrices of the same shape, some transposed, form a stack. Each process computes n of them; the
+    last parts are padded with zeros.
     """
-    results, stacks = list(matrices), [wide_stack(matrix) for matrix in matrices]
-    groups = defaultdict(list)
-    for i, stack in enumerate(stacks):
-        groups[stack.shape[1:]].append(i)
-    for indices in groups.values():
-        together = torch.cat([stacks[i] for i in indices])
-        n = math.ceil(len(together) / world.size)
-        padded = F.pad(together, (0, 0, 0, 0, 0, world.size * n - len(together)))
-        together = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
-        sizes = [len(stacks[i]) for i in indices]
-        for i, result in zip(indices, together[: sum(sizes)].split(sizes), strict=True):
-            is_tall = result.shape[2] != matrices[i].shape[1]
-            results[i] = (result.mT if is_tall else result).reshape(matrices[i].shape)
-    return results
+    parts = [split_attention(matrix) for matrix in matrices]
+    results = [part for group in parts for part in group]
+    # No more rows than columns, for a smaller Gram matrix.
+    wide = [part if part.shape[0] <= part.shape[1] else part.T for part in results]
+    for indices in group_indices([matrix.shape for matrix in wide]):
+        stack = torch.stack([wide[i] for i in indices])
+        n = math.ceil(len(stack) / world.size)
+        padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
+        stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
+        for i, result in zip(indices, stack, strict=False):  # the stack can end with padding
+            results[i] = result if result.shape == results[i].shape else result.T
+    remaining = iter(results)
+    return [torch.cat([next(remaining) for _ in group]) for group in parts]
 
 
-def wide_stack(matrix):
-    """Returns a stack of the matrices in a matrix, (1 or 3, a, b), a <= b, for a small Gram matrix.
+def split_attention(matrix):
+    """Returns the query, key and value matrices in a c_attn, or only the matrix if it is another.
 
-    A c_attn has three: queries, keys and values. Only it has three times as many rows as columns.
+    Only a c_attn has three times as many rows as columns.
     """
     rows, columns = matrix.shape
-    if rows == 3 * columns:
-        return matrix.reshape(3, columns, columns)
-    return (matrix if rows <= columns else matrix.T).unsqueeze(0)
+    return matrix.chunk(3) if rows == 3 * columns else (matrix,)
 
 
-def orthogonalize_shards(matrices, world):
-    """Orthogonalizes sharded matrices. Returns a list of matrices with the same shards. Collective.
+def orthogonalize_shards(shards, parameters, world):
+    """Orthogonalizes matrices that are sharded like parameters. Returns local shards. Collective.
 
-    To save memory, only as many full matrices as there are processes exist at a time.
+    `shards` are this process's rows of the matrices, `parameters` the DTensors. To save memory,
+    only as many full matrices as there are processes exist at a time.
     """
-    results = list(matrices)
-    order = sorted(range(len(matrices)), key=lambda i: matrices[i].shape)  # equal shapes together
-    for start in range(0, len(order), world.size):
-        batch = order[start : start + world.size]
-        full = orthogonalize_copies([matrices[i].full_tensor() for i in batch], world)
-        for i, result in zip(batch, full, strict=True):
-            results[i] = shard_like(matrices[i], result)
+    results = list(shards)
+    for indices in group_indices([parameter.shape for parameter in parameters]):
+        for start in range(0, len(indices), world.size):
+            batch = indices[start : start + world.size]
+            matrices = [full_tensor(from_shard(parameters[i], shards[i])) for i in batch]
+            for i, result in zip(batch, orthogonalize_copies(matrices, world), strict=True):
+                results[i] = local_shard(shard_like(parameters[i], result))
     return results
+
+
+def group_indices(keys):
+    """Returns lists of the indices of equal keys."""
+    groups = defaultdict(list)
+    for i, key in enumerate(keys):
+        groups[key].append(i)
+    return list(groups.values())

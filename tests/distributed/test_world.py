@@ -17,6 +17,7 @@ from ranks import Ranks, in_world, train_ranks
 import train
 from folio.cli.errors import RankError, UserError
 from folio.distributed import world
+from folio.distributed.sharding import from_shard, full_tensor
 from folio.distributed.world import process_group
 from folio.inference.completion import sample_text
 from folio.training.muon import orthogonalize, orthogonalize_copies, orthogonalize_shards
@@ -283,6 +284,8 @@ def copies_and_shards(world):
     matrices = random_matrices()
     mesh = init_device_mesh("cpu", (world.size,))
     sharded = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in matrices]
+    shards = orthogonalize_shards([matrix.to_local() for matrix in sharded], sharded, world)
     results = orthogonalize_copies(matrices, world)
-    results += [result.full_tensor() for result in orthogonalize_shards(sharded, world)]
+    for matrix, shard in zip(sharded, shards, strict=True):
+        results.append(full_tensor(from_shard(matrix, shard)))
     return [result.numpy() for result in results]
