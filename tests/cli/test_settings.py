@@ -178,6 +178,7 @@ def test_a_config_file_reads_the_resolved_device(argv, device):
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
         ("step = 1", f"a.py: step {HELPER_RULE}; did you mean steps?"),
+        ("steps: 5", "a.py: 'steps: VALUE' assigns nothing; write steps = VALUE"),
         ("base = 128", f"a.py: base {HELPER_RULE}"),  # no setting is similar enough
     ],
 )
