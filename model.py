@@ -40,6 +40,7 @@ class GPTConfig:
     qk_norm: bool = False  # normalize the queries and keys of each head
     smear: int = 0  # preceding embeddings that are added to each embedding
     ngrams: int = 0  # add embeddings of n-grams for n = 2 to this; 0: none
+    ngram_rows: int = 32_771  # the most rows of a table of n-grams, preferably a prime number
     window: int = 0  # tokens each token attends to, itself included; 0 means all
 
     def __post_init__(self):
@@ -435,8 +436,6 @@ def windowed_attention(q, k, v, window, kernel, dropout):
 
 # smear and ngrams
 
-MAX_NGRAM_ROWS = 32_771  # prime, so that hashing spreads evenly
-
 
 class LocalContext(nn.Module):
     """Adds information about the preceding tokens to each embedding.
@@ -452,7 +451,7 @@ class LocalContext(nn.Module):
         self.vocab_size, self.n_embd = config.vocab_size, config.n_embd
         self.ngrams = nn.ModuleDict()
         for n in range(2, config.ngrams + 1):
-            rows = min(config.vocab_size**n, MAX_NGRAM_ROWS)  # one per n-gram if there are few
+            rows = min(config.vocab_size**n, config.ngram_rows)  # one per n-gram if there are few
             self.ngrams[str(n)] = Embedding(rows, config.n_embd // (config.ngrams - 1))
         self.smear = None
         if config.smear:

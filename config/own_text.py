@@ -11,7 +11,7 @@
 import math
 
 from folio.data.dataset import load_dataset
-from folio.hardware.device import choose_machine
+from folio.hardware.device import choose_machine, default_dtype
 from folio.hardware.memory import max_micro_batch
 
 _data = load_dataset(dataset)
@@ -46,20 +46,15 @@ _dropout = round(min(0.3, -0.2 * math.log10(_relative_size)), 3)  # negative for
 
 # Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
-_has_time = minutes is None or minutes >= 8 * max(1, _relative_bytes) ** 0.75
-_use_large_model = device != "cpu" or (_has_time and _relative_bytes >= 0.5)
+_minutes = minutes or math.inf
+_minutes_for_large = 8 * max(1, _relative_bytes) ** 0.75
 _is_long_text = _relative_size >= 2
-if not _use_large_model:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
-    n_layer = 2
-    n_head = 2
-    n_embd = 128
-    _max_ngrams = 4
-    batch_size = 4 if _is_long_text else 2
-    dropout = max(0.0, _dropout)
-    learning_rate = 8e-3
-    _passes = 8 if _is_long_text else 3.88 * _repeats  # 8: usually more than the time allows
-    _temperature = 0.9
-else:  # 8.0 M parameters, or on a GPU one of _larger_models
+batch_size = 4 if _is_long_text else 2
+dropout = max(0.0, _dropout)
+_passes = 8 if _is_long_text else 3.88 * _repeats  # 8: usually more than the time allows
+_temperature = 0.9
+if device != "cpu" or (_minutes >= _minutes_for_large and _relative_bytes >= 0.5):
+    # 8.0 M parameters, or on a GPU one of _larger_models
     n_layer = 4
     n_head = 4
     n_embd = 256
@@ -69,6 +64,24 @@ else:  # 8.0 M parameters, or on a GPU one of _larger_models
     learning_rate = 6e-3
     _passes = 7.34 * _repeats
     _temperature = 0.8
+elif (
+    _is_long_text
+    and _minutes >= _minutes_for_large / 2
+    and default_dtype(device)[0] == "bfloat16"  # in float32, it would make too few steps
+):
+    # 11.3 M parameters, 10.0 M of them in tables of n-grams
+    n_layer = 3
+    n_head = 3
+    n_embd = 192
+    _max_ngrams = 6
+    ngram_rows = 65_537
+    learning_rate = 7e-3
+else:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
+    n_layer = 2
+    n_head = 2
+    n_embd = 128
+    _max_ngrams = 4
+    learning_rate = 8e-3
 block_size = 256 if _has_large_vocabulary else 1024
 window = 64
 
@@ -83,7 +96,7 @@ _larger_models = (  # layers, heads, width, tokens per step
 )
 if device != "cpu":
     _peak = choose_machine(device, "auto", False).peak_flops  # per second
-    _flops = 0.2 * _peak * 60 * (minutes or math.inf)  # a fifth of the peak, an estimate
+    _flops = 0.2 * _peak * 60 * _minutes  # a fifth of the peak, an estimate
     for _layers, _heads, _width, _step_tokens in _larger_models:
         _parameters = 12 * _layers * _width**2 + _vocab_size * _width  # in matrix products
         _tokens_in_time = _flops / (6 * _parameters)

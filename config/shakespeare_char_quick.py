@@ -8,13 +8,14 @@ out_dir = "out-shakespeare-char-quick"
 dataset = "shakespeare_char"
 log_interval = 10
 
-# 3.6 M parameters, 3.4 M of them in the tables of n-grams
+# 5.2 M parameters, 5.0 M of them in the tables of n-grams
 n_layer = 1
 n_head = 2
 n_embd = 128
 block_size = 1024
 window = 64
 ngrams = 6
+ngram_rows = 49_157  # 0.008 compared with 32,771, for 4% more time
 position = "rotary"
 tie_weights = False
 qk_norm = True

@@ -50,6 +50,7 @@ SWITCHES = {  # every switch of GPTConfig, with a value that is not its default
     "activation": "swiglu",
     "tie_weights": False,
     "ngrams": 3,
+    "ngram_rows": 31,
     "smear": 2,
     "window": 3,
 }

@@ -27,8 +27,8 @@ class PageConfig:
 
     out_dir: str = setting("out", "run directory, or several: RUN,RUN")
     to: str = setting("page.html", "HTML file to write")
-    dtype: Literal["float16", "int8"] = setting(
-        "float16", "data type of the weights in the file; int8 halves its size"
+    dtype: Literal["int8", "float16"] = setting(
+        "int8", "data type of the weights in the file; float16 doubles its size"
     )
 
 
@@ -93,7 +93,7 @@ def encode(matrix, dtype):
         scales = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) / 127, 1e-30)
         return scales.astype("<f4").tobytes() + np.round(matrix / scales).astype(np.int8).tobytes()
     if np.abs(matrix).max() >= 65_520:
-        raise UserError("the weights do not fit into float16: use --dtype=int8")
+        raise UserError("the weights do not fit into float16: omit --dtype=float16")
     return matrix.astype("<f2").tobytes()
 
 
