@@ -171,7 +171,7 @@ def test_everything_that_the_page_can_do(folder, capsys, open_page):
     name = "<b>&amp;"  # must appear as it is
     write_run(CharTokenizer("\n <>/abcdefgh"), block_size=32, n_layer=3, n_embd=128)
     write_run(tiny.new_tokenizer("bpe", tiny.VERSE), folder=name)
-    page.main([f"--out_dir=out,{name}", "--to=page.html"])
+    page.main([f"--out_dir=out,{name}", "--to=page.html", "--dtype=float16"])
     assert capsys.readouterr().out == "wrote page.html: 1.7 MB; open it in a browser\n"
     tab = open_page("page.html")
     status = tab.locator("#status")
