@@ -55,9 +55,7 @@ _passes = 8 if _is_long_text else 3.88 * _repeats  # 8: usually more than the ti
 _temperature = 0.9
 if device != "cpu" or (_minutes >= _minutes_for_large and _relative_bytes >= 0.5):
     # 8.0 M parameters, or on a GPU one of _larger_models
-    n_layer = 4
-    n_head = 4
-    n_embd = 256
+    n_layer, n_head, n_embd = 4, 4, 256
     _max_ngrams = 3
     batch_size = 4
     dropout = max(0.0, 0.1 + _dropout)
@@ -70,16 +68,12 @@ elif (
     and default_dtype(device)[0] == "bfloat16"  # in float32, it would make too few steps
 ):
     # 11.3 M parameters, 10.0 M of them in tables of n-grams
-    n_layer = 3
-    n_head = 3
-    n_embd = 192
+    n_layer, n_head, n_embd = 3, 3, 192
     _max_ngrams = 6
     ngram_rows = 65_537
     learning_rate = 7e-3
 else:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
-    n_layer = 2
-    n_head = 2
-    n_embd = 128
+    n_layer, n_head, n_embd = 2, 2, 128
     _max_ngrams = 4
     learning_rate = 8e-3
 block_size = 256 if _has_large_vocabulary else 1024

@@ -160,13 +160,10 @@ def test_the_medium_model_needs_time_a_long_text_and_a_fast_cpu(
     text_size, monkeypatch, dtype, width
 ):
     monkeypatch.setattr(device_module, "default_dtype", lambda _: (dtype, "reason"))
-    for tokens, minutes, expected in (
-        (2_500_000, 10, width), (2_500_000, 7, 128), (2_500_000, 20, 256), (10**6, 7, 128)
-    ):  # fmt: skip
+    cases = (2_500_000, 10, width), (2_500_000, 7, 128), (2_500_000, 20, 256), (10**6, 7, 128)
+    for tokens, minutes, expected in cases:
         text_size(tokens)
-        settings = load_preset("own_text.py", "cpu", f"--minutes={minutes}")
-        assert settings.n_embd == expected
-        assert (settings.ngram_rows > 32_771) == (expected == 192)
+        assert load_preset("own_text.py", "cpu", f"--minutes={minutes}").n_embd == expected
 
 
 @pytest.mark.parametrize(

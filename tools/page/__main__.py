@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from string import Template
-from typing import Literal
 
 from folio.cli import process
 from folio.cli.settings import load_settings, setting
@@ -27,9 +26,6 @@ class PageConfig:
 
     out_dir: str = setting("out", "run directory, or several: RUN,RUN")
     to: str = setting("page.html", "HTML file to write")
-    dtype: Literal["int8", "float16"] = setting(
-        "int8", "data type of the weights in the file; float16 doubles its size"
-    )
 
 
 process.start(__name__, PageConfig)  # --help must not wait for torch
@@ -47,26 +43,25 @@ from folio.pretrained.load import checkpoint_tokenizer
 def main(argv=None):
     settings = load_settings(PageConfig, argv)
     run_dirs = RunDir.parse_list(settings.out_dir)
-    page = make_page([describe_run(run_dir, settings.dtype) for run_dir in run_dirs]).encode()
+    page = make_page([describe_run(run_dir) for run_dir in run_dirs]).encode()
     with write_atomically(settings.to) as [file]:
         file.write(page)
     print(f"wrote {settings.to}: {len(page) / 1e6:.1f} MB; open it in a browser")
 
 
-def describe_run(run_dir, dtype):
+def describe_run(run_dir):
     """Returns what the page knows of a run, for JSON. Its weights are those of the best model."""
     checkpoint = run_dir.load_best()
     tokenizer, model = checkpoint_tokenizer(checkpoint), build_model(checkpoint)
     weights = []
     for name, parameter in model.named_parameters():
         matrix = parameter.detach().float().numpy().reshape(len(parameter), -1)
-        weights.append([name, len(matrix), b64encode(encode(matrix, dtype)).decode()])
+        weights.append([name, len(matrix), b64encode(encode(matrix)).decode()])
     return {
         "name": run_dir.folder.resolve().name,
         "facts": describe_training(run_dir, checkpoint, model.num_params(), tokenizer.kind),
         "config": asdict(checkpoint.config),
         "tokenizer": describe_tokenizer(tokenizer),
-        "dtype": dtype,
         "weights": weights,
     }
 
@@ -85,16 +80,12 @@ def describe_training(run_dir, checkpoint, parameters, kind):
     return ", ".join(facts)
 
 
-def encode(matrix, dtype):
-    """Returns the bytes of a matrix. For int8, the float32 scale of each row is before the rows."""
+def encode(matrix):
+    """Returns the bytes of a matrix: the float32 scale of each row, and then the rows in int8."""
     if not np.isfinite(matrix).all():
         raise UserError("the weights are not finite: train with a lower learning rate")
-    if dtype == "int8":
-        scales = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) / 127, 1e-30)
-        return scales.astype("<f4").tobytes() + np.round(matrix / scales).astype(np.int8).tobytes()
-    if np.abs(matrix).max() >= 65_520:
-        raise UserError("the weights do not fit into float16: omit --dtype=float16")
-    return matrix.astype("<f2").tobytes()
+    scales = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) / 127, 1e-30)
+    return scales.astype("<f4").tobytes() + np.round(matrix / scales).astype(np.int8).tobytes()
 
 
 def describe_tokenizer(tokenizer):

@@ -255,10 +255,9 @@ function softmax(x) {
 // Weights, as tools/page/__main__.py writes them
 
 /** Returns {name: Float32Array}. `weights` lists [name, rows, base64]. */
-function readWeights({ weights, dtype }) {
-  const parse = dtype === "int8" ? parseInt8 : parseFloat16;
+function readWeights({ weights }) {
   return Object.fromEntries(
-    weights.map(([name, rows, base64]) => [name, parse(parseBase64(base64), rows)]),
+    weights.map(([name, rows, base64]) => [name, parseInt8(parseBase64(base64), rows)]),
   );
 }
 
@@ -275,15 +274,4 @@ function parseInt8(buffer, rows) {
   const numbers = new Float32Array(new Int8Array(buffer, scales.byteLength));
   const columns = numbers.length / rows;
   return numbers.map((number, i) => number * scales[Math.floor(i / columns)]);
-}
-
-/** Moves the bits to those of float32: 1 for the sign, 8 for the exponent, 23 for the fraction. */
-function parseFloat16(buffer) {
-  const bits = new Int32Array(new Uint16Array(buffer));
-  for (let i = 0; i < bits.length; i++) {
-    bits[i] = ((bits[i] & 0x8000) << 16) | ((bits[i] & 0x7fff) << 13);
-  }
-  const numbers = new Float32Array(bits.buffer);
-  scale(numbers, 2 ** (127 - 15)); // the exponents have different biases
-  return numbers;
 }
