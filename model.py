@@ -40,7 +40,7 @@ class GPTConfig:
     qk_norm: bool = False  # normalize the queries and keys of each head
     smear: int = 0  # preceding embeddings that are added to each embedding
     ngrams: int = 0  # add embeddings of n-grams for n = 2 to this; 0: none
-    ngram_rows: int = 32_771  # the most rows of a table of n-grams, preferably a prime number
+    ngram_rows: int = 32_771  # the most rows of a table; best a prime far from a power of 2
     window: int = 0  # tokens each token attends to, itself included; 0 means all
 
     def __post_init__(self):
@@ -520,6 +520,8 @@ def check_config(config):
         raise ValueError(f"position=rotary needs an even head size n_embd / n_head, not {size}")
     if config.ngrams == 1 or config.ngrams > config.n_embd:
         raise ValueError(f"ngrams must be 0 or 2 to n_embd={config.n_embd}, not {config.ngrams}")
+    if config.ngram_rows < 1:
+        raise ValueError(f"ngram_rows must be at least 1, not {config.ngram_rows}")
     if config.preceding_tokens >= config.block_size:
         names = f"smear={config.smear} and ngrams={config.ngrams}"
         raise ValueError(f"{names} need more context than block_size={config.block_size}")

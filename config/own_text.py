@@ -11,10 +11,11 @@
 import math
 
 from folio.data.dataset import load_dataset
-from folio.hardware.device import choose_machine, default_dtype
+from folio.hardware.device import choose_machine
 from folio.hardware.memory import max_micro_batch
 
 _data = load_dataset(dataset)
+_machine = choose_machine(device, dtype, False)
 _train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
 _relative_size = _train_tokens / 1_003_854  # compared with tiny Shakespeare
 _relative_bytes = _data.train_bytes / 1_003_854
@@ -44,6 +45,9 @@ _rarity = 0.5 if _has_large_vocabulary else min(1, _train_tokens / _vocab_size /
 _repeats = min(4, max(1, _relative_size**-0.45)) * _rarity
 _dropout = round(min(0.3, -0.2 * math.log10(_relative_size)), 3)  # negative for more text
 
+# Tables of n-grams help if most of their rows occur often, and are memorized otherwise.
+_has_tables = _vocab_size**2 < _train_tokens / 4
+
 # Parameter counts are for 65 characters. `_passes` is how often the text is read; for tiny
 # Shakespeare, 3.88 are 1,900 steps in batches of 2, and 7.34 are 1,800 in batches of 4.
 _minutes = minutes or math.inf
@@ -51,6 +55,7 @@ _minutes_for_large = 8 * max(1, _relative_bytes) ** 0.75
 _is_long_text = _relative_size >= 2
 batch_size = 4 if _is_long_text else 2
 dropout = max(0.0, _dropout)
+_max_rows = 32_771
 _passes = 8 if _is_long_text else 3.88 * _repeats  # 8: usually more than the time allows
 _temperature = 0.9
 if device != "cpu" or (_minutes >= _minutes_for_large and _relative_bytes >= 0.5):
@@ -64,13 +69,14 @@ if device != "cpu" or (_minutes >= _minutes_for_large and _relative_bytes >= 0.5
     _temperature = 0.8
 elif (
     _is_long_text
+    and _has_tables
     and _minutes >= _minutes_for_large / 2
-    and default_dtype(device)[0] == "bfloat16"  # in float32, it would make too few steps
+    and _machine.dtype == "bfloat16"  # in float32, it would make too few steps
 ):
-    # 11.3 M parameters, 10.0 M of them in tables of n-grams
+    # 11.4 M parameters, 10.0 M of them in tables of n-grams
     n_layer, n_head, n_embd = 3, 3, 192
     _max_ngrams = 6
-    ngram_rows = 65_537
+    _max_rows = 64_997
     learning_rate = 7e-3
 else:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
     n_layer, n_head, n_embd = 2, 2, 128
@@ -89,8 +95,7 @@ _larger_models = (  # layers, heads, width, tokens per step
     (12, 6, 768, 65_536),
 )
 if device != "cpu":
-    _peak = choose_machine(device, "auto", False).peak_flops  # per second
-    _flops = 0.2 * _peak * 60 * _minutes  # a fifth of the peak, an estimate
+    _flops = 0.2 * _machine.peak_flops * 60 * _minutes  # a fifth of the peak, an estimate
     for _layers, _heads, _width, _step_tokens in _larger_models:
         _parameters = 12 * _layers * _width**2 + _vocab_size * _width  # in matrix products
         _tokens_in_time = _flops / (6 * _parameters)
@@ -107,9 +112,9 @@ block_size = min(block_size, max(5, len(_data.val) // 2))  # more than smear and
 # Models that are trained on more text are less overconfident.
 train_temperature = round(min(1.0, max(0.8, _temperature + 0.1 * math.log10(_relative_size))), 3)
 
-# Tables of n-grams help if most of their rows occur often, and are memorized otherwise.
-if _vocab_size**2 < _train_tokens / 4:
+if _has_tables:
     ngrams = 2 if _train_tokens < 700_000 else _max_ngrams
+    ngram_rows = _max_rows
 
 _evaluations = 5 if _has_large_vocabulary else 10
 _tokens_per_step = gradient_accumulation_steps * batch_size * block_size

@@ -43,7 +43,7 @@ if device == "cpu":  # 5.6 M parameters, 5.0 M of them in the tables of n-grams
     n_layer = 3
     n_head = 2
     n_embd = 128
-    ngram_rows = 49_157  # more rows only help shorter runs, as in shakespeare_char_quick.py
+    ngram_rows = 49_157  # still more only help shorter runs
     max_iters = 800
     eval_interval = 80  # for each evaluation, 65 MB are written
 else:  # 10.1 M parameters

@@ -138,6 +138,14 @@ def test_bigrams_of_a_large_vocabulary_share_rows_evenly():
     assert rows.flatten().bincount().max() < 24  # six on average
 
 
+@pytest.mark.parametrize("rows", [49_157, 64_997])  # of the presets
+def test_ngrams_of_bytes_share_rows_evenly(rows):
+    context = LocalContext(GPTConfig(vocab_size=256, n_head=2, n_embd=2, ngrams=2))
+    letters = torch.tensor(list(b" aehinorst"))
+    idx = letters[torch.cartesian_prod(*[torch.arange(10)] * 4)]  # all texts of four letters
+    assert context.ngram_ids(idx, 4, rows)[:, -1].bincount().max() < 6  # 65,537 rows: 100
+
+
 def test_relu2_is_the_square_of_relu():
     x = torch.linspace(-3, 3, 13)
     assert torch.equal(relu2(x), x.clamp(min=0) ** 2)
@@ -234,6 +242,7 @@ def test_logits_depend_on_no_later_token(changes):
     [
         ({"n_embd": 15}, "n_embd=15 .* n_head=2"),
         ({"ngrams": 1}, "ngrams .* 1"),
+        ({"ngram_rows": 0}, "ngram_rows .* 0"),
         ({"ngrams": 17}, "ngrams .* n_embd=16, not 17"),
         ({"smear": 6, "ngrams": 3}, "smear=6 and ngrams=3 .* block_size=8"),
         ({"position": "rotary", "n_embd": 6}, "position=rotary .* 3"),

@@ -30,11 +30,11 @@ CARDS = {"T4": (65, 15), "RTX 4090": (165.2, 23.6), "H100": (989, 79)}
 
 @pytest.fixture
 def card(monkeypatch):
-    """A function that sets the GPU, by its peak in TFLOP/s and memory in GiB. Default: H100."""
+    """A function that sets the GPU, by its peak in TFLOP/s and memory in GiB, and the dtype."""
 
-    def set_card(name="H100"):
+    def set_card(name="H100", dtype="bfloat16"):
         peak, gib = CARDS[name]
-        machine = SimpleNamespace(peak_flops=1e12 * peak)
+        machine = SimpleNamespace(peak_flops=1e12 * peak, dtype=dtype)
         monkeypatch.setattr(device_module, "choose_machine", lambda *_: machine)
         monkeypatch.setattr(memory, "memory_bytes", lambda _: 2**30 * gib)
 
@@ -156,10 +156,8 @@ def test_the_larger_model_needs_time_and_text_whatever_the_tokens(text_size):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 192), ("float32", 128)])
-def test_the_medium_model_needs_time_a_long_text_and_a_fast_cpu(
-    text_size, monkeypatch, dtype, width
-):
-    monkeypatch.setattr(device_module, "default_dtype", lambda _: (dtype, "reason"))
+def test_the_medium_model_needs_time_a_long_text_and_bfloat16(text_size, card, dtype, width):
+    card(dtype=dtype)
     cases = (2_500_000, 10, width), (2_500_000, 7, 128), (2_500_000, 20, 256), (10**6, 7, 128)
     for tokens, minutes, expected in cases:
         text_size(tokens)

@@ -110,7 +110,7 @@ def plan_model(settings, dataset, resumed=None, initial=None):
     else:
         free, old_size = {"dropout", "optimizer", "dataset"}, initial.config.block_size
         tokenizer = initial.path if initial.path.exists() else "gpt2"  # of models on the hub
-        advice = f"omit the model's settings, and prepare the text with --tokenizer={tokenizer}"
+        advice = f"use the checkpoint's values, and prepare the text with --tokenizer={tokenizer}"
         if config.position == "rotary" or config.block_size <= old_size:
             free.add("block_size")
         else:
