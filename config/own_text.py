@@ -53,6 +53,8 @@ _has_tables = _vocab_size**2 < _train_tokens / 4
 _minutes = minutes or math.inf
 _minutes_for_large = 8 * max(1, _relative_bytes) ** 0.75
 _is_long_text = _relative_size >= 2
+# In float32, the medium model would make too few steps in this time.
+_suits_medium = _is_long_text and _has_tables and _machine.dtype == "bfloat16"
 batch_size = 4 if _is_long_text else 2
 dropout = max(0.0, _dropout)
 _max_rows = 32_771
@@ -67,12 +69,7 @@ if device != "cpu" or (_minutes >= _minutes_for_large and _relative_bytes >= 0.5
     learning_rate = 6e-3
     _passes = 7.34 * _repeats
     _temperature = 0.8
-elif (
-    _is_long_text
-    and _has_tables
-    and _minutes >= _minutes_for_large / 2
-    and _machine.dtype == "bfloat16"  # in float32, it would make too few steps
-):
+elif _suits_medium and _minutes >= _minutes_for_large / 2:
     # 11.4 M parameters, 10.0 M of them in tables of n-grams
     n_layer, n_head, n_embd = 3, 3, 192
     _max_ngrams = 6

@@ -119,7 +119,7 @@ def test_a_smaller_block_size_keeps_the_first_positions(run):
 
 
 def test_a_larger_block_size_needs_rotary_positions(run):
-    with pytest.raises(UserError, match="8 .* and 9 .* cannot grow .rotary ones can.: omit"):
+    with pytest.raises(UserError, match="8 .* and 9 .* cannot grow .rotary ones can.: use"):
         new_run(block_size=9)
     train.main(tiny.flags(max_iters=1, position="rotary", overwrite=True))
     assert new_run(block_size=9).model.config.block_size == 9
