@@ -4,9 +4,9 @@
 #     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME
 #     python train.py config/own_text.py --dataset=NAME --out_dir=out-NAME --minutes=5
 #
-# config/shakespeare_char_fast.py explains the techniques. This preset has shorter n-grams and less
-# weight decay, which is better for other texts. docs/lab-notebook.md has the texts on which the
-# formulas were chosen, and others on which they were tested.
+# config/shakespeare_char_fast.py explains the techniques. This preset has less weight decay and
+# mostly shorter n-grams, which is better for other texts. docs/lab-notebook.md has the texts on
+# which the formulas were chosen, and others on which they were tested.
 
 import math
 

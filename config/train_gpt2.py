@@ -2,6 +2,8 @@
 #
 #     python prepare.py --dataset=openwebtext
 #     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+#
+# It logs to Weights & Biases, which needs pip install wandb, or --wandb_log=False.
 
 out_dir = "out-gpt2"
 dataset = "openwebtext"

@@ -1,4 +1,5 @@
 """Training one model in several processes, which torchrun starts.
 
-`world.py` has the processes and their communication, `sharding.py` what DDP and FSDP distribute.
+Start reading in `world.py`, which has the processes and their communication. `sharding.py` has what
+DDP and FSDP distribute.
 """

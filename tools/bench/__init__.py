@@ -1,1 +1,1 @@
-"""Times commands, profiles steps and counts FLOPs. Start reading in `__main__.py`."""
+"""Times commands and profiles steps. Start reading in `__main__.py`."""
