@@ -247,10 +247,16 @@ def print_speed(tokens, seconds, first_token_s):
 
 def print_score(trained, text, settings):
     """Prints the loss, perplexity and bits per byte of a text; with --logprobs, also its tokens."""
-    scored = score_text(trained, text, settings.context_stride, settings.allow_special)
+    stride, allow_special = settings.context_stride, settings.allow_special
+    ids, logprobs, totals = score_text(trained, text, stride, allow_special)
     if settings.logprobs:
-        print_tokens(map(trained.tokenizer.decoder(), scored.ids), scored.logprobs)
-    line = json.dumps(scored.totals) if settings.json else f"{settings.score}: {scored.summary}"
+        print_tokens(map(trained.tokenizer.decoder(), ids), logprobs)
+    line = (
+        "{name}: loss {loss:.4f}, perplexity {perplexity:.5g}, bits per byte {bits_per_byte:.4f}, "
+        "over {tokens:,} tokens".format(name=settings.score, **totals)
+    )
+    if settings.json:
+        line = json.dumps(totals)
     print(line, file=sys.stderr if settings.logprobs else sys.stdout)
 
 

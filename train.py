@@ -308,7 +308,7 @@ def update_weights(run, micro_batches, needs_norm=True):
     for optimizer in run.optimizers.values():
         scaler.step(optimizer)  # does nothing if a gradient has overflowed in float16
     scaler.update()
-    return run.world.mean(loss), grad_norm
+    return run.world.sum(loss) / run.world.size, grad_norm
 
 
 def learning_rate_at(clock, settings):

@@ -111,7 +111,7 @@ def trained():
     """A model with random weights and a vocabulary of 37 characters."""
     tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz0123456789 ")
     machine = choose_machine("cpu", "float32", False)
-    return TrainedModel(tiny.random_model(), tokenizer, machine, None)
+    return TrainedModel(tiny.random_model(), tokenizer, machine)
 
 
 @pytest.fixture

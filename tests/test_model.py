@@ -12,16 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from folio.checkpoint.format import empty_model
 from folio.data.tokenizer import ByteTokenizer
-from model import (
-    ACTIVATIONS,
-    GPT,
-    NORMS,
-    GPTConfig,
-    LocalContext,
-    relu2,
-    swiglu,
-    swiglu_widths,
-)
+from model import ACTIVATIONS, GPT, NORMS, GPTConfig, LocalContext, swiglu, swiglu_widths
 
 
 @torch.no_grad()
@@ -144,11 +135,6 @@ def test_ngrams_of_bytes_share_rows_evenly(rows):
     letters = torch.tensor(list(b" aehinorst"))
     idx = letters[torch.cartesian_prod(*[torch.arange(10)] * 4)]  # all texts of four letters
     assert context.ngram_ids(idx, 4, rows)[:, -1].bincount().max() < 6  # 65,537 rows: 100
-
-
-def test_relu2_is_the_square_of_relu():
-    x = torch.linspace(-3, 3, 13)
-    assert torch.equal(relu2(x), x.clamp(min=0) ** 2)
 
 
 def test_swiglu_multiplies_one_half_by_the_swish_of_the_other():

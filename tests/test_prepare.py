@@ -39,10 +39,6 @@ def tokens_of(name):
     return [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
 
 
-def contents(name):
-    return {path.name: path.read_bytes() for path in Path("data", name).iterdir()}
-
-
 # Files
 
 
@@ -60,10 +56,10 @@ def test_a_file_becomes_a_dataset(source):
 def test_a_file_without_text_leaves_the_old_dataset(content):
     write("own.txt", "rose " * 20)
     main(["--input=own.txt", "--dataset=own"])
-    expected = contents("own")
+    expected = tiny.contents("data/own")
     write("own.txt", content)
     assert error_of("--input=own.txt", "--dataset=own").startswith("own.txt ")
-    assert contents("own") == expected
+    assert tiny.contents("data/own") == expected
 
 
 def test_a_dataset_of_another_text_is_not_replaced():
@@ -71,10 +67,10 @@ def test_a_dataset_of_another_text_is_not_replaced():
     main(["--input=own (1).txt", "--dataset=own"])
     write("own (1).txt", "rose " * 30)  # an edited text
     main(["--input=own (1).txt", "--dataset=own"])
-    expected = contents("own")
+    expected = tiny.contents("data/own")
     write("own (2).txt", "lily " * 20)
     assert "has another text, own (1).txt" in error_of("--input=own (2).txt", "--dataset=own")
-    assert contents("own") == expected
+    assert tiny.contents("data/own") == expected
     write("copy.txt", "rose " * 30)
     main(["--input=copy.txt", "--dataset=own", "--tokenizer=byte"])
     tiny.write_nanogpt_dataset("nano")
@@ -213,9 +209,9 @@ def test_the_last_line_is_a_command_that_trains(flags, command, capsys, monkeypa
 def test_pydocs_needs_no_network_and_is_reproducible(monkeypatch):
     monkeypatch.delattr(socket, "socket")
     main(["--dataset=pydocs"])
-    first = contents("pydocs")
+    first = tiny.contents("data/pydocs")
     main(["--dataset=pydocs"])
-    assert contents("pydocs") == first
+    assert tiny.contents("data/pydocs") == first
     assert tiny.text_of("pydocs") == "\n\n".join(
         topics.topics[name] for name in sorted(topics.topics)
     )

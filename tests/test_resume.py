@@ -53,10 +53,6 @@ def run_files(folder="out"):
     return sorted(set(os.listdir(folder)) - {LOCK_FILE})
 
 
-def contents(folder="out"):
-    return {name: Path(folder, name).read_bytes() for name in run_files(folder)}
-
-
 # Exact resume
 
 
@@ -84,7 +80,6 @@ def test_resume_equals_uninterrupted_run(verse, settings):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_resume_on_a_gpu_is_close_to_uninterrupted_run(verse, dtype):
     settings = {"device": "cuda", "dtype": dtype, "dropout": 0.3, "max_iters": 9}
@@ -176,11 +171,11 @@ def test_other_windows_of_the_validation_split_begin_the_comparison_again(
 
 def test_a_finished_run_keeps_its_best_model_whatever_is_evaluated(verse, capsys):
     train.main(tiny.flags())
-    before = contents()
+    before = tiny.contents("out")
     train.main(tiny.flags(init_from="resume", batch_size=2))
     train.main(tiny.flags(init_from="resume", batch_size=2, eval_only=True))
     assert "evaluating again" not in capsys.readouterr().out
-    assert contents() == before
+    assert tiny.contents("out") == before
 
 
 # Changed settings
@@ -205,7 +200,7 @@ def test_settings_may_change_and_changes_are_logged_once(verse, capsys):
 
 def test_every_difference_is_named_and_nothing_is_written(verse):
     train.main(tiny.flags(max_iters=3))
-    before = contents()
+    before = tiny.contents("out")
     tiny.prepare_verse("other", (tiny.VERSE * 20).replace("S", "Z"))
     changes = {"dataset": "other", "n_embd": 32, "bias": True, "optimizer": "muon"}
     with pytest.raises(UserError) as caught:
@@ -218,7 +213,7 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
         "dataset other has other content than verse",
     ):
         assert words in str(caught.value)
-    assert contents() == before
+    assert tiny.contents("out") == before
 
 
 # Stop signals
@@ -296,12 +291,12 @@ def test_overwriting_deletes_an_earlier_run_unless_it_is_resumed(verse):
 
 def test_a_folder_in_use_is_not_changed(verse):
     train.main(tiny.flags(max_iters=1))
-    before = contents()
+    before = tiny.contents("out")
     in_use = pytest.raises(UserError, match="another process is writing to out")
     for init_from in ("scratch", "resume"):
         with FileLock(Path("out", LOCK_FILE)), in_use:
             train.main(tiny.flags(init_from=init_from))
-    assert contents() == before
+    assert tiny.contents("out") == before
     assert not Path("out.1").exists()
 
 

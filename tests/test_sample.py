@@ -237,19 +237,16 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ("--start=FILE:missing.txt", "missing.txt"),
         ("--start=-", "standard input is not UTF-8 text.* 0xff in position 2"),
         ("--prompts=empty.txt", "empty.txt contains no prompt"),
-        ("--score=short.txt", "has 1 tokens"),
         ("--out_dir=nowhere", "nowhere/ckpt.pt; available: out"),
         ("--out_dir=nowhere --score=nope", "nope"),  # before a model is loaded
         ('--stop=["a",1]', "--stop="),
         ('--stop=["a"', "--stop="),
         (f"--stop={'[' * 10**5}", "--stop="),
-        ("--device=cuda:99", "device=cuda:99"),
         ("--dtype=int8 --compile", "dtype=int8 needs a CPU without compilation"),
     ],
 )
 def test_error_names_the_flag_or_file(monkeypatch, flags, message):
     Path("empty.txt").write_text("\n\n", encoding="utf-8")
-    Path("short.txt").write_text("S", encoding="utf-8")
     set_stdin(monkeypatch, b"ab\xff")
     with pytest.raises(UserError, match=message):
         sample.main([*QUICK, *flags.split()])

@@ -12,6 +12,7 @@ import train
 from folio.checkpoint.format import Checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
+from folio.cli.files import LOCK_FILE
 from folio.cli.settings import load_settings
 from folio.data import writer
 from folio.data.corpus import Corpus
@@ -151,6 +152,12 @@ def new_tokenizer(kind, text, vocab_size=300):
     if kind == "bpe":
         return BPETokenizer.train([text[: int(0.9 * len(text))]], vocab_size)
     return TOKENIZERS[kind]()
+
+
+def contents(folder="."):
+    """Returns {path: bytes} of the files in a folder, without lock files."""
+    paths = (p for p in Path(folder).rglob("*") if p.name != LOCK_FILE and p.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def log_events(out_dir="out"):

@@ -113,25 +113,23 @@ def load_checkpoint(path, optimizers=True):
 
 
 def _read(path, mapped):
-    """Returns the content of a file of torch.save, also in its format before version 1.6."""
+    """Returns the content of a file of torch.save, a ZIP archive since torch 1.6."""
     check_lfs(path)
     with os_errors("read", path), open(path, "rb") as file:
         start = file.read(2)
-    is_zip = start == b"PK"
-    if not (is_zip or start.startswith(pickle.PROTO)):
+    if start != b"PK":
         raise UserError(
             f"{path} is not a checkpoint: give a file of torch.save, such as ckpt.pt of a run, or "
             "the folder of a Hugging Face model"
         )
     try:
-        if is_zip:
-            with zipfile.ZipFile(path) as archive:
-                damaged_name = archive.testzip()
-                is_stored = all(not info.compress_type for info in archive.infolist())
-            if damaged_name:  # torch.load verifies no checksums
-                raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
-            mapped = mapped and is_stored  # compressed bytes would be mapped as tensors
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zip)
+        with zipfile.ZipFile(path) as archive:
+            damaged_name = archive.testzip()
+            is_stored = all(not info.compress_type for info in archive.infolist())
+        if damaged_name:  # torch.load verifies no checksums
+            raise zipfile.BadZipFile(f"the checksum of {damaged_name} is wrong")
+        mapped = mapped and is_stored  # compressed bytes would be mapped as tensors
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # the content may be anything
         if is_out_of_memory(error):
             raise

@@ -109,9 +109,7 @@ class RunDir:
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
             with suppress(ValueError):
-                event = json.loads(line)
-                event.setdefault("event", event.get("split"))  # its name until November 2026
-                events.append(event)
+                events.append(json.loads(line))
         return events
 
     def is_complete(self, progress, settings):

@@ -43,10 +43,6 @@ class World:
             torch.distributed.all_reduce(value)
         return value
 
-    def mean(self, value):
-        """Returns the mean of a scalar tensor over all processes."""
-        return self.sum(value) / self.size
-
     def any(self, flag):
         """Returns whether a flag is true in any process. Does not wait for a GPU's queue."""
         return bool(self.sum(torch.tensor(float(flag))))

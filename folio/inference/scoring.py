@@ -4,7 +4,6 @@
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -12,22 +11,6 @@ import torch.nn.functional as F
 
 from folio.cli.errors import UserError
 from folio.inference.generate import TOKENS_PER_PASS, stride_of
-
-
-@dataclass
-class ScoredText:
-    """The tokens of a text with the model's log-probabilities in nats; None for the first."""
-
-    ids: list
-    logprobs: list
-    totals: dict  # "tokens", "loss" (nats per token), "perplexity", "bits_per_byte"
-
-    @property
-    def summary(self):
-        return (
-            "loss {loss:.4f}, perplexity {perplexity:.5g}, bits per byte {bits_per_byte:.4f}, "
-            "over {tokens:,} tokens".format_map(self.totals)
-        )
 
 
 @torch.inference_mode()
@@ -46,7 +29,11 @@ def likely_next(trained, ids, count):
 
 
 def score_text(trained, text, context_stride=None, allow_special=False):
-    """Returns the ScoredText of a text. Raises UserError if it has no token after the first."""
+    """Returns (ids, log-probabilities in nats, totals) of a text. The first one is None.
+
+    The totals are "tokens", "loss" (nats per token), "perplexity" and "bits_per_byte". Raises
+    UserError if the text has no token after the first.
+    """
     tokenizer = trained.tokenizer
     ids = tokenizer.encode(text, allow_special)
     size = tokenizer.byte_lengths()[ids[1:]].sum().item()  # of scored tokens
@@ -63,7 +50,7 @@ def score_text(trained, text, context_stride=None, allow_special=False):
         "perplexity": math.exp(min(total / count, 700)),
         "bits_per_byte": total / math.log(2) / size,
     }
-    return ScoredText(ids.tolist(), [None, *(-nll).tolist()], totals)
+    return ids.tolist(), [None, *(-nll).tolist()], totals
 
 
 @torch.inference_mode()

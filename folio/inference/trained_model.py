@@ -20,7 +20,6 @@ class TrainedModel:
     model: Any  # GPT
     tokenizer: Any
     machine: Machine
-    checkpoint: Any  # Checkpoint, without weights
 
     def __post_init__(self):
         self.cores = SharedCores(self.machine)
@@ -40,4 +39,4 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False, texts
     checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model, machine, texts)
     torch.backends.cuda.enable_cudnn_sdp(False)  # see disable_cudnn_attention
-    return TrainedModel(model, tokenizer, machine, checkpoint)
+    return TrainedModel(model, tokenizer, machine)

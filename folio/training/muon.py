@@ -10,7 +10,6 @@ from folio.distributed.sharding import from_shard, full_tensor, is_sharded, loca
 from folio.distributed.world import SINGLE_PROCESS
 
 NEWTON_SCHULZ_STEPS = 5
-NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, for fast convergence
 MOMENTUM = 0.95
 UPDATE_RMS = 0.2  # root mean square of AdamW's updates, as observed by Liu et al.
 
@@ -85,7 +84,7 @@ def orthogonalize(x):
     Singular values above 0.002 of the Frobenius norm end between about 0.7 and 1.2. They are then
     multiplied by sqrt(b), so that the root mean square of the elements is about 1.
     """
-    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan's, for fast convergence
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value is above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT

@@ -45,13 +45,6 @@ def checkpoint_of(model, optimizers=None, **fields):
     return Checkpoint(model.config, weights, progress, {"dataset": "verse"}, states, **fields)
 
 
-def rewrite(**changes):
-    """Writes ckpt.pt with some entries replaced."""
-    save_checkpoint("ckpt.pt", checkpoint_of(make_model()))
-    torch.save(torch.load("ckpt.pt", weights_only=True) | changes, "ckpt.pt")
-    return "ckpt.pt"
-
-
 def have_same_logits(model, other):
     return torch.equal(model.eval().logits(IDX), other.eval().logits(IDX))
 
@@ -113,13 +106,12 @@ def test_nanogpts_checkpoint_loads(prefix):
     assert type(loaded.progress.best_val_loss) is float
 
 
-@pytest.mark.parametrize("old_format", [False, True])
-def test_what_older_files_of_nanogpt_lack_follows_from_the_weights(old_format):
+def test_what_older_files_of_nanogpt_lack_follows_from_the_weights():
     model = tiny.write_nanogpt_checkpoint(11)
     content = tiny.load()
     args = {name: content["model_args"][name] for name in ("n_layer", "n_head", "n_embd")}
     old = {"model": content["model"], "model_args": args | {"block_size": 8, "use_rope": False}}
-    torch.save(old, "old.pt", _use_new_zipfile_serialization=not old_format)
+    torch.save(old, "old.pt")
     loaded = load_checkpoint("old.pt", optimizers=False)
     assert have_same_logits(build_model(loaded), model)
     assert loaded.progress.step == 0
@@ -145,8 +137,9 @@ def test_the_code_that_converts_a_file_with_objects_of_numpy_works():
 def test_a_model_with_an_own_head_is_not_tied_whatever_its_arguments_say():
     """As forks of nanoGPT save it, which has no argument for it."""
     model = make_model(tie_weights=False)
-    loaded = build_model(load_checkpoint(rewrite(model=model.state_dict())))
-    assert have_same_logits(loaded, model)
+    weights = model.state_dict()
+    save_checkpoint("ckpt.pt", replace(checkpoint_of(make_model()), weights=weights))
+    assert have_same_logits(build_model(load_checkpoint("ckpt.pt")), model)
 
 
 # Refusals
@@ -166,13 +159,6 @@ def test_a_file_that_is_no_checkpoint_is_named(content, words):
     Path("ckpt.pt").write_bytes(content)
     with pytest.raises(UserError, match=f"^ckpt.pt {words}"):
         load_checkpoint("ckpt.pt")
-
-
-@pytest.mark.parametrize("value", [torch.zeros(16, 8), torch.zeros(())])
-def test_weights_of_another_model_are_refused(value):
-    path = rewrite(model=make_model().state_dict() | {"transformer.wpe.weight": value})
-    with pytest.raises(UserError, match="ckpt.pt.*transformer.wpe.weight"):
-        build_model(load_checkpoint(path))
 
 
 def test_state_of_other_optimizers_is_refused():

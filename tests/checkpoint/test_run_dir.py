@@ -10,9 +10,8 @@ from folio.checkpoint.format import Checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
-from model import GPT, GPTConfig
 
-MODEL = GPT(GPTConfig(**tiny.SHAPE, vocab_size=11)).init_weights()
+MODEL = tiny.random_model()
 
 pytestmark = pytest.mark.usefixtures("folder")
 

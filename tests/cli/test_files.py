@@ -17,14 +17,7 @@ from folio.cli.files import (
     write_atomically,
 )
 
-
-@pytest.fixture(autouse=True)
-def in_folder(folder):
-    """Every test runs in an empty folder."""
-
-
-def contents():
-    return {path.name: path.read_bytes() for path in Path().iterdir()}
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def write(content, *paths):
@@ -40,9 +33,9 @@ def test_several_files_are_replaced_together_or_not_at_all():
         write(b"new", "a", "b", "gone/c")
     with pytest.raises(TypeError):
         write("a text, not bytes", "a", "b")
-    assert contents() == {"a": b"old", "b": b"old"}
+    assert tiny.contents() == {"a": b"old", "b": b"old"}
     write(b"new", "a", "b")
-    assert contents() == {"a": b"new", "b": b"new"}
+    assert tiny.contents() == {"a": b"new", "b": b"new"}
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -56,10 +49,10 @@ def test_a_file_is_replaced_by_a_link_or_a_copy(links, monkeypatch):
     write(b"old", "file")
     for _ in range(2):  # the second time, both are already the same file
         replace_by_link(Path("source"), Path("file"))
-        assert contents() == {"source": b"new", "file": b"new"}
+        assert tiny.contents() == {"source": b"new", "file": b"new"}
     assert os.path.samefile("source", "file") == links
     write(b"newer", "source")
-    assert contents() == {"source": b"newer", "file": b"new"}
+    assert tiny.contents() == {"source": b"newer", "file": b"new"}
 
 
 def test_a_folder_has_one_writer_at_a_time():

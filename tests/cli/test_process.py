@@ -19,7 +19,6 @@ pytest.importorskip("fcntl")  # POSIX
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 START = "import dataclasses as d\nprocess.start('__main__', d.make_dataclass('Settings', []))"
 LAUNCHED = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,6 @@ def test_an_error_of_a_file_that_no_user_has_named_keeps_its_traceback():
         process.run(Path("no such file").read_bytes)
 
 
-@posix
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
@@ -74,13 +72,11 @@ def test_only_processes_of_torchrun_leave_printing_to_rank_0(variables, error):
     assert shell("$PYTHON", *lines, "process.run(main)", **variables) == (2, error)
 
 
-@posix
 def test_a_reader_that_exits_sets_the_exit_status_and_causes_no_traceback():
     lines = ["def main():", " print('x')", " sys.exit(0)", "process.run(main)"]
     assert shell("$PYTHON | true; exit ${PIPESTATUS[0]}", *lines) == (128 + process.SIGPIPE, "")
 
 
-@posix
 def test_a_missing_package_causes_no_traceback():
     lines = ["process.REQUIRED_PACKAGES = ('sys', 'no_such_package')", START]
     status, err = shell("$PYTHON", *lines)
@@ -90,7 +86,6 @@ def test_a_missing_package_causes_no_traceback():
 # Signals
 
 
-@posix
 def test_a_signal_ends_a_process_of_torchrun_while_it_waits_in_c():
     lines = ["import ctypes, threading", "def main():", " libc = ctypes.CDLL(None)"]
     lines += [" threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()"]
@@ -105,7 +100,6 @@ def test_a_signal_ends_a_script_with_status_128_plus_its_number(number, capsys):
     assert capsys.readouterr().err == "train.py: interrupted\n"
 
 
-@posix
 def test_a_signal_during_imports_prints_no_traceback():
     lines = [START, "os.kill(os.getpid(), signal.SIGTERM)"]
     assert shell("$PYTHON", *lines) == (128 + signal.SIGTERM, "")
@@ -125,7 +119,6 @@ def test_the_first_signal_is_recorded_and_a_second_ctrl_c_interrupts_at_once(cap
     assert capfd.readouterr().err.count(": stopping\n") == 1
 
 
-@posix
 def test_an_ignored_sighup_stays_ignored():  # as after nohup
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process.run(lambda: signal.raise_signal(signal.SIGHUP))

@@ -88,7 +88,6 @@ def test_a_split_of_at_most_the_maximum_is_copied_to_the_device(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_gpu_batches_from_memory_and_from_the_file_are_equal(monkeypatch):
     settings = tiny.settings(gradient_accumulation_steps=2)
     resident = Split(IDS, "cuda")

@@ -28,12 +28,6 @@ def write_text(text=TEXT, tokenizer=None):
     return tiny.write_dataset(DATA_FOLDER / "own", tiny.corpus(text), tokenizer)
 
 
-def texts_of(name):
-    """Returns the text of both splits."""
-    data = load_dataset(name)
-    return data.tokenizer.decode(data.train), data.tokenizer.decode(data.val)
-
-
 def error_of(function, name):
     with pytest.raises(UserError) as caught:
         function(name)
@@ -84,7 +78,7 @@ def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
     data = load_dataset("own")
     assert (data.train.dtype, data.val.dtype) == (dtype, dtype)
     assert int(data.train[0]) == count - 1
-    assert "".join(texts_of("own")) == characters[::-1]
+    assert tiny.text_of("own") == characters[::-1]
     assert data.train_bytes == 4 * len(data.train)  # in UTF-8
 
 
@@ -123,7 +117,7 @@ def test_split_must_be_longer_than_the_context():
 
 def test_nanogpts_datasets_are_loaded():
     vocab_size = tiny.write_nanogpt_dataset("nano", "b\na" * 10)
-    assert texts_of("nano") == ("b\na" * 9, "b\na")
+    assert tiny.text_of("nano") == "b\na" * 10
     data = load_dataset("nano")
     assert (data.train_bytes, data.tokenizer.vocab_size) == (27, vocab_size)
     Path("data/nano/meta.pkl").unlink()  # then it has GPT-2's tokens

@@ -96,9 +96,8 @@ def test_ids_of_characters_are_their_positions_in_the_vocabulary():
     tokenizer = CharTokenizer("\nab🦶")
     assert tokenizer.encode("ab\n🦶").tolist() == [1, 2, 0, 3]
     assert (tokenizer.start, CharTokenizer(" ab").start) == ("\n", " ")
-    for text in ("abc", "ab\udfff"):  # ASCII and another text
-        with pytest.raises(UserError, match=f"lacks 1 .* 1 × '.*' .U\\+{ord(text[2]):04X}.;"):
-            tokenizer.encode(text)
+    with pytest.raises(UserError, match=r"lacks 1 .* 1 × '.*' .U\+DFFF.;"):
+        tokenizer.encode("ab\udfff")
 
 
 # Bytes and trained byte-pair encodings

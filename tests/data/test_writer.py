@@ -11,7 +11,6 @@ import tiny
 
 import prepare
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK_FILE
 from folio.data import sources, writer
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import END_OF_TEXT, ByteTokenizer
@@ -94,10 +93,6 @@ def write(text):
     tiny.write_dataset(FOLDER, tiny.corpus(text), ByteTokenizer())
 
 
-def contents():
-    return {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.name != LOCK_FILE}
-
-
 def kill_at(number, monkeypatch):
     """Lets the process "die" at a change of files: it and all later ones raise Killed."""
     calls = []
@@ -127,7 +122,7 @@ def state():
 
 def test_a_kill_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
     write(TEXTS["new"])
-    new_contents, states = contents(), []
+    new_contents, states = tiny.contents(FOLDER), []
     with monkeypatch.context() as patch:
         calls = kill_at(10**6, patch)
         write(TEXTS["new"])
@@ -140,15 +135,15 @@ def test_a_kill_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
     assert states == sorted(states, key=["old", "refused", "new"].index)
     assert {"old", "refused", "new"} == set(states)
     write(TEXTS["new"])
-    assert contents() == new_contents  # and no temporary files
+    assert tiny.contents(FOLDER) == new_contents  # and no temporary files
 
 
 def test_a_full_disk_or_a_split_of_one_token_leaves_the_old_dataset(monkeypatch):
     write(TEXTS["old"])
-    old_contents = contents()
+    old_contents = tiny.contents(FOLDER)
     with pytest.raises(UserError, match="own.txt .* 10 bytes .* 1 tokens for val.bin"):
         write("abcdefghij")
-    assert contents() == old_contents
+    assert tiny.contents(FOLDER) == old_contents
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -156,4 +151,4 @@ def test_a_full_disk_or_a_split_of_one_token_leaves_the_old_dataset(monkeypatch)
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match="data/own.*: No space left on device$"):
         write(TEXTS["new"])
-    assert contents() == old_contents
+    assert tiny.contents(FOLDER) == old_contents

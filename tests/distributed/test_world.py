@@ -116,7 +116,6 @@ def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @both_parallel
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 2e-2)])

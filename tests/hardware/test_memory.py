@@ -9,9 +9,6 @@ import torch
 from folio.cli.errors import UserError
 from folio.hardware import memory
 from folio.hardware.memory import explain_out_of_memory, memory_bytes, recompute_activations
-from model import GPT, GPTConfig
-
-SHAPE = {"block_size": 16, "vocab_size": 30, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
 @pytest.mark.parametrize(
@@ -49,12 +46,11 @@ def test_the_limit_of_a_container_is_the_memory_of_the_device(folder, name, monk
 
 def losses_and_gradients(recomputes, dtype, **changes):
     """Returns the losses of two steps, the gradients by name, and the generator's state."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**SHAPE, **changes)).init_weights()
+    model = tiny.random_model(**changes).train()
     model.dtype = dtype
     if recomputes:
         recompute_activations(model)
-    ids, losses, calls = torch.randint(30, (2, 16)), [], []
+    ids, losses, calls = tiny.random_ids(model, rows=2), [], []
     model.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for step in range(2):
         losses.append(model(ids, ids))

@@ -125,7 +125,6 @@ def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("controls", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
 @pytest.mark.parametrize(
     ("changes", "compile"),

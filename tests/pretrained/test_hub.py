@@ -1,8 +1,7 @@
 """Downloads with the real client from a local server that behaves like the Hugging Face hub."""
 
-from pathlib import Path
-
 import pytest
+import tiny
 from fake_hub import FILES, WEIGHTS
 
 pytest.importorskip("huggingface_hub")
@@ -32,19 +31,15 @@ def download(hub, folder):
     return run
 
 
-def contents(path):
-    return {file.name: file.read_bytes() for file in Path(path).iterdir()}
-
-
 @pytest.mark.slow
 def test_downloads_have_no_pickles_and_are_kept(hub, download):
     folder, other = download("org/model", "gpt2@v1")
-    assert contents(folder) == contents(other) == EXPECTED
+    assert tiny.contents(folder) == tiny.contents(other) == EXPECTED
     assert hub.downloads() == sorted([*EXPECTED, *EXPECTED])
     assert hub.requests[-1][1].startswith("/openai-community/gpt2/")
     hub.requests.clear()
-    assert contents(*download("org/model", HF_HUB_OFFLINE="1")) == EXPECTED
-    assert contents(*download("org/model", HF_ENDPOINT="http://127.0.0.1:1")) == EXPECTED
+    assert tiny.contents(*download("org/model", HF_HUB_OFFLINE="1")) == EXPECTED
+    assert tiny.contents(*download("org/model", HF_ENDPOINT="http://127.0.0.1:1")) == EXPECTED
     assert not hub.requests
 
 

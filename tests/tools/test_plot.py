@@ -57,12 +57,12 @@ def test_events_that_follow_change_the_run():
     common = {"step": 10, "tokens": 1000, "elapsed_s": 5.0}
     events = [
         common | {"event": "final", "loss": 2.125},
-        {"step": 1, "split": "resume", "changed": {"seed": [1, 5]}},
+        {"step": 1, "event": "resume", "changed": {"seed": [1, 5]}},
         common | {"event": "val", "loss": 1.5},
     ]
     for event, loss in zip(events, (2.125, 2.125, 1.5), strict=True):
         with open("out/log.jsonl", "a") as log:
-            log.write(json.dumps(event) + '\n{"step": 1, "spl{"step": 2, "split": "val"}\n')
+            log.write(json.dumps(event) + '\n{"step": 1, "eve{"step": 2, "event": "val"}\n')
         assert read_run("out").loss == loss
     assert read_run("out").settings["seed"] == 5
 

@@ -17,16 +17,10 @@ from folio.hardware.device import Machine
 from folio.training.muon import Muon, momentum_at, orthogonalize_copies
 from folio.training.optimizers import EMBEDDING_LR_SCALE, make_optimizers
 from folio.training.run import Run
-from model import GPT, GPTConfig
 from train import learning_rate_at
 
 BLOCK_MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 SHAPES = ((16, 16), (40, 16), (16, 48), (16, 16), (24, 32), (64, 16), (16, 64), (64, 16), (1, 5))
-
-
-def tiny_model(**changes):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(**(tiny.SHAPE | {"vocab_size": 65} | changes))).init_weights()
 
 
 def group_names(model, optimizer):
@@ -68,7 +62,7 @@ def test_learning_rate_has_linear_warmup_and_cosine_or_linear_decay(changes, exp
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
     settings = tiny.settings(optimizer=optimizer)
-    run = train.make_run(tiny.plan_of(tiny_model().config, settings))
+    run = train.make_run(tiny.plan_of(tiny.random_model().config, settings))
     initial = [p.detach().clone() for p in run.model.parameters()]
     for lr, is_moving in ((0.0, False), (0.25, True)):
         batch = torch.arange(32).view(4, 8)
@@ -81,7 +75,7 @@ def test_update_moves_every_parameter_with_the_given_learning_rate(optimizer):
 
 
 def test_momentum_of_muon_rises():
-    run = train.make_run(tiny.plan_of(tiny_model().config, tiny.settings(optimizer="muon")))
+    run = train.make_run(tiny.plan_of(tiny.random_model().config, tiny.settings(optimizer="muon")))
     train.train_step(run, [(torch.zeros(4, 8).long(),) * 2], 0, 0.1)
     assert run.optimizers["muon"].param_groups[0]["momentum"] == 0.95
     settings = tiny.settings(momentum_warmup_iters=20)
@@ -93,7 +87,7 @@ def test_momentum_of_muon_rises():
 
 
 def test_adamw_decays_only_matrices_and_keeps_the_order_of_nanogpt():
-    model = tiny_model()
+    model = tiny.random_model(n_layer=1)
     optimizer = make_optimizers(model, tiny.settings(weight_decay=0.3))["adamw"]
     decayed, not_decayed = optimizer.param_groups
     blocks = [f"transformer.h.0.{name}.weight" for name in BLOCK_MATRICES]
@@ -105,7 +99,7 @@ def test_adamw_decays_only_matrices_and_keeps_the_order_of_nanogpt():
 
 @pytest.mark.parametrize(("n_layer", "changes"), [(0, {}), (2, tiny.SWITCHES)])
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_layer):
-    model = tiny_model(n_layer=n_layer, **changes)
+    model = tiny.random_model(n_layer=n_layer, **changes)
     optimizers = make_optimizers(model, tiny.settings(optimizer="muon"))
     names = {key: group_names(model, optimizer) for key, optimizer in optimizers.items()}
     blocks = [f"transformer.h.{i}" for i in range(n_layer)]
@@ -213,7 +207,7 @@ def test_overflow_at_the_smallest_loss_scale_ends_a_run(verse, monkeypatch):
 
 def test_float16_overflow_in_one_optimizer_does_not_spread_to_the_other(verse):
     settings = tiny.settings(dtype="float16", optimizer="muon")
-    config = tiny_model(vocab_size=verse.tokenizer.padded_vocab_size).config
+    config = tiny.random_model(vocab_size=verse.tokenizer.padded_vocab_size).config
     run = train.make_run(tiny.plan_of(config, settings, machine=Machine("cpu", "float16", False)))
     batches = Batches(to_device(verse, "cpu").train, settings, run.world)
     for factor in (1.0, math.nan):

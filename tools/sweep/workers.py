@@ -21,7 +21,6 @@ RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
 OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
 POLL_INTERVAL_S = 0.1
 SAVING_TIMEOUT_S = 60
-PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
 def train_runs(runs, jobs):
@@ -73,7 +72,7 @@ def start_worker(folder, settings, number, jobs):
 
 def end_with_parent():
     """Makes Linux send SIGTERM to this process when its parent ends, even if that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def train_flags(folder, settings):
