@@ -3,7 +3,7 @@
 #     python prepare.py --dataset=openwebtext
 #     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 #
-# It logs to Weights & Biases, which needs pip install wandb, or --wandb_log=False.
+# It logs to Weights & Biases: run pip install wandb, or add --wandb_log=False.
 
 out_dir = "out-gpt2"
 dataset = "openwebtext"

@@ -242,6 +242,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, monkeypatch):
         ('--stop=["a",1]', "--stop="),
         ('--stop=["a"', "--stop="),
         (f"--stop={'[' * 10**5}", "--stop="),
+        ("--device=cuda:99", "device=cuda:99"),
         ("--dtype=int8 --compile", "dtype=int8 needs a CPU without compilation"),
     ],
 )

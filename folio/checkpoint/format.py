@@ -119,8 +119,8 @@ def _read(path, mapped):
         start = file.read(2)
     if start != b"PK":
         raise UserError(
-            f"{path} is not a checkpoint: give a file of torch.save, such as ckpt.pt of a run, or "
-            "the folder of a Hugging Face model"
+            f"{path} is not a checkpoint: give a file of torch.save since torch 1.6, such as "
+            "ckpt.pt of a run, or the folder of a Hugging Face model"
         )
     try:
         with zipfile.ZipFile(path) as archive:

@@ -104,12 +104,14 @@ class RunDir:
     def read_events(self):
         """Returns the events of log.jsonl, [] without a log.
 
-        Incomplete lines, such as one that a process is still writing, are left out.
+        Other lines, such as one that a process is still writing, are left out.
         """
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
             with suppress(ValueError):
-                events.append(json.loads(line))
+                event = json.loads(line)
+                if "event" in event:
+                    events.append(event)
         return events
 
     def is_complete(self, progress, settings):
