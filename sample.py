@@ -251,10 +251,8 @@ def print_score(trained, text, settings):
     ids, logprobs, totals = score_text(trained, text, stride, allow_special)
     if settings.logprobs:
         print_tokens(map(trained.tokenizer.decoder(), ids), logprobs)
-    line = (
-        "{name}: loss {loss:.4f}, perplexity {perplexity:.5g}, bits per byte {bits_per_byte:.4f}, "
-        "over {tokens:,} tokens".format(name=settings.score, **totals)
-    )
+    line = f"{settings.score}: loss {totals['loss']:.4f}, perplexity {totals['perplexity']:.5g}, "
+    line += f"bits per byte {totals['bits_per_byte']:.4f}, over {totals['tokens']:,} tokens"
     if settings.json:
         line = json.dumps(totals)
     print(line, file=sys.stderr if settings.logprobs else sys.stdout)

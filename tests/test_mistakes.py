@@ -81,6 +81,7 @@ MISTAKES = [
     (lambda: alter(BEST, tokenizer={"kind": "char", "characters": "abc"}), SAMPLE, "24"),
     (lambda: (alter(BEST, tokenizer=None), put_table()), SAMPLE, CHARACTER_TABLE),
     (None, [*SAMPLE, "--start=\udcff"], "--start is not UTF-8"),
+    (None, [*SAMPLE, "--start=-"], "empty"),
     (None, [*SAMPLE, "--init_from=scratch"], "init_from=scratch"),
     (lambda: put("hf/config.json", "[]"), [*SAMPLE, "--init_from=hf"], "hf/config.json"),
 ]

@@ -29,10 +29,10 @@ def likely_next(trained, ids, count):
 
 
 def score_text(trained, text, context_stride=None, allow_special=False):
-    """Returns (ids, log-probabilities in nats, totals) of a text. The first one is None.
+    """Returns the ids of a text, their log-probabilities in nats, and totals.
 
-    The totals are "tokens", "loss" (nats per token), "perplexity" and "bits_per_byte". Raises
-    UserError if the text has no token after the first.
+    The first log-probability is None. The totals are "tokens", "loss" (nats per token),
+    "perplexity" and "bits_per_byte". Raises UserError if the text has no token after the first.
     """
     tokenizer = trained.tokenizer
     ids = tokenizer.encode(text, allow_special)
