@@ -15,7 +15,7 @@ from folio.cli import process
 from folio.distributed.world import process_group
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ranks", "torch._dynamo"])
+CONTEXT.set_forkserver_preload(["torch._dynamo"])
 TIMEOUT_S = 60  # for a test that hangs
 
 
@@ -77,6 +77,7 @@ def _run_rank(folder, environment, sender, function, args):
         os.dup2(output, stream)
     sys.argv = ["train.py"]
     torch.set_num_threads(1)
+    process.EXIT_DELAY_S = 0.2  # in which rank 1 writes its last line
     process.run(lambda: sender.send(function(*args)))
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import train
 from folio.data.batches import Batches
 from folio.hardware import compile
-from folio.hardware.compile import CudaGraph, compile_model, optimize_for_inference
+from folio.hardware.compile import CudaGraph, compile_model, fast_linear, optimize_for_inference
 from folio.hardware.device import DTYPES, Machine
 from folio.training import evaluation
 from folio.training.setup import make_plan
@@ -199,12 +199,13 @@ def test_gpu_dropout_depends_on_the_step_only(verse, compile):
 
 # Inference
 
-LAYERS = [  # dtype, texts at a time, layer, relative error of logits
-    ("float32", 1, compile.FewRowsLinear, 1e-5),
-    ("float32", None, compile.PackedLinear, 1e-5),
-    ("bfloat16", 1, compile.PackedLinear, 3e-2),
-    ("int8", 1, compile.Int8Linear, 5e-2),
+LAYERS = [  # dtype, texts at a time, relative error of logits, layer
+    ("float32", 1, 1e-5, compile.FewRowsLinear),
+    ("float32", None, 1e-5, compile.PackedLinear),
+    ("bfloat16", 1, 3e-2, compile.PackedLinear),  # or Linear, if the CPU has no bfloat16
+    ("int8", 1, 5e-2, compile.Int8Linear),
 ]
+HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
 
 
 def optimized_model(dtype, texts, **changes):
@@ -217,19 +218,34 @@ def optimized_model(dtype, texts, **changes):
 @pytest.mark.parametrize(
     "changes", [*SHAPES, *({"activation": name} for name in ACTIVATIONS)], ids=str
 )
-@pytest.mark.parametrize(("dtype", "texts", "kind", "error"), LAYERS, ids=str)
+@pytest.mark.parametrize(("dtype", "texts", "error", "kind"), LAYERS, ids=str)
 @torch.no_grad()
-def test_layers_for_inference_keep_the_logits(changes, dtype, texts, kind, error, monkeypatch):
+def test_layers_for_inference_keep_the_logits(changes, dtype, texts, error, kind, monkeypatch):
     monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 0)
     model = random_model(**changes)
     optimized = optimized_model(dtype, texts, **changes)
     if model.config.n_embd % 16 == 0:
+        kind = Linear if dtype == "bfloat16" and not HAS_BFLOAT16() else kind
         assert isinstance(optimized.lm_head, kind)
     for rows in (1, 2, 3, 8):
         idx = random_ids(model, rows)
         for part in (idx, idx[:1, :rows]):  # whole texts, and few tokens
             logits, expected = optimized.logits(part).float(), model.logits(part)
             assert (logits - expected).norm() < error * expected.norm()
+
+
+@pytest.mark.parametrize("has_mkl", [False, True])
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_layers_depend_on_what_the_cpu_has(has_mkl, has_bfloat16, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    monkeypatch.setattr(torch.ops.mkldnn, HAS_BFLOAT16.__name__, lambda: has_bfloat16)
+    for kind in ("PackedLinear", "FewRowsLinear"):  # which the CPU may not have
+        monkeypatch.setattr(compile, kind, lambda linear, kind=kind: kind)
+    linear = Linear(400, 400)
+    packed = "PackedLinear" if has_mkl else linear
+    assert fast_linear(linear, "float32", None) is packed
+    assert fast_linear(linear, "float32", 3) is ("FewRowsLinear" if has_mkl else linear)
+    assert fast_linear(linear, "bfloat16", 3) is (packed if has_bfloat16 else linear)
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
