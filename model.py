@@ -145,6 +145,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
+    compiled_methods = ("forward",)  # see folio/hardware/compile.py
+
     def __init__(self, config):
         super().__init__()
         self.ln_1 = make_norm(config)  # LayerNorm in GPT-2
@@ -167,6 +169,7 @@ class GPT(nn.Module):
     """
 
     dtype = None
+    compiled_methods = ("loss",)  # blocks are compiled, too
 
     def __init__(self, config):
         super().__init__()
@@ -218,15 +221,16 @@ class GPT(nn.Module):
         idx, targets: (B, T) int64 with T <= block_size; targets of -1 are ignored. Logits are
         divided by the temperature (Agarwala et al. 2020, "Temperature check").
         """
-        return self.loss(self.logits(idx, temperature), targets)
+        return self.loss(self.trunk(idx), targets, temperature)
 
-    def loss(self, logits, targets):
-        """Returns the mean cross-entropy of logits, (B, T, V), a scalar. See forward."""
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+    def loss(self, x, targets, temperature):
+        """Returns the loss of hidden states, (B, T, C). See forward."""
+        logits = self.head(x / temperature).flatten(0, 1)  # lm_head is linear
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=-1)
 
-    def logits(self, idx, temperature=1.0):
+    def logits(self, idx):
         """Returns the logits of the token after each position: (B, T) -> (B, T, V)."""
-        return self.head(self.trunk(idx) / temperature)  # lm_head is linear
+        return self.head(self.trunk(idx))
 
     def head(self, x):
         """Returns the logits of hidden states: (…, C) -> (…, V)."""

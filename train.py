@@ -136,7 +136,7 @@ from folio.distributed.sharding import (
     unshard,
 )
 from folio.distributed.world import process_group
-from folio.hardware.compile import CudaGraph, compile_model
+from folio.hardware.compile import CudaGraph, compile_model, run_compiler
 from folio.hardware.device import DTYPES, SharedCores, device_type, resolve_device
 from folio.hardware.kernels import use_fast_kernels
 from folio.hardware.memory import explain_out_of_memory, keep_freed_memory, recompute_activations
@@ -176,8 +176,6 @@ def make_run(plan):
     model = empty_model(plan.config, "meta" if plan.is_sharded else machine.device)
     model.dtype = DTYPES[machine.dtype]  # of activations; weights are float32
     use_fast_kernels(model)
-    if settings.activation_checkpointing:
-        recompute_activations(model)
     if plan.is_sharded:
         shard_model(model, world, machine.dtype)
     if start := plan.resumed or plan.initial:
@@ -199,10 +197,14 @@ def make_run(plan):
     if plan.teachers:
         forward = Distillation(model, [t.to(machine.device, model.dtype) for t in plan.teachers])
     if machine.compile:
+        compile_model(forward, machine)
+    if settings.activation_checkpointing:
+        recompute_activations(model)
+    if machine.compile:
         batch = next(Batches(plan.dataset.train, settings, world).at(0))
-        compiled = compile_model(forward, machine, (*batch, settings.train_temperature))
-        if all(world.gather(compiled is not forward)):  # it can fail on one machine only
-            forward = compiled
+        has_compiled = run_compiler(forward, model, (*batch, settings.train_temperature))
+        if not all(world.gather(has_compiled)):  # it can fail on one machine only
+            torch.compiler.set_stance("force_eager")
     if not plan.is_sharded:
         forward = replicate(forward, world)  # with several processes, DDP
     return Run(plan, model, optimizers, scaler, forward)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from unittest.mock import Mock
 
@@ -43,6 +44,8 @@ def _global_settings(request):
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_cudnn_sdp(True)
+    if "torch._dynamo" in sys.modules:  # slow to import
+        torch.compiler.set_stance("default")
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in handlers.items():

@@ -3,6 +3,7 @@
 import sys
 import time
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -19,31 +20,46 @@ MIN_PACKED_WEIGHTS = 140_000  # in float32: a call takes 15 us more, which small
 FUSIBLE = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
-def compile_model(model, machine, batch):
-    """Returns `model` compiled for training and evaluation, or `model` if compilation fails.
+def compile_model(model, machine):
+    """Compiles the `compiled_methods` of all modules of a model, in place.
 
-    batch: the arguments of forward() in a training step; an evaluation passes the first two.
+    Modules of a class share the code, so that a GPT compiles one block instead of all. The first
+    calls run the compiler; see run_compiler. In a context with torch.compiler.set_stance, methods
+    run without it.
     """
     mode = "max-autotune-no-cudagraphs" if machine.compile == "max-autotune" else None
     # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.
     options = {"cpp_wrapper": True} if device_type(machine.device) == "cpu" and not mode else None
-    forward, start = model, time.monotonic()
-    with continue_on_failure("compilation"):
+
+    @cache
+    def compiled(method):
         # The shapes never change.
-        compiled = torch.compile(model, mode=mode, options=options, dynamic=False)
-        # The first calls run the compiler. Training is last because an evaluation with FSDP leaves
-        # some parameters gathered, and then zero_grad() misses their gradients.
+        return torch.compile(method, mode=mode, options=options, dynamic=False)
+
+    for module in model.modules():
+        for name in getattr(module, "compiled_methods", ()):
+            setattr(module, name, partial(compiled(getattr(type(module), name)), module))
+
+
+def run_compiler(forward, model, batch):
+    """Makes the first calls of a compiled model, without a step. Returns whether they succeed.
+
+    batch: the arguments of forward() in a training step; an evaluation passes the first two.
+    """
+    start, has_compiled = time.monotonic(), False
+    with continue_on_failure("compilation"):
+        # Training is last because an evaluation with FSDP leaves some parameters gathered, and then
+        # zero_grad() misses their gradients.
         for training in (False, True):
             model.train(training)
             with torch.set_grad_enabled(training):
-                loss = compiled(*batch) if training else compiled(*batch[:2])
+                loss = forward(*batch) if training else forward(*batch[:2])
         loss.backward()
-        forward = compiled
-    if forward is not model:
+        has_compiled = True
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     model.train()
     model.zero_grad()
-    return forward
+    return has_compiled
 
 
 @contextmanager

@@ -129,7 +129,9 @@ def sample_text(model, tokenizer, seed):
     prompt = tokenizer.encode(tokenizer.start).tolist()
     controls = Controls(temperature=0.8, top_k=200, max_new_tokens=200)
     model.eval()
-    with disable_cudnn_attention(model.transformer.wte.weight.device):
+    device = model.transformer.wte.weight.device
+    # Not compiled, because the compiler would run for each length.
+    with disable_cudnn_attention(device), torch.compiler.set_stance("force_eager"):
         steps = generate(model, [prompt], [seed], controls, tokenizer.vocab_size)
         text = tokenizer.decode([int(ids) for ids, _ in steps])
     model.train()

@@ -22,6 +22,8 @@ TEACHERS_WEIGHT = 0.7
 class Distillation(nn.Module):
     """A GPT with the loss of distillation in training mode, and cross-entropy in eval mode."""
 
+    compiled_methods = ("loss",)
+
     def __init__(self, model, teachers):
         super().__init__()
         self.model = model
@@ -34,9 +36,12 @@ class Distillation(nn.Module):
         """
         if not self.model.training:
             return self.model(idx, targets)
-        logits = self.model.logits(idx)
-        teachers_loss = F.cross_entropy(logits.flatten(0, 1).float(), self.predict(idx))
-        text_loss = self.model.loss(logits, targets)
+        return self.loss(self.model.logits(idx).flatten(0, 1), targets.flatten(), self.predict(idx))
+
+    def loss(self, logits, targets, predictions):
+        """Returns the loss of logits, (B * T, vocab_size), of which `predictions` has the shape."""
+        teachers_loss = F.cross_entropy(logits.float(), predictions)
+        text_loss = F.cross_entropy(logits.float(), targets)
         return TEACHERS_WEIGHT * teachers_loss + (1 - TEACHERS_WEIGHT) * text_loss
 
     @torch.no_grad()

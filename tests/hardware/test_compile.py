@@ -11,14 +11,12 @@ from torch.utils._pytree import tree_leaves
 import train
 from folio.data.batches import Batches
 from folio.hardware import compile
-from folio.hardware.compile import CudaGraph, compile_model, fast_linear, optimize_for_inference
+from folio.hardware.compile import CudaGraph, fast_linear, optimize_for_inference, run_compiler
 from folio.hardware.device import DTYPES, Machine
+from folio.inference.completion import sample_text
 from folio.training import evaluation
 from folio.training.setup import make_plan
 from model import ACTIVATIONS, Linear
-
-CPU = Machine("cpu", "float32", True)
-
 
 # torch.compile
 
@@ -27,15 +25,14 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
     model = random_model()
     idx = random_ids(model)
 
-    def compiled(x, y):  # fails after the backward pass
+    def forward(x, y):  # fails after the backward pass
         loss = model(x, y)
         if loss.requires_grad:
             loss.backward()
             raise RuntimeError("no graph")
         return loss
 
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled)
-    assert compile_model(model, CPU, (idx, idx)) is model
+    assert not run_compiler(forward, model, (idx, idx))
     assert "no graph" in capsys.readouterr().err
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -43,18 +40,20 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "switches",
+    ("switches", "graphs"),
     [
-        tiny.SWITCHES | {"train_temperature": 0.9},
-        {"teachers": "out-teacher"},
-        {"out_dir": "out-teacher", "init_from": "resume", "max_iters": 9},
+        (tiny.SWITCHES | {"train_temperature": 0.9}, 4),  # of a block and of the loss, two each
+        ({"teachers": "out-teacher"}, 5),  # one of the teacher's blocks, and one loss each
+        ({"out_dir": "out-teacher", "init_from": "resume", "max_iters": 9}, 4),
+        ({"activation_checkpointing": True}, 4),
     ],
-    ids=["switches", "teachers", "resume"],
+    ids=["switches", "teachers", "resume", "activation_checkpointing"],
 )
-def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monkeypatch, switches):
-    train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
+def test_all_blocks_are_compiled_once_before_the_first_step(verse, monkeypatch, switches, graphs):
+    train.main(tiny.flags(out_dir="out-teacher", max_iters=1, n_layer=3))
     from torch._dynamo.testing import CompileCounter  # slow to import
 
+    torch._dynamo.reset()  # its limit of graphs is for all tests together
     counter, compile = CompileCounter(), torch.compile
     monkeypatch.setattr(
         torch,
@@ -62,16 +61,21 @@ def test_training_and_evaluation_are_compiled_before_the_first_step(verse, monke
         lambda model, dynamic, **_: compile(model, backend=counter, dynamic=dynamic),
     )
     settings = tiny.settings(
-        dtype="bfloat16", dropout=0.2, gradient_accumulation_steps=2, compile=True, **switches
+        n_layer=3,
+        dtype="bfloat16",
+        dropout=0.2,
+        compile=True,
+        **{"gradient_accumulation_steps": 2, **switches},
     )
     assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
     run = train.make_run(make_plan(settings))
-    assert counter.frame_count == 2  # one graph each
+    assert counter.frame_count == graphs
     batches = Batches(run.dataset.train, settings, run.world)
     for step in range(2):
         train.train_step(run, batches.at(step), step, 1e-3)
         evaluation.evaluate(run)
-    assert counter.frame_count == 2
+        sample_text(run.model, verse.tokenizer, seed=1)  # not compiled
+    assert counter.frame_count == graphs
 
 
 # CUDA graphs

@@ -150,13 +150,13 @@ def saved_step():
     return last["iter_num"]
 
 
-def hook_head(monkeypatch, add_hook):
-    """Calls add_hook(lm_head) on the model of each Run."""
+def hook_model(monkeypatch, add_hook):
+    """Calls add_hook(model) on the model of each Run."""
     original = Run.__init__
 
     def init(self, *args):
         original(self, *args)
-        add_hook(self.model.lm_head)
+        add_hook(self.model)
 
     monkeypatch.setattr(Run, "__init__", init)
 
@@ -170,13 +170,14 @@ def test_a_run_that_diverged_resumes_from_a_finite_state(
     def diverge(tensor):
         return tensor * (math.inf if next(steps) == 4 else 1)
 
-    def add_hook(head):
+    def add_hook(model):
         if quantity == "loss":
-            head.register_forward_hook(lambda *a: diverge(a[2]) if a[0].training else None)
+            norm = model.transformer.ln_f
+            norm.register_forward_hook(lambda *a: diverge(a[2]) if a[0].training else None)
         else:
-            head.weight.register_hook(diverge)
+            model.lm_head.weight.register_hook(diverge)
 
-    hook_head(monkeypatch, add_hook)
+    hook_model(monkeypatch, add_hook)
     flags = tiny.flags(max_iters=9, eval_interval=7, checkpoint_interval=2)
     found = "4 .* gradient norm" if log_interval == 1 else "6 .* norm of the weights"
     with pytest.raises(UserError, match=f"at step {found} (nan|inf).*--learning_rate"):
@@ -200,7 +201,9 @@ def test_steps_that_the_loss_scaler_skips_do_not_end_a_run(verse, monkeypatch):
 
 def test_overflow_at_the_smallest_loss_scale_ends_a_run(verse, monkeypatch):
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=1.0))
-    hook_head(monkeypatch, lambda head: head.weight.register_hook(lambda g: g * math.inf))
+    hook_model(
+        monkeypatch, lambda model: model.lm_head.weight.register_hook(lambda g: g * math.inf)
+    )
     with pytest.raises(UserError, match=r"at step 0 .* gradient norm (nan|inf)"):
         train.main(tiny.flags(dtype="float16"))
 
