@@ -8,8 +8,13 @@ import torch.nn.functional as F
 from tiny import random_ids, random_model
 
 from folio.hardware import kernels
-from folio.hardware.kernels import apply_dropout, explicit_attention, use_fast_kernels
-from model import CausalSelfAttention, GPTConfig
+from folio.hardware.kernels import (
+    LinearCrossEntropy,
+    apply_dropout,
+    explicit_attention,
+    use_fast_kernels,
+)
+from model import CausalSelfAttention, GPTConfig, linear_cross_entropy
 
 
 def causal_attention(q, k, v, window, kernel=kernels.fast_attention):
@@ -99,3 +104,48 @@ def test_a_model_drops_in_training_only_and_the_seed_sets_which_elements():
         logits.append(model.logits(idx))
     assert torch.equal(logits[0], logits[1])
     assert not torch.equal(logits[0], logits[2])
+
+
+# Loss
+
+
+def loss_and_gradients(loss, x, weight, targets, factor=8.0):
+    """Returns the loss, and the gradients of `factor` times the loss."""
+    value = loss(x, weight, targets)
+    gradients = torch.autograd.grad(factor * value, (x, weight))
+    return value.item(), *gradients
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 4e-3), ("float16", 5e-4)]
+)
+def test_the_fast_loss_is_as_exact_as_the_plain_one(dtype, tolerance):
+    torch.manual_seed(0)
+    targets = torch.randint(-1, 300, (500,))  # those of -1 are ignored
+    x, weight = torch.randn(500, 64), torch.randn(300, 64) / 4
+    arguments = [t.to(getattr(torch, dtype)).requires_grad_() for t in (x, weight)]
+    exact = loss_and_gradients(linear_cross_entropy, *(t.double() for t in arguments), targets)
+    plain = loss_and_gradients(linear_cross_entropy, *arguments, targets)
+    fast = loss_and_gradients(LinearCrossEntropy.apply, *arguments, targets)
+    assert fast[0] == plain[0] == pytest.approx(exact[0], rel=tolerance)
+    for ours, reference, expected in zip(fast[1:], plain[1:], exact[1:], strict=True):
+        assert ours.dtype == reference.dtype
+        assert (ours - expected).norm() < tolerance * expected.norm()
+    with torch.no_grad():
+        assert LinearCrossEntropy.apply(*arguments, targets).item() == plain[0]
+
+
+@pytest.mark.slow
+def test_the_fast_loss_is_one_graph():
+    x, weight, targets = torch.randn(6, 4), torch.randn(5, 4), torch.arange(6) % 5
+    compiled = torch.compile(LinearCrossEntropy.apply, backend="aot_eager", fullgraph=True)
+    arguments = x.requires_grad_(), weight.requires_grad_(), targets
+    expected = loss_and_gradients(linear_cross_entropy, *arguments)
+    torch.testing.assert_close(loss_and_gradients(compiled, *arguments), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_loss_of_a_model_is_fast_on_a_gpu(device):
+    model = random_model().to(device)
+    use_fast_kernels(model)
+    assert (model.cross_entropy == linear_cross_entropy) == (device == "cpu")
