@@ -175,7 +175,7 @@ def make_run(plan):
     keep_freed_memory()
     model = empty_model(plan.config, "meta" if plan.is_sharded else machine.device)
     model.dtype = DTYPES[machine.dtype]  # of activations; weights are float32
-    use_fast_kernels(model)
+    use_fast_kernels(model, machine.device)
     if plan.is_sharded:
         shard_model(model, world, machine.dtype)
     if start := plan.resumed or plan.initial:

@@ -1,4 +1,4 @@
-"""Attention, dropout and a loss that are faster than torch's, which model.py uses.
+"""Attention, dropout, norms and a loss that are faster than torch's, which model.py uses.
 
 Shapes: B batch, H heads, T queries, S keys, D head size.
 """
@@ -10,16 +10,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import CausalSelfAttention, attention_weights, causal_mask
+from folio.hardware.device import device_type
+from model import NORMS, CausalSelfAttention, Linear, attention_weights, cast, causal_mask
 
 NON_CUDNN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DROPOUT_LEVELS = 2**16
 
 
-def use_fast_kernels(model):
-    """Makes a GPT use the functions of this file, in place."""
-    if model.lm_head.weight.device.type != "cpu":  # it takes no less time there
+def use_fast_kernels(model, trained_on="cpu"):
+    """Makes a GPT use the functions of this file, in place.
+
+    On a CPU, the loss and the norms take no less time than torch's, so that they are for training
+    on other devices only.
+    """
+    if device_type(trained_on) != "cpu":
         model.cross_entropy = LinearCrossEntropy.apply
+        for block in model.transformer.h:
+            fold_norm(block.ln_1, block.attn.c_attn, NORMS[model.config.norm])
+            fold_norm(block.ln_2, block.mlp.c_fc, NORMS[model.config.norm])
     for module in list(model.modules()):
         if isinstance(module, CausalSelfAttention):
             module.kernel = fast_attention
@@ -89,6 +97,37 @@ def apply_dropout(x, rate):
     numbers = bits.view(torch.int16)[: x.numel()].view(x.shape)  # uniform in -2^15 … 2^15 - 1
     mask = (numbers >= dropped - DROPOUT_LEVELS // 2).to(x.dtype)
     return x * mask.mul_(DROPOUT_LEVELS / (DROPOUT_LEVELS - dropped))
+
+
+# Norms
+
+
+def fold_norm(norm, linear, function):
+    """Makes a linear layer multiply by the weights of the norm before it, in place.
+
+    The result is the same, and parameters stay where they are. The gradient of the norm's weights
+    becomes a sum over the rows of a matrix. A sum over all tokens takes longer and rounds more.
+    `function` is the norm, one of model.NORMS. A norm with a bias stays as it is.
+    """
+    if norm._parameters.get("bias") is not None:
+        return
+    norm.__class__, norm.function = UnweightedNorm, function
+    linear.__class__, linear.norm = FoldedLinear, [norm]  # a list, so that it is not a submodule
+
+
+class UnweightedNorm(nn.Module):
+    """A norm without a bias whose weights are used by a FoldedLinear."""
+
+    def forward(self, x):
+        return self.function(x, self.normalized_shape, eps=self.eps)
+
+
+class FoldedLinear(Linear):
+    """A linear layer that multiplies by the weights of the norm before it."""
+
+    def forward(self, x):
+        weight = self.weight * self.norm[0].weight
+        return F.linear(x, weight.to(x.dtype), cast(self.bias, x.dtype))
 
 
 # Loss

@@ -1,5 +1,6 @@
 import dataclasses
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from folio.data.batches import Batches
 from folio.hardware import compile
 from folio.hardware.compile import CudaGraph, fast_linear, optimize_for_inference, run_compiler
 from folio.hardware.device import DTYPES, Machine
+from folio.hardware.kernels import use_fast_kernels
 from folio.inference.completion import sample_text
 from folio.training import evaluation
 from folio.training.setup import make_plan
@@ -46,11 +48,15 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
         ({"teachers": "out-teacher"}, 5),  # one of the teacher's blocks, and one loss each
         ({"out_dir": "out-teacher", "init_from": "resume", "max_iters": 9}, 4),
         ({"activation_checkpointing": True}, 4),
+        ({"device": "gpu"}, 4),  # a CPU that uses what is faster on a GPU
     ],
-    ids=["switches", "teachers", "resume", "activation_checkpointing"],
+    ids=["switches", "teachers", "resume", "activation_checkpointing", "as on a GPU"],
 )
 def test_all_blocks_are_compiled_once_before_the_first_step(verse, monkeypatch, switches, graphs):
     train.main(tiny.flags(out_dir="out-teacher", max_iters=1, n_layer=3))
+    if "device" in switches:
+        switches, fast = {}, partial(use_fast_kernels, trained_on="cuda")
+        monkeypatch.setattr(train, "use_fast_kernels", lambda model, _: fast(model))
     from torch._dynamo.testing import CompileCounter  # slow to import
 
     torch._dynamo.reset()  # its limit of graphs is for all tests together
