@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
 import tiny
 
 import train
 from folio.cli.errors import UserError
 from folio.cli.settings import ROOT, load_settings
+from folio.data.dataset import load_dataset
 from folio.data.tokenizer import GPT2Tokenizer
 from folio.hardware.device import resolve_device
+from folio.training.evaluation import evaluation_starts
 from sample import SampleConfig
 from tools.bench import __main__ as bench
 from tools.bench import suite
@@ -60,6 +63,11 @@ def test_a_final_evaluation_counts_instead_of_those_before():
     assert read_figures(f"{losses}\n{final}\n") == {"val_loss": 1.75}
 
 
+def test_what_modded_nanogpt_prints_is_read():
+    lines = "step:0/40 val_loss:10.82 train_time:0.000s\nstep:40/40 val_loss:5.28125 train_time:"
+    assert read_figures(lines) == {"val_loss": 5.28125}
+
+
 def test_figures_are_medians_of_alternating_runs(capsys):
     runs = {
         "other": [{"step_ms": ms, "seconds": 3.0} for ms in (100.0, 90.0, 80.0)],
@@ -77,7 +85,7 @@ def test_training_is_measured_and_profiled(verse, capsys):
     flags = tiny.flags(max_iters=30, eval_interval=30, optimizer="muon")
     bench.main(["--runs=1", "--", *flags])
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[-4:]]
-    names = {name for name, _ in FIGURES.values()} - {"GPU memory, GiB"}
+    names = {name for name, _ in FIGURES.values()} - {"compilation, s", "GPU memory, GiB"}
     assert {row[1].strip() for row in rows} == names
     assert all(float(row[2].replace(",", "")) for row in rows)
     bench.main(["--profile", "--", *flags])
@@ -120,6 +128,26 @@ def test_kernels_have_kinds(kind, names):
 
 
 # The suite
+
+
+def test_all_programs_evaluate_the_same_tokens(folder):
+    ids = np.random.default_rng(1).integers(50_257, size=300_000, dtype=np.uint16)
+    Path("source").mkdir()
+    for split in ("train", "val"):
+        ids.tofile(f"source/{split}.bin")
+    suite.write_common_tokens(Path("source"), Path("llmc"))
+    data = load_dataset("common")
+    count, T = 4 * 64, 1024
+    assert len(data.val) == count * T + 1
+    settings = tiny.settings(block_size=T, batch_size=64, eval_iters=9)
+    starts = evaluation_starts(data.val, settings, settings.eval_iters)
+    assert starts.tolist() == [T * number for number in range(count)]
+    for name, expected in (("val_000000", data.val), ("train_000019", data.train)):
+        content = Path(f"llmc/fineweb_{name}.bin").read_bytes()
+        assert np.frombuffer(content[:12], np.int32).tolist() == [20240520, 1, len(expected) + 1]
+        tokens = np.frombuffer(content[1024:], np.uint16)
+        assert np.array_equal(tokens[:-1], expected)
+        assert len(tokens) == len(expected) + 1
 
 
 @pytest.mark.usefixtures("folder")

@@ -19,6 +19,7 @@ FIGURES = {  # figure: (its name in a table, format)
     "step_ms": ("ms/step", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
     "val_loss": ("best val loss", ".4f"),
+    "compile_s": ("compilation, s", ".0f"),
     "seconds": ("whole process, s", ".2f"),
     "gpu_memory_gib": ("GPU memory, GiB", ".2f"),
 }
@@ -26,9 +27,10 @@ PATTERNS = {  # "iter" lines count from step 10 on, because the first steps are 
     "step_ms": r"iter \d{2,}: loss \d+\.?\d*, time (\d+\.?\d*)ms",
     "tokens_per_s": r"(?:iter \d{2,}: .*|tokens in \d+\.?\d* s,) ([\d,]+) tokens/s",
     "tokens_per_step": r"(?:tokens per iteration will be:| steps of) ([\d,]+)",
+    "compile_s": r"^compiled in (\d+) s",
     "gpu_memory_gib": r"^peak memory: (\d+\.?\d*) GiB",
 }
-LOSS = r"step \d+: train loss \d+\.?\d*, val loss (\d+\.?\d*)"
+LOSS = r"step[ :]\d+.* val[ _]loss[ :](\d+\.?\d*)"  # of folio, nanoGPT or modded-nanogpt
 
 
 def measure_alternately(commands, runs):
