@@ -175,7 +175,8 @@ def make_run(plan):
     keep_freed_memory()
     model = empty_model(plan.config, "meta" if plan.is_sharded else machine.device)
     model.dtype = DTYPES[machine.dtype]  # of activations; weights are float32
-    use_fast_kernels(model, machine.device)
+    # With FSDP, those for a GPU would keep products of weights that are not sharded.
+    use_fast_kernels(model, not plan.is_sharded and device_type(machine.device) == "cuda")
     if plan.is_sharded:
         shard_model(model, world, machine.dtype)
     if start := plan.resumed or plan.initial:
@@ -196,14 +197,14 @@ def make_run(plan):
     forward = model  # forward(x, y, temperature) returns the loss
     if plan.teachers:
         forward = Distillation(model, [t.to(machine.device, model.dtype) for t in plan.teachers])
-    if machine.compile:
-        compile_model(forward, machine)
+    is_compiled = machine.compile and compile_model(forward, machine)
     if settings.activation_checkpointing:
         recompute_activations(model)
     if machine.compile:
         batch = next(Batches(plan.dataset.train, settings, world).at(0))
-        has_compiled = run_compiler(forward, model, (*batch, settings.train_temperature))
-        if not all(world.gather(has_compiled)):  # it can fail on one machine only
+        batch = *batch, settings.train_temperature
+        is_compiled = is_compiled and run_compiler(forward, model, batch)
+        if not all(world.gather(is_compiled)):  # it can fail on one machine only
             torch.compiler.set_stance("force_eager")
     if not plan.is_sharded:
         forward = replicate(forward, world)  # with several processes, DDP

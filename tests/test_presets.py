@@ -77,7 +77,8 @@ def test_every_preset_loads_and_its_model_can_be_built(preset, text_size):
 
 @pytest.mark.slow
 @every_preset
-def test_the_training_forward_of_every_preset_is_one_graph(preset, text_size):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_training_forward_of_every_preset_is_one_graph(preset, text_size, device):
     if preset.stem == "gpt2_fast":
         text_size(10**9, GPT2Tokenizer.vocab_size)
     settings = load_preset(preset, "cpu")
@@ -87,7 +88,7 @@ def test_the_training_forward_of_every_preset_is_one_graph(preset, text_size):
     config = dataclasses.replace(config, **small)
     forward = empty_model(config).init_weights()
     forward.dtype = torch.bfloat16
-    use_fast_kernels(forward)
+    use_fast_kernels(forward, device == "cuda")
     torch._dynamo.reset()  # its limit of graphs is for all models together
     compiled = torch.compile(forward, backend="eager", fullgraph=True)  # raises at a graph break
     ids = torch.zeros(2, config.block_size, dtype=torch.int64)

@@ -257,20 +257,23 @@ def test_resuming_keeps_a_vocabulary_size_that_is_not_padded():
 # Compilation and GPUs
 
 
-def test_run_continues_uncompiled_if_the_compiler_fails(verse, monkeypatch, capsys):
+@pytest.mark.parametrize("part", ["torch.compile", "backend"])
+def test_run_continues_uncompiled_if_the_compiler_fails(verse, monkeypatch, capsys, part):
     train.main(tiny.flags(out_dir="plain"))
-    backend, compile = Mock(side_effect=RuntimeError), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, backend=backend))
+    fail, compile = Mock(side_effect=RuntimeError("\n  no compiler here\nand more")), torch.compile
+    failing = {"torch.compile": fail, "backend": lambda f, **_: compile(f, backend=fail)}
+    monkeypatch.setattr(torch, "compile", failing[part])
     train.main(tiny.flags(compile=True))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("compilation failed; continuing without it (backend=")
+    cause = "no compiler here)" if part == "torch.compile" else "backend="
+    assert line.startswith(f"compilation failed; continuing without it ({cause}")
     assert tiny.equal(tiny.load()["model"], tiny.load(out_dir="plain")["model"])
 
 
 @pytest.mark.slow
 def test_compiled_run_equals_uncompiled_run(verse, capsys):
-    train.main(tiny.flags(out_dir="plain", max_iters=3))
-    train.main(tiny.flags(compile=True, max_iters=3))
+    train.main(tiny.flags(out_dir="plain", max_iters=3, n_layer=3))
+    train.main(tiny.flags(compile=True, max_iters=3, n_layer=3))
     assert "continuing without" not in capsys.readouterr().err
     plain = tiny.load("last.pt", "plain")["model"]
     for name, tensor in tiny.load("last.pt")["model"].items():

@@ -14,7 +14,7 @@ from folio.hardware.device import DTYPES, device_type
 
 
 def replicate(forward, world):
-    """Returns a module or compiled module, wrapped in DDP if there are several processes.
+    """Returns a module, wrapped in DDP if there are several processes.
 
     DDP averages gradients, which are views of its buffers: set them to zero, not to None, which
     would allocate others. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data

@@ -21,11 +21,11 @@ FUSIBLE = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("re
 
 
 def compile_model(model, machine):
-    """Compiles the `compiled_methods` of all modules of a model, in place.
+    """Compiles the `compiled_methods` of a model's modules, in place. Returns whether it can.
 
     Modules of a class share the code, so that a GPT compiles one block instead of all. The first
-    calls run the compiler; see run_compiler. In a context with torch.compiler.set_stance, methods
-    run without it.
+    calls run the compiler; see run_compiler. After torch.compiler.set_stance("force_eager"), the
+    methods run without compilation.
     """
     mode = "max-autotune-no-cudagraphs" if machine.compile == "max-autotune" else None
     # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.
@@ -36,9 +36,12 @@ def compile_model(model, machine):
         # The shapes never change.
         return torch.compile(method, mode=mode, options=options, dynamic=False)
 
-    for module in model.modules():
-        for name in getattr(module, "compiled_methods", ()):
-            setattr(module, name, partial(compiled(getattr(type(module), name)), module))
+    with continue_on_failure("compilation"):
+        for module in model.modules():
+            for name in getattr(module, "compiled_methods", ()):
+                setattr(module, name, partial(compiled(getattr(type(module), name)), module))
+        return True
+    return False
 
 
 def run_compiler(forward, model, batch):

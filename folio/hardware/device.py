@@ -99,7 +99,7 @@ def choose_machine(device, dtype, compile, step_flops=None):
     if step_flops and kind == "cuda" and dtype != "float16":  # float16 can skip steps
         cuda_graph = step_flops / Machine(device, dtype, False).peak_flops < MAX_GRAPH_S
     if compile == "auto":
-        # On two CPU cores, compiling takes 20 to 35 s in the first run and 3 to 4 s in later ones,
+        # On two CPU cores, compiling takes 25 to 35 s in the first run and 2 to 3 s in later ones,
         # which is more than short runs gain.
         compile = kind == "cuda" and not cuda_graph
         reasons["compile_reason"] = "short steps" if cuda_graph else f"default on {kind}"

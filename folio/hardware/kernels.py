@@ -10,20 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from folio.hardware.device import device_type
 from model import NORMS, CausalSelfAttention, Linear, attention_weights, cast, causal_mask
 
 NON_CUDNN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DROPOUT_LEVELS = 2**16
 
 
-def use_fast_kernels(model, trained_on="cpu"):
+def use_fast_kernels(model, trains_on_gpu=False):
     """Makes a GPT use the functions of this file, in place.
 
-    On a CPU, the loss and the norms take no less time than torch's, so that they are for training
-    on other devices only.
+    The loss and the norms are not faster on a CPU, so they are used only for training on a GPU.
     """
-    if device_type(trained_on) != "cpu":
+    if trains_on_gpu:
         model.cross_entropy = LinearCrossEntropy.apply
         for block in model.transformer.h:
             fold_norm(block.ln_1, block.attn.c_attn, NORMS[model.config.norm])
@@ -106,17 +104,16 @@ def fold_norm(norm, linear, function):
     """Makes a linear layer multiply by the weights of the norm before it, in place.
 
     The result is the same, and parameters stay where they are. The gradient of the norm's weights
-    becomes a sum over the rows of a matrix. A sum over all tokens takes longer and rounds more.
-    `function` is the norm, one of model.NORMS. A norm with a bias stays as it is.
+    becomes a sum over the rows of a matrix, instead of one over all tokens, which takes longer and
+    rounds more. `function` is the norm, one of model.NORMS. A norm with a bias stays as it is.
     """
-    if norm._parameters.get("bias") is not None:
-        return
-    norm.__class__, norm.function = UnweightedNorm, function
-    linear.__class__, linear.norm = FoldedLinear, [norm]  # a list, so that it is not a submodule
+    if getattr(norm, "bias", None) is None:
+        norm.__class__, norm.function = UnweightedNorm, function
+        linear.__class__, linear.norm = FoldedLinear, [norm]  # a list, so that it is no submodule
 
 
 class UnweightedNorm(nn.Module):
-    """A norm without a bias whose weights are used by a FoldedLinear."""
+    """A norm whose weights are used by a FoldedLinear."""
 
     def forward(self, x):
         return self.function(x, self.normalized_shape, eps=self.eps)
@@ -136,24 +133,25 @@ class FoldedLinear(Linear):
 class LinearCrossEntropy(torch.autograd.Function):
     """model.linear_cross_entropy, which computes the gradient of the logits together with the loss.
 
-    When a GPU runs it compiled, one kernel reads the logits and writes their gradient. Otherwise,
-    the backward pass would read them again.
+    Compiled for a GPU, one kernel can read the logits and write their gradient, so that the
+    backward pass does not read them again.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets):
         ops, reduction = torch.ops.aten, 2  # a sum
         logprobs = F.linear(x, weight).float().log_softmax(dim=-1)  # (N, V)
-        total, count = ops.nll_loss_forward(logprobs, targets, None, reduction, -1)
+        total, weight_sum = ops.nll_loss_forward(logprobs, targets, None, reduction, -1)
+        count = (targets != -1).sum()
         if ctx.needs_input_grad[0]:
             one = torch.ones_like(total)
-            grad = ops.nll_loss_backward(one, logprobs, targets, None, reduction, -1, count)
+            grad = ops.nll_loss_backward(one, logprobs, targets, None, reduction, -1, weight_sum)
             grad = ops._log_softmax_backward_data(grad, logprobs, -1, torch.float32)
             ctx.save_for_backward(grad.to(x.dtype), x, weight, count)
         return total / count
 
     @staticmethod
     def backward(ctx, grad_output):
-        grad, x, weight, count = ctx.saved_tensors  # grad: of the sum, at most 1 in float16, too
+        grad, x, weight, count = ctx.saved_tensors  # elements of grad are at most 1, for float16
         scale = grad_output / count
         return grad @ weight * scale, grad.t() @ (x * scale), None

@@ -35,8 +35,8 @@ def memory_bytes(device):
 def max_micro_batch(device):
     """Returns how many sequences of 1,024 tokens a micro-batch of GPT-2 124M may have, at most 64.
 
-    It is a power of two. On an H100, a compiled step of 12 sequences takes 7.25 GiB and one of 32
-    takes 15.6 GiB, so each sequence takes 0.42 GiB; 0.6 leaves a reserve. Other devices do not
+    It is a power of two. On an H100, a step of 12 sequences, compiled as a whole, took 7.25 GiB and
+    one of 32 15.6 GiB, so each sequence took 0.42 GiB; 0.6 leaves a reserve. Other devices do not
     compile by default and share their memory, so that they get 4.
     """
     if device_type(device) != "cuda":

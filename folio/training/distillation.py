@@ -39,7 +39,7 @@ class Distillation(nn.Module):
         return self.loss(self.model.logits(idx).flatten(0, 1), targets.flatten(), self.predict(idx))
 
     def loss(self, logits, targets, predictions):
-        """Returns the loss of logits, (B * T, vocab_size), of which `predictions` has the shape."""
+        """Returns the loss. logits, predictions: (B * T, vocab_size). targets: (B * T,) int64."""
         teachers_loss = F.cross_entropy(logits.float(), predictions)
         text_loss = F.cross_entropy(logits.float(), targets)
         return TEACHERS_WEIGHT * teachers_loss + (1 - TEACHERS_WEIGHT) * text_loss

@@ -115,6 +115,30 @@ def train_with_clocks(flags):
 
 
 @pytest.mark.slow
+def test_if_one_process_cannot_compile_all_continue_without(verse):
+    train_ranks(2, out_dir="plain", gradient_accumulation_steps=2)
+    flags = tiny.flags(gradient_accumulation_steps=2, compile=True)
+    [calls, _] = Ranks(2, train_with_compiler_of_one, flags).results()
+    assert calls == 4  # of a block and the loss, in an evaluation and a step, before the first one
+    assert "compilation failed; continuing" in Path("rank1.txt").read_text()
+    assert tiny.equal(tiny.load()["model"], tiny.load(out_dir="plain")["model"])
+
+
+def train_with_compiler_of_one(flags):
+    """Trains with a compiler that fails on rank 1. Returns the number of calls of compiled code."""
+    calls, compile = [], torch.compile
+
+    def backend(graph, inputs):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError
+        return lambda *args: calls.append(args) or graph.forward(*args)
+
+    torch.compile = lambda method, **_: compile(method, backend=backend)
+    train.main(flags)
+    return len(calls)
+
+
+@pytest.mark.slow
 def test_bfloat16_of_fsdp_is_close_to_that_of_ddp(verse):
     settings = SETTINGS | {"dtype": "bfloat16", "max_iters": 8, "sample_interval": 8}
     one = train_ranks(1, out_dir="one", **settings)

@@ -1,6 +1,5 @@
 import dataclasses
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import tiny
@@ -8,6 +7,7 @@ import torch
 from tiny import SHAPES, random_ids, random_model
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import train
 from folio.data.batches import Batches
@@ -55,8 +55,10 @@ def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(mon
 def test_all_blocks_are_compiled_once_before_the_first_step(verse, monkeypatch, switches, graphs):
     train.main(tiny.flags(out_dir="out-teacher", max_iters=1, n_layer=3))
     if "device" in switches:
-        switches, fast = {}, partial(use_fast_kernels, trained_on="cuda")
-        monkeypatch.setattr(train, "use_fast_kernels", lambda model, _: fast(model))
+        switches = {}
+        monkeypatch.setattr(
+            train, "use_fast_kernels", lambda model, _: use_fast_kernels(model, True)
+        )
     from torch._dynamo.testing import CompileCounter  # slow to import
 
     torch._dynamo.reset()  # its limit of graphs is for all tests together
@@ -76,6 +78,8 @@ def test_all_blocks_are_compiled_once_before_the_first_step(verse, monkeypatch, 
     assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
     run = train.make_run(make_plan(settings))
     assert counter.frame_count == graphs
+    if settings.activation_checkpointing:
+        assert all(block.forward.func is checkpoint for block in run.model.transformer.h)
     batches = Batches(run.dataset.train, settings, run.world)
     for step in range(2):
         train.train_step(run, batches.at(step), step, 1e-3)

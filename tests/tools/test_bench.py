@@ -7,17 +7,14 @@ import sys
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import pytest
 import tiny
 
 import train
 from folio.cli.errors import UserError
 from folio.cli.settings import ROOT, load_settings
-from folio.data.dataset import load_dataset
 from folio.data.tokenizer import GPT2Tokenizer
 from folio.hardware.device import resolve_device
-from folio.training.evaluation import evaluation_starts
 from sample import SampleConfig
 from tools.bench import __main__ as bench
 from tools.bench import suite
@@ -128,26 +125,6 @@ def test_kernels_have_kinds(kind, names):
 
 
 # The suite
-
-
-def test_all_programs_evaluate_the_same_tokens(folder):
-    ids = np.random.default_rng(1).integers(50_257, size=300_000, dtype=np.uint16)
-    Path("source").mkdir()
-    for split in ("train", "val"):
-        ids.tofile(f"source/{split}.bin")
-    suite.write_common_tokens(Path("source"), Path("llmc"))
-    data = load_dataset("common")
-    count, T = 4 * 64, 1024
-    assert len(data.val) == count * T + 1
-    settings = tiny.settings(block_size=T, batch_size=64, eval_iters=9)
-    starts = evaluation_starts(data.val, settings, settings.eval_iters)
-    assert starts.tolist() == [T * number for number in range(count)]
-    for name, expected in (("val_000000", data.val), ("train_000019", data.train)):
-        content = Path(f"llmc/fineweb_{name}.bin").read_bytes()
-        assert np.frombuffer(content[:12], np.int32).tolist() == [20240520, 1, len(expected) + 1]
-        tokens = np.frombuffer(content[1024:], np.uint16)
-        assert np.array_equal(tokens[:-1], expected)
-        assert len(tokens) == len(expected) + 1
 
 
 @pytest.mark.usefixtures("folder")

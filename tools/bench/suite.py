@@ -8,8 +8,7 @@ suite.toml has the rows. What the commands print is read as in tools.bench, and 
 out-suite/output.txt. After each run, its figures are written to out-suite/runs.json. Runs of this
 commit that are there are not repeated, so a call continues where --minutes ended the last one. A
 command that fails is reported and skipped. nanoGPT needs the data of its Shakespeare recipe.
-The parts `compile`, `tuning` and `opponents` need data/linux, and the last two also modded-nanogpt
-beside nanoGPT; docs/lab-notebook.md has the commands that prepare them.
+docs/lab-notebook.md prepares what the parts `compile`, `tuning` and `opponents` need.
 """
 
 import json
@@ -38,7 +37,6 @@ PARTS = {**TABLE["cpu"], **TABLE["long"], **TABLE["gpu"]}
 DEFAULT_PARTS = TABLE["gpu" if torch.cuda.is_available() else "cpu"]
 PROGRAMS = ("folio", "other")
 VOCAB_SIZE = 50_304  # GPT-2's, padded
-LLMC_DATA = "data/fineweb10B"  # where modded-nanogpt reads
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,6 @@ def main(argv=None):
     if TABLE["gpu"].keys() & set(parts):
         write_random_tokens(Path("data", "random_tokens"))
         write_random_tokens(Path(settings.vs_dir, "data", "random_tokens"))
-    if {"compile", "tuning", "opponents"} & set(parts):
-        write_common_tokens(Path("data", "linux"), modded_folder(settings.vs_dir) / LLMC_DATA)
     table = [["", *PROGRAMS, "ratio"]]
     end = time.monotonic() + 60 * settings.minutes
     for part, name, figure, *templates in rows:
@@ -117,7 +113,6 @@ def expand(template, nanogpt):
         "folio": str(ROOT),
         "torch": str(Path(torch.__file__).parent),
         "nanogpt": nanogpt,
-        "modded": str(modded_folder(nanogpt)),
         "out": str(RESULTS.resolve()),
     }
     while "{" in template:
@@ -133,32 +128,6 @@ def write_random_tokens(folder):
     ids[: 2**17].tofile(folder / "val.bin")
     meta = {"vocab_size": VOCAB_SIZE, "itos": {i: chr(i) for i in range(VOCAB_SIZE)}}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-
-
-def modded_folder(nanogpt):
-    return Path(nanogpt).with_name("modded-nanogpt")
-
-
-def write_common_tokens(source, llmc):
-    """Writes the tokens of a dataset to data/common for folio, and to `llmc` in llm.c's format.
-
-    The validation tokens are whole batches of 64 windows of 1,024, so that all programs evaluate
-    the same windows. The training tokens can be read 20 times.
-    """
-    common = Path("data", "common")
-    for folder in (common, llmc):
-        folder.mkdir(parents=True, exist_ok=True)
-    for split, passes in (("train", 20), ("val", 1)):
-        ids = np.fromfile(source / f"{split}.bin", np.uint16)
-        if split == "val":
-            ids = ids[: (len(ids) - 1) // 65_536 * 65_536 + 1]
-        ids.tofile(common / f"{split}.bin")
-        ids = np.append(ids, ids[:1])  # the reader of the other format leaves out the last one
-        header = np.zeros(256, np.int32)
-        header[:3] = 20240520, 1, len(ids)  # magic number, version
-        for number in range(passes):
-            path = llmc / f"fineweb_{split}_{number:06}.bin"
-            path.write_bytes(header.tobytes() + ids.tobytes())
 
 
 if __name__ == "__main__":
