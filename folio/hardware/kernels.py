@@ -22,7 +22,7 @@ def use_fast_kernels(model, trains_on_gpu=False):
     The loss and the norms are not faster on a CPU, so they are used only for training on a GPU.
     """
     if trains_on_gpu:
-        model.cross_entropy = LinearCrossEntropy.apply
+        model.cross_entropy = fast_cross_entropy
         for block in model.transformer.h:
             fold_norm(block.ln_1, block.attn.c_attn, NORMS[model.config.norm])
             fold_norm(block.ln_2, block.mlp.c_fc, NORMS[model.config.norm])
@@ -130,12 +130,17 @@ class FoldedLinear(Linear):
 # Loss
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+def fast_cross_entropy(x, weight, targets):
     """model.linear_cross_entropy, which computes the gradient of the logits together with the loss.
 
     Compiled for a GPU, one kernel can read the logits and write their gradient, so that the
     backward pass does not read them again.
     """
+    return LinearCrossEntropy.apply(x, weight, targets)  # torch 2.11 cannot compile `apply` alone
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The forward and backward pass of fast_cross_entropy."""
 
     @staticmethod
     def forward(ctx, x, weight, targets):

@@ -10,9 +10,9 @@ from tiny import random_ids, random_model
 from folio.hardware import kernels
 from folio.hardware.kernels import (
     FoldedLinear,
-    LinearCrossEntropy,
     apply_dropout,
     explicit_attention,
+    fast_cross_entropy,
     use_fast_kernels,
 )
 from model import CausalSelfAttention, GPTConfig, linear_cross_entropy
@@ -170,19 +170,19 @@ def test_the_fast_loss_is_as_exact_as_the_plain_one(dtype, tolerance, ignored):
     arguments = [t.to(getattr(torch, dtype)).requires_grad_() for t in (x, weight)]
     exact = loss_and_gradients(linear_cross_entropy, *(t.double() for t in arguments), targets)
     plain = loss_and_gradients(linear_cross_entropy, *arguments, targets)
-    fast = loss_and_gradients(LinearCrossEntropy.apply, *arguments, targets)
+    fast = loss_and_gradients(fast_cross_entropy, *arguments, targets)
     assert fast[0] == plain[0] == pytest.approx(exact[0], rel=tolerance)
     for ours, reference, expected in zip(fast[1:], plain[1:], exact[1:], strict=True):
         assert ours.dtype == reference.dtype
         assert (ours - expected).norm() < tolerance * expected.norm()
     with torch.no_grad():
-        assert LinearCrossEntropy.apply(*arguments, targets).item() == plain[0]
+        assert fast_cross_entropy(*arguments, targets).item() == plain[0]
 
 
 @pytest.mark.slow
 def test_the_fast_loss_is_one_graph():
     x, weight, targets = torch.randn(6, 4), torch.randn(5, 4), torch.arange(6) % 5
-    compiled = torch.compile(LinearCrossEntropy.apply, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(fast_cross_entropy, backend="aot_eager", fullgraph=True)
     arguments = x.requires_grad_(), weight.requires_grad_(), targets
     expected = loss_and_gradients(linear_cross_entropy, *arguments)
     torch.testing.assert_close(loss_and_gradients(compiled, *arguments), expected)
