@@ -201,8 +201,8 @@ def make_run(plan):
     if settings.activation_checkpointing:
         recompute_activations(model)
     if machine.compile:
-        batch = next(Batches(plan.dataset.train, settings, world).at(0))
-        batch = *batch, settings.train_temperature
+        x, y = next(Batches(plan.dataset.train, settings, world).at(0))
+        batch = x, y, settings.train_temperature
         is_compiled = is_compiled and run_compiler(forward, model, batch)
         if not all(world.gather(is_compiled)):  # it can fail on one machine only
             torch.compiler.set_stance("force_eager")

@@ -21,7 +21,7 @@ FUSIBLE = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("re
 
 
 def compile_model(model, machine):
-    """Compiles the `compiled_methods` of a model's modules, in place. Returns whether it can.
+    """Compiles the `compiled_methods` of a model's modules, in place. Returns whether it succeeds.
 
     Modules of a class share the code, so that a GPT compiles one block instead of all. The first
     calls run the compiler; see run_compiler. After torch.compiler.set_stance("force_eager"), the
