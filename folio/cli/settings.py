@@ -64,7 +64,7 @@ def command_line(arguments, **changes):
     return list(texts.values())
 
 
-def load_settings(settings_class, argv=None, resolvers=None, choose=None):
+def load_settings(settings_class, argv=None, resolvers=None):
     """Builds `settings_class` from config files and flags, applied left to right.
 
     A config file can read the current values, and those of the flags to its right. Raises UserError
@@ -74,10 +74,8 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None):
         argv: the arguments. Default: those of the process.
         resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config files
             read the resolved value.
-        choose: for sweeps, `choose(name, value)` returns the value to use for one that a config
-            file assigns, or the text to use for the list of a flag's texts, separated by commas.
     """
-    arguments = parse_arguments(settings_class, argv, choose)
+    arguments = parse_arguments(settings_class, argv)
     fields = _fields_by_name(settings_class)
     defaults, given = {name: field.default for name, field in fields.items()}, {}
     for position, argument in enumerate(arguments):
@@ -86,7 +84,7 @@ def load_settings(settings_class, argv=None, resolvers=None, choose=None):
             continue
         later_flags = dict(flag for flag in arguments[position:] if isinstance(flag, Flag))
         readable = _resolve(defaults | given | later_flags, resolvers)
-        given |= _run_config_file(argument, fields, readable, choose)
+        given |= _run_config_file(argument, fields, readable)
     try:
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
@@ -118,7 +116,7 @@ class Flag(NamedTuple):
         return f"--{self.name}={self.value}"
 
 
-def parse_arguments(settings_class, argv=None, choose=None):
+def parse_arguments(settings_class, argv=None):
     """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
 
     All operands together are one Flag, the last. Prints the help text and exits if it is requested.
@@ -136,7 +134,7 @@ def parse_arguments(settings_class, argv=None, choose=None):
             operands += remaining
             break
         if argument.startswith("--"):
-            arguments.append(_parse_flag(settings_class, argument, remaining, choose))
+            arguments.append(_parse_flag(settings_class, argument, remaining))
         elif operands_name:
             operands.append(argument)
         else:
@@ -146,7 +144,7 @@ def parse_arguments(settings_class, argv=None, choose=None):
     return arguments
 
 
-def _parse_flag(settings_class, argument, remaining, choose):
+def _parse_flag(settings_class, argument, remaining):
     """Returns the Flag for an argument. If its value is the next argument, removes that one."""
     fields = _fields_by_name(settings_class)
     name, equals, text = argument[2:].partition("=")
@@ -164,8 +162,6 @@ def _parse_flag(settings_class, argument, remaining, choose):
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
     if text.startswith("~/"):  # most shells keep it after "="
         text = os.path.expanduser(text)
-    if choose:
-        text = choose(name, text.split(","))
     return Flag(name, parse_value(field, text, f"--{name}"))
 
 
@@ -242,7 +238,7 @@ def _options(annotation):
     return [option for member in members for option in _options(member)]
 
 
-def _run_config_file(path, fields, readable, choose):
+def _run_config_file(path, fields, readable):
     """Runs a config file. Returns the values of the settings that it assigns, checked.
 
     `readable`: the values of the settings before, which it can read like built-in names.
@@ -264,7 +260,6 @@ def _run_config_file(path, fields, readable, choose):
     values = {}
     for name, value in names.items():
         if name in fields:
-            value = choose(name, value) if choose else value
             values[name] = check_value(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or callable(value) or inspect.ismodule(value)):
             rule = "names of helper variables start with _" + suggest(name, fields, similarity=0.8)

@@ -9,8 +9,9 @@ are resumed. `python -m tools.plot out-sweep` compares the runs, even while the 
 
 import itertools
 import math
+import sys
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
@@ -27,8 +28,7 @@ MAX_RUNS = 1000  # more are a mistake
 class SweepSettings:
     """Train every combination of the settings that have several values, each in its own folder.
 
-    In a flag, several values are separated by commas: --learning_rate=1e-3,3e-4
-    In a config file, they are a list: learning_rate = [1e-3, 3e-4]
+    Several values are separated by commas: --learning_rate=1e-3,3e-4
     The values of seed repeat each combination, which is compared by its mean loss: --seed=1,2,3
     All settings except teachers and those about files can have several: python train.py --help
     """
@@ -90,34 +90,24 @@ def combine_values(argv):
     The setting that is named last varies fastest. Equal combinations count once. Raises UserError
     like load_settings, or if no setting of train.py has several values.
     """
-    counts, indices = {}, {}  # {name: number of values} and {name: index of the value to use}
-
-    def choose(name, value):
-        if name == "teachers" and isinstance(value, list | tuple):  # of one run
-            value = ",".join(map(str, value))
-        is_list = isinstance(value, list | tuple | range) and len(value) > 0
-        values = value if is_list else [value]
-        counts[name] = max(len(values), counts.get(name, 1))
-        return values[indices.get(name, 0) % len(values)]  # a list may replace a longer one
-
-    load = partial(load_settings, SweepConfig, argv, {"device": resolve_device}, choose)
-    load()  # counts the values
-    names = [name for name, count in counts.items() if count > 1]
-    for name in names:
-        if name not in RUN_SETTINGS:
-            raise UserError(f"{name} has several values, but must be the same for all runs")
+    names, choices = [], []
+    for argument in sys.argv[1:] if argv is None else argv:
+        name, equals, text = argument.removeprefix("--").partition("=")
+        texts = text.split(",") if equals and name in RUN_SETTINGS - {"teachers"} else [text]
+        if len(texts) > 1:
+            names.append(name)
+        choices.append([f"--{name}={each}" for each in texts] if equals else [argument])
     if not names:
         raise UserError(
-            "there is nothing to compare: give a setting several values, in a flag as "
-            "--learning_rate=1e-3,3e-4 or in a config file as learning_rate = [1e-3, 3e-4]"
+            "there is nothing to compare: give a setting several values, as in "
+            "--learning_rate=1e-3,3e-4"
         )
-    if (number := math.prod(counts.values())) > MAX_RUNS:
+    if (number := math.prod(map(len, choices))) > MAX_RUNS:
         raise UserError(f"a sweep can have {MAX_RUNS:,} runs, not {number:,}: give fewer values")
     runs = {}
-    for combination in itertools.product(*(range(counts[name]) for name in names)):
-        indices.update(zip(names, combination, strict=True))
-        settings = load()
-        values = [f"{name}={getattr(settings, name)}" for name in names]
+    for flags in itertools.product(*choices):
+        settings = load_settings(SweepConfig, flags, {"device": resolve_device})
+        values = [f"{name}={getattr(settings, name)}" for name in dict.fromkeys(names)]
         folder = quote(",".join(values), safe=",+=")  # n_layer=4,seed=1
         runs[Path(settings.sweep_dir, folder)] = settings
     return runs
