@@ -231,11 +231,7 @@ class GPT(nn.Module):
 
     def logits(self, idx):
         """Returns the logits of the token after each position: (B, T) -> (B, T, V)."""
-        return self.head(self.trunk(idx))
-
-    def head(self, x):
-        """Returns the logits of hidden states: (…, C) -> (…, V)."""
-        return self.lm_head(x)
+        return self.lm_head(self.trunk(idx))
 
     def trunk(self, idx, positions=None, attend=None):
         """Returns the hidden states after the final norm: all of GPT-2 but the output head.
@@ -397,17 +393,7 @@ def normalize_and_rotate(q, k, norm, rotation):
     return qk.unbind()
 
 
-# Mask and weights of attention, which F.scaled_dot_product_attention usually computes itself
-
-
-def attention_weights(q, k, mask):
-    """Returns the weight of each value: (B, H, T, D) and (B, H, S, D) -> (B, H, T, S).
-
-    mask: (T, S) or (B * H, T, S), of q's dtype; see causal_mask.
-    """
-    scale = q.shape[-1] ** -0.5  # Vaswani et al. 2017, 3.2.1
-    scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
-    return scores.softmax(dim=-1).unflatten(0, q.shape[:2])
+# window (Child et al. 2019, "Generating Long Sequences with Sparse Transformers")
 
 
 def causal_mask(queries, keys, window, dtype=torch.float32):
@@ -420,9 +406,6 @@ def causal_mask(queries, keys, window, dtype=torch.float32):
     if window:
         masked |= keys <= queries - window
     return torch.zeros_like(masked, dtype=dtype).masked_fill_(masked, -math.inf)
-
-
-# window (Child et al. 2019, "Generating Long Sequences with Sparse Transformers")
 
 
 def windowed_attention(q, k, v, window, kernel, dropout):
@@ -520,9 +503,8 @@ CHOICES = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "ro
 def check_config(config):
     """Raises ValueError if a field of a GPTConfig is invalid or does not fit the others."""
     for name, choices in CHOICES.items():
-        if getattr(config, name) not in choices:
-            names = ", ".join(choices)
-            raise ValueError(f"{name} must be one of {names}, not {getattr(config, name)}")
+        if (value := getattr(config, name)) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value}")
     if config.n_embd % config.n_head:
         raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")
     size = config.n_embd // config.n_head

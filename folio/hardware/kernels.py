@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import NORMS, CausalSelfAttention, Linear, attention_weights, cast, causal_mask
+from model import NORMS, CausalSelfAttention, Linear, cast, causal_mask
 
 NON_CUDNN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DROPOUT_LEVELS = 2**16
@@ -68,6 +68,16 @@ def explicit_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
     else:
         mask = attn_mask.repeat(len(q), 1, 1)
     return apply_dropout(attention_weights(q, k, mask), dropout_p) @ v
+
+
+def attention_weights(q, k, mask):
+    """Returns the weight of each value: (B, H, T, D) and (B, H, S, D) -> (B, H, T, S).
+
+    mask: (T, S) or (B * H, T, S), of q's dtype; see causal_mask.
+    """
+    scale = q.shape[-1] ** -0.5  # Vaswani et al. 2017, 3.2.1
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
+    return scores.softmax(dim=-1).unflatten(0, q.shape[:2])
 
 
 # Dropout (Srivastava et al. 2014)

@@ -92,7 +92,7 @@ def decode_one(model, cache, tail, position, length=None):
         y = F.scaled_dot_product_attention(q.to(cache.dtype), keys, values, attn_mask=mask)
         return y.to(q.dtype)
 
-    return model.head(model.trunk(tail, positions, attend)[:, 0])
+    return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
 
 
 class Context:

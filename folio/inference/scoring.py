@@ -22,7 +22,7 @@ def likely_next(trained, ids, count):
     model, size = trained.model, trained.tokenizer.vocab_size
     device = model.transformer.wte.weight.device
     idx = torch.tensor([ids[-model.config.block_size :]], device=device)
-    logits = model.head(model.trunk(idx)[0, -1:])[0, :size].float()  # without padding
+    logits = model.lm_head(model.trunk(idx)[0, -1:])[0, :size].float()  # without padding
     check_finite(logits)
     probabilities, tokens = logits.softmax(dim=-1).topk(min(count, size))
     return list(zip(tokens.tolist(), probabilities.tolist(), strict=True))
@@ -74,7 +74,7 @@ def token_nll(model, ids, context_stride=None, vocab_size=None):
         states = model.trunk(windows[:, :-1])
         for state, window, count in zip(states, windows, counts[part], strict=True):
             # the logits of one window, because they are large
-            logits = model.head(state[-count:])[:, :vocab_size].float()
+            logits = model.lm_head(state[-count:])[:, :vocab_size].float()
             losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
     return torch.cat(losses)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .model import GPT, GPTConfig, attention_weights, causal_mask
+from .model import GPT, GPTConfig, causal_mask
 
 
 class FolioConfig(PretrainedConfig):
@@ -63,10 +63,10 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
 
         def attend(layer, q, k, v):
             k, v = past_key_values.update(k, v, layer)
-            return attention_weights(q, k, mask.to(q.dtype)) @ v
+            return F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype))
 
         attend = attend if past_key_values is not None else None
-        logits = self.gpt.head(self.gpt.trunk(input_ids, positions[past:], attend))
+        logits = self.gpt.lm_head(self.gpt.trunk(input_ids, positions[past:], attend))
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from folio.cli.errors import UserError
+from folio.hardware.kernels import attention_weights
 from folio.inference.scoring import likely_next
-from model import attention_weights, causal_mask
+from model import causal_mask
 
 NEXT_TOKENS = 12
 MAX_DRAWN_TOKENS = 32  # the last ones: of a longer prompt, cells and weights would be too small
