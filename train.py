@@ -221,27 +221,24 @@ def train(run):
             step, clock = progress.step, run.clock()  # equal, unless --minutes ends the run early
             lr = learning_rate_at(clock, settings)
 
-            # Between two steps: evaluate, save, stop, sample, end. pause() is not training time.
+            # Between two steps: evaluate, save, stop, sample, end. Pauses are not training time.
             if is_evaluation_due(run, clock):
-                with log.pause():
+                with run.timer.pause():
                     if losses := evaluate(run):  # None after a stop signal
                         run.check_finite(train_loss=losses["train_loss"], val_loss=losses["loss"])
                         is_best = progress.record(losses, clock)
                         log.evaluation(losses, lr)
                         run.save(best=is_best or settings.always_save_checkpoint)
             elif run.is_save_due():  # by checkpoint_interval
-                with log.pause():
+                with run.timer.pause():
                     run.save()
-            is_finished = progress.is_finished(settings)
-            if not is_finished and (run.is_stopped() or step >= (settings.stop_at or math.inf)):
+            if progress.is_finished(settings):
+                break
+            if run.is_stopped() or step >= (settings.stop_at or math.inf):
                 run.save_and_stop()
                 return
-            if settings.sample_interval and (is_finished or step % settings.sample_interval == 0):
-                with log.pause(), unshard(run.model):
-                    text = sample_text(run.model, run.dataset.tokenizer, settings.seed)
-                    log.say(f"sample at step {step}:\n{text}\n")
-            if is_finished:
-                break
+            if settings.sample_interval and step % settings.sample_interval == 0:
+                print_sample(run, log)
 
             loss, grad_norm = train_step(run, batches.at(step), step, lr)
             if loss is not None:  # no stop signal between two micro-batches
@@ -254,6 +251,8 @@ def train(run):
                     log.say(message)
                 progress.add_step(settings.tokens_per_step)
 
+        if settings.sample_interval:
+            print_sample(run, log)
         loss = progress.best_val_loss
         if settings.has_final_evaluation:
             run.load_best_weights()
@@ -266,6 +265,13 @@ def train(run):
     print_end(run, loss)
 
 
+def print_sample(run, log):
+    """Prints a text that the model generates."""
+    with run.timer.pause(), unshard(run.model):
+        text = sample_text(run.model, run.dataset.tokenizer, run.settings.seed)
+        log.say(f"sample at step {run.progress.step}:\n{text}\n")
+
+
 def train_step(run, micro_batches, step, lr):
     """Makes one step. Returns the mean loss of its micro-batches, and the gradient's norm or None.
 
@@ -275,10 +281,10 @@ def train_step(run, micro_batches, step, lr):
     settings = run.settings
     if settings.dropout:
         torch.manual_seed(dropout_seed(settings.seed, step, run.world.rank))
-    for optimizer in run.optimizers.values():
+    for name, optimizer in run.optimizers.items():
         for group in optimizer.param_groups:
             group["lr"].fill_(lr * group["lr_scale"])  # a tensor, for CUDA graphs
-            if "momentum" in group:  # Muon's
+            if name == "muon":
                 group["momentum"] = momentum_at(step, settings)
     if not run.machine.cuda_graph:
         needs_norm = settings.grad_clip or step % settings.log_interval == 0  # it takes time

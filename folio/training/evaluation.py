@@ -95,7 +95,7 @@ def evaluation_iters(settings, steps=None):
     trained = settings.eval_interval * settings.gradient_accumulation_steps  # batches
     val_iters = trained // 10
     if steps is not None:
-        val_iters = steps * settings.gradient_accumulation_steps // 5
+        val_iters = max(val_iters, steps * settings.gradient_accumulation_steps // 5)
     return max(1, trained // 20), max(1, val_iters)
 
 

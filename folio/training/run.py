@@ -17,6 +17,7 @@ from folio.cli.settings import names_with_scope
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.training.evaluation import evaluation_cost
 from folio.training.run_log import RunLog, start_wandb
+from folio.training.timer import Timer
 
 MAX_ENDING_SHARE = 1 / 4  # of --minutes that is left for the evaluations at the end
 
@@ -34,8 +35,9 @@ class Run:
         self.world, self.machine, self.run_dir = plan.world, plan.machine, plan.run_dir
         self.model, self.forward = model, forward
         self.optimizers, self.scaler = optimizers, scaler
-        self.progress, self.saved_step = Progress(), None
-        self.step_s = 0.0  # mean time of a step, measured at log lines
+        self.progress = plan.resumed.progress if plan.resumed else Progress()
+        self.saved_step = None
+        self.timer = Timer(self.machine, self.progress)
         if plan.resumed:
             self._restore(plan.resumed)
         # DDP needs the same gradient tensors in each step.
@@ -45,7 +47,7 @@ class Run:
 
     def _restore(self, checkpoint):
         """Restores a checkpoint's progress. If its best model is lost, the search begins again."""
-        self.progress, saved = checkpoint.progress, checkpoint.settings
+        saved = checkpoint.settings
         self.saved_step = self.progress.step
         if (self.settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
             self.progress.evaluated_at = min(self.progress.evaluated_at, self.clock())
@@ -81,9 +83,9 @@ class Run:
         if not settings.minutes:
             return step
         budget_s = 60 * settings.minutes
-        ending_s = self.step_s * evaluation_cost(self)
+        ending_s = self.timer.step_s * evaluation_cost(self)
         if settings.has_final_evaluation:
-            ending_s += self.step_s * evaluation_cost(self, step)
+            ending_s += self.timer.step_s * evaluation_cost(self, step)
         part = self.elapsed_s() / (budget_s - min(ending_s, MAX_ENDING_SHARE * budget_s))
         part = self.world.from_main(part)  # the same in all processes
         return max(step, settings.max_iters * min(part, 1))
@@ -207,4 +209,5 @@ def _open_log(run, stack):
         log.start(settings)
     if resumed:
         log.resume(resumed, settings)
+    run.timer.start()
     return log

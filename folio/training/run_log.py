@@ -3,8 +3,6 @@
 import math
 import shutil
 import sys
-import time
-from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -27,19 +25,16 @@ class RunLog:
         self.run, self.settings, self.wandb_run = run, run.settings, wandb_run
         self.tokens_per_step = run.settings.tokens_per_step
         self.flops_per_token = run.model.flops_per_token()
-        self.first_step = self.reported_step = run.progress.step
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
         self.bar = tqdm(
             total=self.settings.max_iters,
-            initial=self.first_step,
+            initial=run.progress.step,
             bar_format="step {n:,}/{total:,}{desc} |{bar:20}|",
             leave=False,
             disable=not self.on_terminal,
         )
-        # The time of the steps of this process is that since started_at without that of pauses.
-        self.started_at, self.paused_s, self.reported_s = time.perf_counter(), 0.0, 0.0
 
     def close(self):
         self.bar.close()
@@ -79,11 +74,7 @@ class RunLog:
 
     def step(self, loss, grad_norm, lr):
         """Reports a step with the speed since the last report. Waits for the device."""
-        step, tokens, machine = self.run.progress.step, self.tokens_per_step, self.run.machine
-        train_s = self.train_seconds()
-        seconds = (train_s - self.reported_s) / (step + 1 - self.reported_step)  # per step
-        self.reported_step, self.reported_s = step + 1, train_s
-        self.run.step_s = train_s / (step + 1 - self.first_step)
+        tokens, machine, seconds = self.tokens_per_step, self.run.machine, self.run.timer.lap()
         tokens_per_s = tokens / seconds
         flops_per_s = self.flops_per_token * tokens_per_s
         mfu = flops_per_s / machine.peak_flops / self.run.world.size
@@ -97,15 +88,12 @@ class RunLog:
             "mfu": mfu if mfu <= 1 else None,  # the peak was measured on a busy machine
         }
         self._log("train", **values)
-        self._show_step(values, seconds, train_s + self.paused_s)
+        self._show_step(values, seconds)
 
-    def _show_step(self, values, seconds, wall_s):
-        """Shows the values of a step in the progress bar or, without it, in a line.
-
-        A step has taken so many seconds, and all steps of this process `wall_s`, with pauses.
-        """
+    def _show_step(self, values, seconds):
+        """Shows the values of a step, which took so long, in the progress bar or in a line."""
         steps, loss, mfu = self.run.progress.step + 1, values["loss"], values["mfu"]
-        per_step = wall_s / (steps - self.first_step)
+        per_step = self.run.timer.wall_step_s()
         left_s = per_step * (self.settings.max_iters - steps)
         if self.settings.minutes:
             left_s = min(left_s, max(0, 60 * self.settings.minutes - self.run.elapsed_s()))
@@ -127,23 +115,6 @@ class RunLog:
         if self.wandb_run and event in ("train", "val", "final"):
             numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
             self.wandb_run.log({f"{event}/{k}": v for k, v in numbers.items()}, step=line["step"])
-
-    # Time
-
-    def train_seconds(self):
-        """Waits for the device. Returns the time of the steps of this process."""
-        self.run.machine.synchronize()
-        return time.perf_counter() - self.started_at - self.paused_s
-
-    @contextmanager
-    def pause(self):
-        """A context whose time does not count as training time."""
-        train_s = self.train_seconds()
-        yield
-        now = time.perf_counter()
-        if self.run.progress.step == self.first_step:
-            self.started_at, train_s = now, 0.0  # excludes the time before the first step
-        self.paused_s = now - self.started_at - train_s
 
     # Console
 

@@ -32,7 +32,7 @@ def simulate(run, seconds, step_s):
 
     Returns the clock of each step and of each evaluation.
     """
-    steps, evaluations, run.step_s = [], [], step_s
+    steps, evaluations, run.timer.step_s = [], [], step_s
     while True:
         clock = run.clock()
         if is_evaluation_due(run, clock):

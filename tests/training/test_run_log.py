@@ -13,7 +13,7 @@ import tiny
 
 import train
 from folio.cli.errors import UserError
-from folio.training import messages, run_log
+from folio.training import messages, run_log, timer
 from folio.training.run import open_log
 
 TRAIN = str(Path(train.__file__))
@@ -55,9 +55,9 @@ def run(verse):
 def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
     peak = run.machine.peak_flops  # measured with the real clock
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(run_log.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: clock.now)
     with open_log(run) as log:
-        with log.pause():
+        with run.timer.pause():
             clock.now += 1000  # the first evaluation
         for _ in range(3):
             clock.now += 4
@@ -65,7 +65,7 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
             if run.progress.step % 2 == 0:
                 log.step(2.5, float("inf"), lr=0.1)
             run.progress.add_step(32)
-            with log.pause():
+            with run.timer.pause():
                 clock.now += 10
     first, second = tiny.log_events()[1:]
     assert (first["step"], second["step"]) == (0, 2)
