@@ -18,7 +18,7 @@ from folio.data import writer
 from folio.data.corpus import Corpus
 from folio.data.dataset import load_dataset
 from folio.data.sources import Source
-from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
+from folio.data.tokenizer import TOKENIZERS, ListTokenizer
 from folio.hardware.device import choose_machine
 from folio.pretrained.huggingface import write_pretrained
 from folio.training.evaluation import evaluate
@@ -145,13 +145,10 @@ def text_of(name):
 
 def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer for a text like prepare.py."""
-    if kind == "char":
-        return CharTokenizer("".join(sorted(set(text))))
     if kind == "list":
         return ListTokenizer(sorted({*text, text[:2]}))
-    if kind == "bpe":
-        return BPETokenizer.train([text[: int(0.9 * len(text))]], vocab_size)
-    return TOKENIZERS[kind]()
+    train = text[: int(0.9 * len(text))]
+    return TOKENIZERS[kind].from_texts([train], vocab_size, text)
 
 
 def contents(folder="."):

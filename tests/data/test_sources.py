@@ -152,7 +152,7 @@ def test_a_missing_package_is_a_user_error(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     assert "pip install pyarrow" in error_of(Source(Path("a.parquet")))
     with pytest.raises(UserError, match="pip install tokenizers"):
-        BPETokenizer.train(["ab"])
+        BPETokenizer.from_texts(["ab"])
 
 
 @pytest.mark.parametrize("longest", [2, 100])

@@ -1,6 +1,7 @@
 """Tests of folio/data/tokenizer.py. The first part holds for every entry of TOKENIZERS."""
 
 import json
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,16 +12,20 @@ import tiny
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+import prepare
 from folio.cli.errors import UserError
 from folio.data import bpe
+from folio.data.dataset import load_dataset
 from folio.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZERS,
     BPETokenizer,
     CharTokenizer,
     GPT2Tokenizer,
+    Tokenizer,
     from_dict,
 )
+from tools.page.__main__ import describe_tokenizer
 
 TEXT = "naïve 🦶🏽\r\n\t<end> 𝔘\ufeff\u2028 naïve"
 with_fixtures = settings(
@@ -80,6 +85,29 @@ def test_attributes_are_consistent(kind):
         assert tokenizer.decode(tokenizer.encode(END_OF_TEXT)) == END_OF_TEXT
 
 
+def test_a_new_kind_needs_one_class(folder, monkeypatch):
+    monkeypatch.setitem(TOKENIZERS, "mirror", None)  # which is undone after the test
+
+    class MirrorTokenizer(Tokenizer):
+        kind = "mirror"
+        vocab_size = 256
+
+        def encode(self, text, allow_special=False):
+            return np.array([255 - byte for byte in text.encode()], self.dtype)
+
+        def token_bytes(self, token):
+            return bytes([255 - token])
+
+    Path("own.txt").write_text(TEXT * 9)
+    prepare.main(["--input=own.txt", "--dataset=own", "--tokenizer=mirror"])
+    tokenizer = load_dataset("own").tokenizer
+    assert isinstance(tokenizer, MirrorTokenizer)
+    assert tiny.text_of("own") == Path("own.txt").read_text()
+    for describe in (Tokenizer.to_definition, describe_tokenizer):
+        with pytest.raises(UserError, match="mirror"):
+            describe(tokenizer)
+
+
 # Characters
 
 
@@ -104,7 +132,7 @@ def test_ids_of_characters_are_their_positions_in_the_vocabulary():
 
 
 def test_bpe_merges_frequent_pairs_and_has_every_byte():
-    tokenizer = BPETokenizer.train(["ab ab ab ab cd"] * 3, 260)
+    tokenizer = BPETokenizer.from_texts(["ab ab ab ab cd"] * 3, 260)
     assert [tokenizer.token_bytes(token) for token in (0, 257, 258)] == [
         END_OF_TEXT.encode(), b"ab", b" ab"
     ]  # fmt: skip
@@ -112,8 +140,8 @@ def test_bpe_merges_frequent_pairs_and_has_every_byte():
         bytes([byte]) for byte in range(256)
     ]
     assert tokenizer.end == 0
-    assert BPETokenizer.train(["ab"], 1000).vocab_size == 258
-    assert BPETokenizer.train([], 1000).vocab_size == 257
+    assert BPETokenizer.from_texts(["ab"], 1000).vocab_size == 258
+    assert BPETokenizer.from_texts([], 1000).vocab_size == 257
 
 
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
@@ -125,14 +153,14 @@ def test_text_without_a_place_to_cut_is_cut_after_the_maximum(kind, gpt2_of_byte
     pieces = [*bpe.cut_text(text)]
     assert "".join(pieces) == text
     assert [len(piece) for piece in pieces] == [20, 11, 12, 12, 20, 20, 20, 20, 20, 4]
-    tokenizer = gpt2_of_bytes if kind == "gpt2" else BPETokenizer.train([text], 270)
+    tokenizer = gpt2_of_bytes if kind == "gpt2" else BPETokenizer.from_texts([text], 270)
     expected = [token for piece in pieces for token in tokenizer.encode(piece)]
     assert tokenizer.encode(text).tolist() == expected
 
 
 def test_bpe_is_trained_on_parts_of_long_words():
     """Otherwise, training would take quadratic time."""
-    tokenizer = BPETokenizer.train(["ab" * 1000], 1000)
+    tokenizer = BPETokenizer.from_texts(["ab" * 1000], 1000)
     assert max(map(len, map(tokenizer.token_bytes, range(tokenizer.vocab_size)))) == 256
     assert json.loads(tokenizer.definition)["pre_tokenizer"]["type"] == "ByteLevel"
 
@@ -143,7 +171,7 @@ def test_bpe_is_trained_on_parts_of_long_words():
 @example(text="it's  so.\r\nI'm 's a\n\nb 1\n")
 @example(text="line 1's end.  \nline 2's end.\r\n\r\nline 3 \n end.")
 def test_every_cut_keeps_the_tokens(kind, text, request):
-    trained = BPETokenizer.train(["it's a b. a\n\nb \r\n a  a' 's 1 a.\n"] * 9, 290)
+    trained = BPETokenizer.from_texts(["it's a b. a\n\nb \r\n a  a' 's 1 a.\n"] * 9, 290)
     tokenizer = trained if kind == "bpe" else request.getfixturevalue("gpt2")
     whole = tokenizer.encode(text).tolist()
     cuts = [cut.end() for cut in bpe.CUT_PATTERN.finditer(text)]
@@ -207,7 +235,7 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"
     ],
 )
 def test_a_damaged_or_unsupported_bpe_is_refused(changes, message):
-    plain = json.loads(BPETokenizer.train(["ab" * 9], 260).definition)
+    plain = json.loads(BPETokenizer.from_texts(["ab" * 9], 260).definition)
     with pytest.raises(UserError, match=message):
         BPETokenizer(json.dumps(plain | changes))
     for definition in (None, "{}"):
@@ -216,7 +244,7 @@ def test_a_damaged_or_unsupported_bpe_is_refused(changes, message):
 
 
 def test_settings_of_the_library_that_crash_or_change_tokens_have_no_effect():
-    plain = BPETokenizer.train(["ab" * 9], 260)
+    plain = BPETokenizer.from_texts(["ab" * 9], 260)
     changed = json.loads(plain.definition)
     changed["model"] |= {"dropout": 1.0, "continuing_subword_prefix": "##"}
     changed["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 9}
