@@ -205,21 +205,21 @@ def select_sources(name, address, split, settings):
 
 
 def check_folder(folder, corpus, settings):
-    """Raises UserError if a folder has files of the user, of another program or of another text.
+    """Raises UserError if a folder has files of the user, a different program or a different text.
 
     Deletes the test text of an earlier dataset.
     """
     meta, meta_path, test_path = {}, folder / "meta.json", folder / "test.txt"
     with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads(meta_path.read_bytes())
-    advice = "choose another --dataset, or delete"
+    advice = "choose a different --dataset, or delete"
     if settings.input is not None and meta.get("source_sha256"):
         number = r" \(\d+ files\)"  # which can change
         old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
         if old_name != name and meta["source_sha256"] != corpus.sha256():
-            raise UserError(f"{folder} has another text, {meta['source']}: {advice} the folder")
+            raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
     if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
-        raise UserError(f"{folder} has token files of another program: {advice} them")
+        raise UserError(f"{folder} has token files of a different program: {advice} them")
     if meta.get("test_fraction"):
         test_path.unlink(missing_ok=True)
     elif settings.test_fraction and test_path.exists():

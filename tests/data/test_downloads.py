@@ -51,12 +51,9 @@ def test_failed_downloads_are_explained_and_leave_no_files(fault, shakespeare, h
 def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes):
     for _ in range(2):
         prepare.main([])
-        assert capsys.readouterr() == (
-            "data/shakespeare_char: 108,000 characters of data/shakespeare_char/input.txt, "
-            "vocabulary 16 (char), 97,200 training and 10,800 validation tokens\n"
-            "train: python train.py config/shakespeare_char_fast.py\n",
-            "",
-        )
+        summary, command = capsys.readouterr().out.splitlines()
+        assert "vocabulary 16 (char), 97,200 training and 10,800 validation" in summary
+        assert command == "train: python train.py config/shakespeare_char_fast.py"
     prepare.main(["--dataset=shakespeare"])
     assert hub.requests == [("GET", shakespeare)]
     assert Path("data/shakespeare_char/input.txt").read_bytes() == CORPUS
