@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import prepare
@@ -12,6 +13,7 @@ import train
 from folio.checkpoint.format import Checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
+from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.cli.settings import load_settings
 from folio.data import writer
@@ -149,6 +151,14 @@ def new_tokenizer(kind, text, vocab_size=300):
         return ListTokenizer(sorted({*text, text[:2]}))
     train = text[: int(0.9 * len(text))]
     return TOKENIZERS[kind].from_texts([train], vocab_size, text)
+
+
+def error_of(function, *args):
+    """Returns the message, a single line, of the UserError that function(*args) raises."""
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def contents(folder="."):

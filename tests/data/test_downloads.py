@@ -42,9 +42,8 @@ def test_failed_downloads_are_explained_and_leave_no_files(fault, shakespeare, h
         if fault == "stalls":
             url = f"http://127.0.0.1:{silent.getsockname()[1]}/input.txt"
             monkeypatch.setattr(downloads, "SHAKESPEARE_URL", url)
-        with pytest.raises(UserError) as caught:
-            prepare.main([])
-    assert f"{downloads.SHAKESPEARE_URL} at data/shakespeare_char/input.txt" in str(caught.value)
+        message = tiny.error_of(prepare.main, [])
+    assert f"{downloads.SHAKESPEARE_URL} at data/shakespeare_char/input.txt" in message
     assert not [*Path().rglob("*")]
 
 

@@ -53,10 +53,7 @@ def write(name, texts, key="text"):
 
 
 def error_of(source):
-    with pytest.raises(UserError) as caught:
-        list(source.read())
-    message = str(caught.value)
-    assert "\n" not in message
+    message = tiny.error_of(lambda: list(source.read()))
     assert source.name in message
     return message
 

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import prepare
-from folio.cli.errors import UserError
 from folio.data import bpe
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import (
@@ -104,8 +103,7 @@ def test_a_new_kind_needs_one_class(folder, monkeypatch):
     assert isinstance(tokenizer, MirrorTokenizer)
     assert tiny.text_of("own") == Path("own.txt").read_text()
     for describe in (Tokenizer.to_definition, describe_tokenizer):
-        with pytest.raises(UserError, match="mirror"):
-            describe(tokenizer)
+        assert "mirror" in tiny.error_of(describe, tokenizer)
 
 
 # Characters
@@ -113,9 +111,7 @@ def test_a_new_kind_needs_one_class(folder, monkeypatch):
 
 def test_unknown_characters_are_counted_and_the_most_frequent_are_named():
     unknown = "".join(map(chr, range(0x410, 0x42A)))
-    with pytest.raises(UserError) as caught:
-        CharTokenizer("ab").encode(f"a{unknown}b🦶🦶")
-    message = str(caught.value)
+    message = tiny.error_of(CharTokenizer("ab").encode, f"a{unknown}b🦶🦶")
     assert "lacks 27 that the text has (occurrences: 28): 2 × '🦶' (U+1F9B6), 1 × 'А'" in message
     assert message.count(" × ") == 10
 
@@ -124,8 +120,7 @@ def test_ids_of_characters_are_their_positions_in_the_vocabulary():
     tokenizer = CharTokenizer("\nab🦶")
     assert tokenizer.encode("ab\n🦶").tolist() == [1, 2, 0, 3]
     assert (tokenizer.start, CharTokenizer(" ab").start) == ("\n", " ")
-    with pytest.raises(UserError, match=r"lacks 1 .* 1 × '.*' .U\+DFFF.;"):
-        tokenizer.encode("ab\udfff")
+    assert "(U+DFFF);" in tiny.error_of(tokenizer.encode, "ab\udfff")
 
 
 # Bytes and trained byte-pair encodings
@@ -193,8 +188,7 @@ def test_multi_token_character_is_decoded_with_its_last_token(gpt2_of_bytes):
 
 def test_a_failed_download_of_the_vocabulary_is_a_user_error(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=requests.ConnectionError()))
-    with pytest.raises(UserError, match="tiktoken cannot download .* TIKTOKEN_CACHE_DIR"):
-        GPT2Tokenizer().encode("text")
+    assert "TIKTOKEN_CACHE_DIR" in tiny.error_of(GPT2Tokenizer().encode, "text")
 
 
 def test_gpt2_ids(gpt2):
@@ -209,12 +203,12 @@ def test_gpt2_ids(gpt2):
 @pytest.mark.parametrize(
     "data",
     [None, [], {}, {"kind": ["char"]}, {"kind": "x"}, {"kind": "char", "characters": None},
-     {"kind": "byte", "definition": ""}],
+     {"kind": "byte", "definition": ""}, {"kind": "bpe", "definition": None},
+     {"kind": "bpe", "definition": "{}"}],
     ids=repr,
 )  # fmt: skip
 def test_damaged_tokenizer_is_refused(data):
-    with pytest.raises(UserError, match="char, list, byte, bpe, gpt2"):
-        from_dict(data)
+    assert "tokenizer" in tiny.error_of(from_dict, data)
 
 
 SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
@@ -233,11 +227,7 @@ SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"
 )
 def test_a_damaged_or_unsupported_bpe_is_refused(changes, message):
     plain = json.loads(BPETokenizer.from_texts(["ab" * 9], 260).definition)
-    with pytest.raises(UserError, match=message):
-        BPETokenizer(json.dumps(plain | changes))
-    for definition in (None, "{}"):
-        with pytest.raises(UserError, match="cannot be used"):
-            from_dict({"kind": "bpe", "definition": definition})
+    assert message in tiny.error_of(BPETokenizer, json.dumps(plain | changes))
 
 
 def test_settings_of_the_library_that_crash_or_change_tokens_have_no_effect():
