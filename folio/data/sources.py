@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from itertools import dropwhile
 from pathlib import Path
 
-from folio.cli.errors import UserError, cause_of, import_optional, os_errors
+from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
 from folio.cli.files import check_lfs, unify_line_ends
 from folio.data.bpe import find_last_cut
 from folio.data.encoding import explain_encoding
@@ -74,10 +74,9 @@ class Source:
     def errors(self):
         """A context that turns errors of reading the file into UserErrors."""
         try:
-            with os_errors("read", self.name):
+            damage = foreign_errors(f"{self.name} is damaged", EOFError, zlib.error)
+            with os_errors("read", self.name), damage:
                 yield
-        except (EOFError, zlib.error) as error:
-            raise UserError(f"{self.name} is damaged ({cause_of(error)})") from error
         except UnicodeDecodeError as error:
             cause = explain_encoding(self, error)
             raise UserError(f"{self.name} is not UTF-8 text: {cause}") from error
@@ -208,23 +207,21 @@ def _read_arrow(source):
     pyarrow = import_optional("pyarrow", source.name)
     from pyarrow import parquet
 
-    try:
-        with open(source.path, "rb") as file:
-            if source.suffix == ".parquet":
-                table = parquet.ParquetFile(file)
-                has_columns = set(source.columns) <= set(table.schema_arrow.names)
-                columns = source.columns if has_columns else None  # all, for the message
-                batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns)
-            elif file.read(6) == b"ARROW1":
-                reader = pyarrow.ipc.open_file(file)
-                batches = map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                file.seek(0)
-                batches = pyarrow.ipc.open_stream(file)
-            for batch in batches:
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{source.name} cannot be read ({cause_of(error)})") from error
+    types = (pyarrow.ArrowException, UnicodeDecodeError)
+    with foreign_errors(f"{source.name} cannot be read", *types), open(source.path, "rb") as file:
+        if source.suffix == ".parquet":
+            table = parquet.ParquetFile(file)
+            has_columns = set(source.columns) <= set(table.schema_arrow.names)
+            columns = source.columns if has_columns else None  # all, for the message
+            batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns)
+        elif file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            batches = pyarrow.ipc.open_stream(file)
+        for batch in batches:
+            yield from batch.to_pylist()
 
 
 # Finding files

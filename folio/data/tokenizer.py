@@ -271,13 +271,12 @@ class GPT2Tokenizer(Tokenizer):
     def _encoding(self):
         import tiktoken  # imported here because the other tokenizers do not need it
 
-        try:
+        refusal = (
+            "tiktoken cannot download GPT-2's vocabulary: connect to the network once, or set "
+            "TIKTOKEN_CACHE_DIR to a folder that contains its files"
+        )
+        with foreign_errors(refusal, OSError, ValueError):  # a ValueError: other content
             return tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:  # no network, or a file with other content
-            raise UserError(
-                f"tiktoken cannot download GPT-2's vocabulary ({type(error).__name__}); connect to "
-                "the network once, or set TIKTOKEN_CACHE_DIR to a folder that contains its files"
-            ) from error
 
     def to_definition(self):
         from tiktoken.load import read_file_cached  # imported here because it is slow
@@ -300,12 +299,10 @@ class GPT2Tokenizer(Tokenizer):
 
 def from_dict(data):
     """Returns the tokenizer that `to_dict` described. Raises UserError for invalid data."""
-    try:
+    refusal = f"the tokenizer is damaged or unknown; known kinds: {', '.join(TOKENIZERS)}"
+    with foreign_errors(refusal, AttributeError, KeyError, TypeError, ValueError):
         parameters = dict(data)
         return TOKENIZERS[parameters.pop("kind")](**parameters)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        known = ", ".join(TOKENIZERS)
-        raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
 
 
 def code_points(text):
