@@ -9,7 +9,6 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from folio.data import sources
 from folio.data.corpus import Corpus
 from folio.data.sources import find_sources
 from folio.data.tokenizer import END_OF_TEXT
@@ -78,18 +77,6 @@ def test_end_of_text_ends_a_document_if_it_is_allowed():
         (False, "ab"), (True, "cd"), (False, "e")
     ]  # fmt: skip
     assert special.split_ends["train"] == 4  # of 5
-
-
-@pytest.mark.parametrize("end_text", [None, END_OF_TEXT])
-def test_a_text_in_chunks_has_the_same_splits(end_text, folder, monkeypatch):
-    text = "\ufeffé one <|endoftext|>two\nthree🦶 <|endoftext|><|endoftext|> four five\n" * 9
-    Path("a.txt").write_text(text, encoding="utf-8")
-    Path("b.txt").write_text("")
-    whole = Corpus(find_sources("*.txt", "text"), "texts", end_text=end_text)
-    expected = documents_of(read(whole))
-    for size in (1, 7, 64):
-        monkeypatch.setattr(sources, "CHUNK_CHARACTERS", size)
-        assert documents_of(read(whole)) == expected
 
 
 def test_hashes_divide_documents_whatever_their_format(folder):

@@ -18,6 +18,7 @@ from folio.data.tokenizer import END_OF_TEXT, ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
 DOCUMENTS = [f"{n} darling buds of May,\nand 🦶 summer's lease {n}\n" for n in range(200)]
+DOCUMENTS[99] += f" {END_OF_TEXT}two{END_OF_TEXT}{END_OF_TEXT} \n"
 
 
 # Encoding
@@ -44,12 +45,13 @@ def prepare_files(name, source, kind, *flags):
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2"])
 @pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
 def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
+    flags = ["--allow_special=True"] if kind in ("bpe", "gpt2") else []
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    expected = prepare_files("one", source, kind)
+    expected = prepare_files("one", source, kind, *flags)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 7)
     monkeypatch.setattr(writer, "MIN_BATCH_CHARACTERS", 2**20)
-    assert prepare_files("other", source, kind) == expected
+    assert prepare_files("other", source, kind, *flags) == expected
 
 
 @pytest.mark.usefixtures("own")
