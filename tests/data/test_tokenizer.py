@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import prepare
+from folio.cli.files import unify_line_ends
 from folio.data import bpe
 from folio.data.dataset import load_dataset
 from folio.data.tokenizer import (
@@ -97,11 +98,11 @@ def test_a_new_kind_needs_one_class(folder, monkeypatch):
         def token_bytes(self, token):
             return bytes([255 - token])
 
-    Path("own.txt").write_text(TEXT * 9)
+    Path("own.txt").write_bytes(TEXT.encode() * 9)
     prepare.main(["--input=own.txt", "--dataset=own", "--tokenizer=mirror"])
     tokenizer = load_dataset("own").tokenizer
     assert isinstance(tokenizer, MirrorTokenizer)
-    assert tiny.text_of("own") == Path("own.txt").read_text()
+    assert tiny.text_of("own") == unify_line_ends(TEXT * 9)
     for describe in (Tokenizer.to_definition, describe_tokenizer):
         assert "mirror" in tiny.error_of(describe, tokenizer)
 
