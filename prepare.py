@@ -30,7 +30,6 @@ PROVIDED_DATASETS = {  # name: default tokenizer
     "openwebtext": "gpt2",
     "fineweb_edu": "gpt2",
 }
-TOKENIZER_KINDS = ("char", "byte", "bpe", "gpt2")
 MIN_GPT2_TOKENS = 10_000_000  # of config/gpt2_fast.py
 MAX_BPE_CHARACTERS = 2**24  # training a BPE takes up to 300 bytes of memory for each
 
@@ -93,13 +92,6 @@ class PrepareConfig:
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
         if (self.val_fraction or 0.1) + self.test_fraction >= 1:
             raise ValueError("--val_fraction and --test_fraction leave no training text")
-        if self.kind not in TOKENIZER_KINDS and not os.path.exists(self.kind):
-            known = ", ".join(TOKENIZER_KINDS)
-            raise ValueError(f"--tokenizer must be {known} or an existing path, not {self.kind}")
-        if self.allow_special and self.kind in ("char", "byte"):
-            raise ValueError("--allow_special needs --tokenizer=bpe, gpt2 or a path")
-        if self.vocab_size and self.kind != "bpe":
-            raise ValueError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {self.kind}")
 
     @property
     def kind(self):
@@ -108,7 +100,7 @@ class PrepareConfig:
         return self.tokenizer or default
 
 
-# Answers --help and reports wrong flags before the slow imports. main() parses again.
+# Handles --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, PrepareConfig)
 
 from folio.cli.files import unescape, write_atomically
@@ -116,7 +108,7 @@ from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
 from folio.data.sources import TABLE_SUFFIXES, find_sources
-from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer
+from folio.data.tokenizer import BLANK_LINE, TOKENIZERS
 from folio.data.writer import write_dataset
 
 
@@ -125,14 +117,16 @@ def main(argv=None):
     settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
-    tokenizer = load_existing_tokenizer(settings.kind)  # None: it is made from the corpus
+    tokenizer = find_tokenizer(settings)  # a class if it is made from the corpus
     corpus = find_corpus(name, settings)
-    if settings.allow_special and (tokenizer is None or tokenizer.end is not None):
-        corpus.end_text = (tokenizer or BPETokenizer).end_text
+    if settings.allow_special and tokenizer.end is not None:
+        corpus.end_text = tokenizer.end_text
     check_folder(folder, corpus, settings)
-    corpus.max_characters = estimate_characters(corpus, tokenizer, settings)
+    if settings.max_tokens is not None:
+        corpus.max_characters = estimate_characters(corpus.sample(), tokenizer, settings)
     characters = corpus.scan()  # finds the boundaries of the splits, too
-    tokenizer = tokenizer or make_tokenizer(corpus, characters, settings)
+    if isinstance(tokenizer, type):
+        tokenizer = tokenizer.from_texts(training_texts(corpus), settings.vocab_size, characters)
     meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     print(
         f"{folder}: {corpus.split_ends['val']:,} characters of {corpus.description}, "
@@ -211,21 +205,21 @@ def select_sources(name, address, split, settings):
 
 
 def check_folder(folder, corpus, settings):
-    """Raises UserError if a folder has files of the user, of another program or of another text.
+    """Raises UserError if a folder has files of the user, a different program or a different text.
 
     Deletes the test text of an earlier dataset.
     """
     meta, meta_path, test_path = {}, folder / "meta.json", folder / "test.txt"
     with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads(meta_path.read_bytes())
-    advice = "choose another --dataset, or delete"
+    advice = "choose a different --dataset, or delete"
     if settings.input is not None and meta.get("source_sha256"):
         number = r" \(\d+ files\)"  # which can change
         old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
         if old_name != name and meta["source_sha256"] != corpus.sha256():
-            raise UserError(f"{folder} has another text, {meta['source']}: {advice} the folder")
+            raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
     if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
-        raise UserError(f"{folder} has token files of another program: {advice} them")
+        raise UserError(f"{folder} has token files of a different program: {advice} them")
     if meta.get("test_fraction"):
         test_path.unlink(missing_ok=True)
     elif settings.test_fraction and test_path.exists():
@@ -235,40 +229,47 @@ def check_folder(folder, corpus, settings):
 # Tokenizers
 
 
-def load_existing_tokenizer(kind):
-    """Returns a tokenizer from a path, or of a kind; None if it depends on the corpus."""
-    if kind in ("char", "bpe"):
-        return None
-    if kind in TOKENIZER_KINDS:
-        return TOKENIZERS[kind]()
+def find_tokenizer(settings):
+    """Returns the class of a kind of tokenizer, or the tokenizer in a path.
+
+    Raises UserError if other settings do not fit it.
+    """
+    kinds = {kind: each for kind, each in TOKENIZERS.items() if each.is_offered}
+    tokenizer_class = kinds.get(settings.kind)
+    if not tokenizer_class and not os.path.exists(settings.kind):
+        known = ", ".join(kinds)
+        raise UserError(f"--tokenizer must be {known} or an existing path, not {settings.kind}")
+    if settings.allow_special and tokenizer_class and tokenizer_class.end is None:
+        raise UserError("--allow_special needs --tokenizer=bpe, gpt2 or a path")
+    if settings.vocab_size and not (tokenizer_class and tokenizer_class.is_trained):
+        raise UserError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {settings.kind}")
+    return tokenizer_class or load_tokenizer_of(settings.kind)
+
+
+def load_tokenizer_of(path):
+    """Returns the tokenizer of a checkpoint, of a tokenizer.json or of a folder with one."""
     from folio.pretrained.load import checkpoint_tokenizer, load_initial  # slow: imports torch
     from folio.pretrained.tokenizer_files import TOKENIZER_FILE, read_tokenizer
 
-    path = Path(kind, TOKENIZER_FILE) if os.path.isdir(kind) else Path(kind)
-    if path.suffix == ".json":
-        return read_tokenizer(path)
-    return checkpoint_tokenizer(load_initial(kind))
+    if os.path.isdir(path):
+        path = os.path.join(path, TOKENIZER_FILE)
+    if path.endswith(".json"):
+        return read_tokenizer(Path(path))
+    return checkpoint_tokenizer(load_initial(path))
 
 
-def estimate_characters(corpus, tokenizer, settings):
-    """Returns the number of characters with about max_tokens tokens; None if there is no limit.
-
-    If the tokenizer does not exist yet, one is trained on a sample.
-    """
-    if settings.kind == "char" or settings.max_tokens is None:
-        return settings.max_tokens
-    sample = corpus.sample()
-    tokenizer = tokenizer or BPETokenizer.train([sample], settings.vocab_size)
+def estimate_characters(sample, tokenizer, settings):
+    """Returns the number of characters with about max_tokens tokens, as many as in a sample."""
+    if isinstance(tokenizer, type):
+        tokenizer = tokenizer.from_texts([sample], settings.vocab_size)
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 
-def make_tokenizer(corpus, characters, settings):
-    """Returns a tokenizer of all characters, or a BPE that is trained on the training split."""
-    if settings.kind == "char":
-        return CharTokenizer(characters)
-    stride = 1 + corpus.split_ends["train"] // MAX_BPE_CHARACTERS  # reads evenly spread parts
+def training_texts(corpus):
+    """Yields evenly spread parts of the training split, of MAX_BPE_CHARACTERS or less together."""
+    stride = 1 + corpus.split_ends["train"] // MAX_BPE_CHARACTERS
     texts = (piece.text for piece in corpus.read() if piece.split == "train")
-    return BPETokenizer.train(itertools.islice(texts, 0, None, stride), settings.vocab_size)
+    return itertools.islice(texts, 0, None, stride)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ def gpt2_of_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.__getitem__)
     monkeypatch.setattr(GPT2Tokenizer, "vocab_size", 257)
     monkeypatch.setattr(GPT2Tokenizer, "padded_vocab_size", 320)
+    monkeypatch.setattr(GPT2Tokenizer, "end", 256)
     return GPT2Tokenizer()
 
 

@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import prepare
@@ -12,13 +13,14 @@ import train
 from folio.checkpoint.format import Checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
+from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.cli.settings import load_settings
 from folio.data import writer
 from folio.data.corpus import Corpus
 from folio.data.dataset import load_dataset
 from folio.data.sources import Source
-from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, ListTokenizer
+from folio.data.tokenizer import TOKENIZERS, ListTokenizer
 from folio.hardware.device import choose_machine
 from folio.pretrained.huggingface import write_pretrained
 from folio.training.evaluation import evaluate
@@ -145,13 +147,18 @@ def text_of(name):
 
 def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer for a text like prepare.py."""
-    if kind == "char":
-        return CharTokenizer("".join(sorted(set(text))))
     if kind == "list":
         return ListTokenizer(sorted({*text, text[:2]}))
-    if kind == "bpe":
-        return BPETokenizer.train([text[: int(0.9 * len(text))]], vocab_size)
-    return TOKENIZERS[kind]()
+    train = text[: int(0.9 * len(text))]
+    return TOKENIZERS[kind].from_texts([train], vocab_size, text)
+
+
+def error_of(function, *args):
+    """Returns the message, a single line, of the UserError that function(*args) raises."""
+    with pytest.raises(UserError) as caught:
+        function(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def contents(folder="."):

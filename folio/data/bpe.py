@@ -58,6 +58,41 @@ def read_vocabulary(encoder):
     return token_bytes, added_ids
 
 
+def define_merges(tokens, merges=(), end_of_text=None):
+    """Returns the definition of a byte-level encoding.
+
+    Args:
+        tokens: bytes of each token, indexed by id.
+        merges: pairs of tokens, in the alphabet of byte_characters(). Without any, each byte is a
+            token, and the text is not split into words.
+        end_of_text: text of a special token among them, or None.
+    """
+    library = import_optional("tokenizers", "a tokenizer.json")
+    characters = byte_characters()
+    names = ("".join(characters[byte] for byte in token) for token in tokens)
+    vocabulary = {name: token_id for token_id, name in enumerate(names)}
+    encoder = library.Tokenizer(library.models.BPE(vocabulary, list(merges)))
+    encoder.pre_tokenizer = library.pre_tokenizers.ByteLevel(False, True, use_regex=bool(merges))
+    encoder.decoder = library.decoders.ByteLevel()
+    if end_of_text:
+        token = library.AddedToken(end_of_text, special=True, normalized=False)
+        encoder.add_special_tokens([token])
+    return encoder.to_str()
+
+
+def define_characters(characters):
+    """Returns the definition of an encoding with these characters as tokens, without merges.
+
+    Other characters are read as "?" or, if that is not a token, as the first one.
+    """
+    library = import_optional("tokenizers", "a tokenizer.json")
+    unknown = "?" if "?" in characters else characters[0]
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    encoder = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
+    encoder.decoder = library.decoders.Fuse()
+    return encoder.to_str()
+
+
 def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
     from_str = import_optional("tokenizers", "a BPE tokenizer").Tokenizer.from_str

@@ -4,7 +4,7 @@ By default, validation has a tenth of the characters, or 20 million if that is l
 0.05%. A hash puts each document into one of BUCKETS. The splits divide the characters in the order
 of the buckets. So the last 10% of a single text are validation, only one of several documents is
 cut at each boundary, and equal documents are in the same split, except for those in a bucket that
-is cut. Empty texts are no documents.
+is cut. Empty texts are not documents.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ import re
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from folio.cli.errors import UserError, cause_of, import_optional
+from folio.cli.errors import UserError, foreign_errors, import_optional
 from folio.cli.files import lock_folder, write_atomically
 from folio.data.dataset import DATA_FOLDER
 from folio.data.sources import TABLE_SUFFIXES, Source
@@ -46,16 +46,15 @@ def load_shakespeare():
         return Source(path)
     import requests  # imported here because other datasets do not need it
 
-    try:
+    refusal = (
+        f"cannot download tiny Shakespeare: put {SHAKESPEARE_URL} at {path}, or use your own text "
+        "with --input=FILE --dataset=NAME, or --dataset=pydocs"
+    )
+    with foreign_errors(refusal, OSError):  # the type of all errors of requests
         response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
         response.raise_for_status()
         if hashlib.sha256(response.content).hexdigest() != SHAKESPEARE_SHA256:
             raise OSError("wrong sha256")  # such as the page of a proxy
-    except OSError as error:  # the type of all errors of requests
-        raise UserError(
-            f"cannot download tiny Shakespeare ({cause_of(error)}); put {SHAKESPEARE_URL} at "
-            f"{path}, or use your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
-        ) from error
     return _write(path, response.content)
 
 

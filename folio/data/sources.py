@@ -17,10 +17,10 @@ from fnmatch import fnmatch
 from itertools import dropwhile
 from pathlib import Path
 
-from folio.cli.errors import UserError, cause_of, import_optional, os_errors
+from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
 from folio.cli.files import check_lfs, unify_line_ends
 from folio.data.bpe import find_last_cut
-from folio.data.problems import explain_bytes
+from folio.data.encoding import explain_encoding
 
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".json")
 TABLE_SUFFIXES = (  # .json is last, because repositories of datasets have other .json files
@@ -44,7 +44,7 @@ class Source:
     path, name: of the file, and what messages call it.
     suffix: the one of TABLE_SUFFIXES, or "" for a text.
     template: the text of a row of a table, with the names of `columns` in braces.
-    empty_rows: numbers of the rows without text that were read; they are no documents.
+    empty_rows: numbers of the rows without text that were read; they are not documents.
     """
 
     def __init__(self, path, text_key="text", name=None):
@@ -74,12 +74,11 @@ class Source:
     def errors(self):
         """A context that turns errors of reading the file into UserErrors."""
         try:
-            with os_errors("read", self.name):
+            damage = foreign_errors(f"{self.name} is damaged", EOFError, zlib.error)
+            with os_errors("read", self.name), damage:
                 yield
-        except (EOFError, zlib.error) as error:
-            raise UserError(f"{self.name} is damaged ({cause_of(error)})") from error
         except UnicodeDecodeError as error:
-            cause = explain_bytes(self, error)
+            cause = explain_encoding(self, error)
             raise UserError(f"{self.name} is not UTF-8 text: {cause}") from error
 
     def open(self):
@@ -154,7 +153,7 @@ def _row_text(row, source):
         return ""
     text = re.sub(COLUMN_IN_TEMPLATE, lambda match: texts[match[1]], source.template)
     if "\0" in text or text.encode(errors="replace").decode() != text:
-        raise RowError("has NUL or half of a surrogate pair, which is no character: remove it")
+        raise RowError("has NUL or an unpaired surrogate: remove it")
     return text
 
 
@@ -169,7 +168,7 @@ def _column_text(row, column):
         text = text.decode("utf-8", "surrogateescape")
     if not isinstance(text, str | None):
         kind = "number" if isinstance(text, int | float) else type(text).__name__
-        raise RowError(f"has no text in column {column!r}, but a value of type {kind}")
+        raise RowError(f"has a value of type {kind} in column {column!r}: convert it to text")
     return text or ""
 
 
@@ -208,23 +207,21 @@ def _read_arrow(source):
     pyarrow = import_optional("pyarrow", source.name)
     from pyarrow import parquet
 
-    try:
-        with open(source.path, "rb") as file:
-            if source.suffix == ".parquet":
-                table = parquet.ParquetFile(file)
-                has_columns = set(source.columns) <= set(table.schema_arrow.names)
-                columns = source.columns if has_columns else None  # all, for the message
-                batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns)
-            elif file.read(6) == b"ARROW1":
-                reader = pyarrow.ipc.open_file(file)
-                batches = map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                file.seek(0)
-                batches = pyarrow.ipc.open_stream(file)
-            for batch in batches:
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(f"{source.name} cannot be read ({cause_of(error)})") from error
+    types = (pyarrow.ArrowException, UnicodeDecodeError)
+    with foreign_errors(f"{source.name} cannot be read", *types), open(source.path, "rb") as file:
+        if source.suffix == ".parquet":
+            table = parquet.ParquetFile(file)
+            has_columns = set(source.columns) <= set(table.schema_arrow.names)
+            columns = source.columns if has_columns else None  # all, for the message
+            batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns)
+        elif file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            batches = pyarrow.ipc.open_stream(file)
+        for batch in batches:
+            yield from batch.to_pylist()
 
 
 # Finding files
@@ -244,7 +241,7 @@ def find_sources(name, text_key):
     unique = {}  # of several links to a file, one is read
     for path in paths:
         if not os.path.isfile(path):
-            raise UserError(f"{path} is missing or no regular file")
+            raise UserError(f"{path} is missing or not a regular file")
         unique.setdefault(os.path.realpath(path), Source(path, text_key))
     sources = list(unique.values())
     if os.path.isfile(Path(name, "dataset_dict.json")):  # of datasets.save_to_disk

@@ -10,27 +10,79 @@ from functools import cached_property
 import numpy as np
 
 from folio.cli.errors import UserError, foreign_errors
-from folio.data.bpe import cut_text, encode_text, load_encoder, read_vocabulary, train_bpe
+from folio.data import bpe
 
 UNICODE_CODE_POINTS = 0x110000
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 DEFAULT_BPE_VOCAB_SIZE = 2048
+GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+TOKENIZERS = {}  # {kind: class}
 
 
 class Tokenizer:
-    """Base class of the tokenizers. Each has the methods of CharTokenizer and these attributes.
+    """Base class of the tokenizers. A subclass is a new kind, which prepare.py --tokenizer offers.
 
-    kind: its name in TOKENIZERS.
+    It defines `kind`, `vocab_size`, `encode` and `token_bytes`. If its constructor has parameters,
+    it also defines `from_texts` and `to_dict`. The other members have defaults.
+
+    kind: its name in settings and files.
     vocab_size: number of token ids.
     padded_vocab_size: rows of a new model's embedding.
-    end: id of the end-of-text token, or None.
+    end: id of the end-of-text token, or None. That of the class: of a tokenizer made from texts.
     end_text: its text.
     start: default prompt.
+    unit: what messages call a token.
+    is_offered: whether prepare.py can make it, with `from_texts`.
+    is_trained: whether its vocabulary size can be chosen.
+    matching: how it finds tokens, for other programs: "longest" (the longest text that fits),
+        "merges" (of bytes), or None if they cannot do it.
+    definition: content of the tokenizer.json that contains it, or None.
     """
 
     end, end_text = None, END_OF_TEXT
     start = "\n"
+    unit = "token"
+    is_offered, is_trained = True, False
+    matching = None
+    definition = None
+
+    def __init_subclass__(cls):
+        TOKENIZERS[cls.kind] = cls
+
+    @classmethod
+    def from_texts(cls, texts, vocab_size=None, characters=None):
+        """Returns the tokenizer for a corpus.
+
+        Args:
+            texts: iterable of training texts, not necessarily all.
+            vocab_size: number of tokens, if `is_trained`. None: the default.
+            characters: a string with all characters of the corpus. None: they are those of `texts`.
+        """
+        return cls()
+
+    def to_dict(self):
+        """Returns `kind` and the arguments of the constructor, as plain data."""
+        return {"kind": self.kind}
+
+    def to_definition(self):
+        """Returns the content of a tokenizer.json with the same tokens.
+
+        Raises UserError if there is none.
+        """
+        raise UserError(f"a tokenizer of kind {self.kind} cannot be written as tokenizer.json")
+
+    def encode(self, text, allow_special=False):
+        """Returns the ids of `text`, (N,) of type `dtype`.
+
+        The text of a special token is ordinary text, or that token if `allow_special`. Raises
+        UserError if the vocabulary lacks a part of the text.
+        """
+        raise NotImplementedError
+
+    def token_bytes(self, token):
+        """Returns the bytes of a token, which can be an incomplete character."""
+        raise NotImplementedError
 
     @property
     def padded_vocab_size(self):
@@ -49,9 +101,6 @@ class Tokenizer:
     def dtype(self):
         """The type of ids: uint16 up to 65,536 ids, else uint32."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
-
-    def to_dict(self):
-        return {"kind": self.kind}
 
     def decode(self, ids):
         """Returns the text of a sequence of ids; invalid UTF-8 becomes U+FFFD."""
@@ -78,6 +127,8 @@ class CharTokenizer(Tokenizer):
     """One token per character (Unicode code point)."""
 
     kind = "char"
+    unit = "character"
+    matching = "longest"
 
     def __init__(self, characters):
         """`characters` is a string, indexed by id."""
@@ -87,11 +138,19 @@ class CharTokenizer(Tokenizer):
         self._ids = np.full(UNICODE_CODE_POINTS, -1, np.int32)
         self._ids[code_points(characters)] = np.arange(self.vocab_size)
 
+    @classmethod
+    def from_texts(cls, texts, vocab_size=None, characters=None):
+        if characters is None:
+            characters = "".join(texts)
+        return cls("".join(sorted(set(characters))))
+
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
 
+    def to_definition(self):
+        return bpe.define_characters(self.characters)
+
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (length,). Raises UserError for unknown characters."""
         points = code_points(text)
         ids = self._ids[points]
         if len(ids) and ids.min() < 0:
@@ -105,14 +164,18 @@ class CharTokenizer(Tokenizer):
         return ids.astype(self.dtype)
 
     def token_bytes(self, token):
-        """Returns the bytes of a token, for other tokenizers possibly an incomplete character."""
         return self.characters[token].encode(errors="surrogatepass")  # nanoGPT's may have some
 
 
 class ListTokenizer(Tokenizer):
-    """Tokens of any length, from nanoGPT's meta.pkl: notes of music, k-mers of DNA."""
+    """Tokens of any length, from nanoGPT's meta.pkl: notes of music, k-mers of DNA.
+
+    At each position of a text, the longest token that fits is used.
+    """
 
     kind = "list"
+    is_offered = False
+    matching = "longest"
 
     def __init__(self, tokens):
         """`tokens` is a list of strings, indexed by id. Raises ValueError if it has no token."""
@@ -125,10 +188,6 @@ class ListTokenizer(Tokenizer):
         return {"kind": self.kind, "tokens": self.tokens}
 
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (N,): at each position, of the longest token that fits.
-
-        Raises UserError if there is none.
-        """
         ids, position = [], 0
         while position < len(text):
             pieces = (text[position : position + length] for length in self._lengths)
@@ -149,13 +208,54 @@ class ByteTokenizer(Tokenizer):
 
     kind = "byte"
     vocab_size = 256
+    unit = "byte"
+    matching = "merges"
+
+    def to_definition(self):
+        return bpe.define_merges(list(map(self.token_bytes, range(256))))
 
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (bytes,) uint16."""
         return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
 
     def token_bytes(self, token):
         return bytes([token])
+
+
+class BPETokenizer(Tokenizer):
+    """A byte-level byte-pair encoding, such as one trained on a corpus; see folio/data/bpe.py."""
+
+    kind = "bpe"
+    end = 0
+    is_trained = True
+    matching = "merges"
+
+    def __init__(self, definition, end_text=END_OF_TEXT):
+        """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
+        self.definition, self.end_text = definition, end_text
+        self._encoder = bpe.load_encoder(definition)
+        with foreign_errors("the BPE tokenizer is damaged", KeyError, ValueError):
+            self._token_bytes, added_ids = bpe.read_vocabulary(self._encoder)
+        self.vocab_size, self.end = len(self._token_bytes), added_ids.get(end_text)
+
+    @classmethod
+    def from_texts(cls, texts, vocab_size=None, characters=None):
+        """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
+        return cls(bpe.train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
+
+    def to_dict(self):
+        data = {"kind": self.kind, "definition": self.definition}
+        if self.end_text != END_OF_TEXT:  # which older files do not have
+            data["end_text"] = self.end_text
+        return data
+
+    def to_definition(self):
+        return self.definition
+
+    def encode(self, text, allow_special=False):
+        return np.array(bpe.encode_text(self._encoder, text, allow_special), self.dtype)
+
+    def token_bytes(self, token):
+        return self._token_bytes[token]
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -164,82 +264,45 @@ class GPT2Tokenizer(Tokenizer):
     kind = "gpt2"
     vocab_size = 50257
     padded_vocab_size = 50304  # as in nanoGPT; multiples of 64 are faster on GPUs
+    end = 50256
+    matching = "merges"
 
     @cached_property
     def _encoding(self):
         import tiktoken  # imported here because the other tokenizers do not need it
 
-        try:
+        refusal = (
+            "tiktoken cannot download GPT-2's vocabulary: connect to the network once, or set "
+            "TIKTOKEN_CACHE_DIR to a folder that contains its files"
+        )
+        with foreign_errors(refusal, OSError, ValueError):  # a ValueError: other content
             return tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:  # no network, or a file with other content
-            raise UserError(
-                f"tiktoken cannot download GPT-2's vocabulary ({type(error).__name__}); connect to "
-                "the network once, or set TIKTOKEN_CACHE_DIR to a folder that contains its files"
-            ) from error
 
-    @property
-    def end(self):
-        return self._encoding.eot_token
+    def to_definition(self):
+        from tiktoken.load import read_file_cached  # imported here because it is slow
+
+        lines = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # without the version
+        merges = [tuple(line.split(" ")) for line in lines]
+        tokens = list(map(self.token_bytes, range(self.vocab_size)))
+        return bpe.define_merges(tokens, merges, END_OF_TEXT)
 
     def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (N,) uint16.
-
-        The text of a special token in it is ordinary text, or that token if `allow_special`.
-        """
         special = {END_OF_TEXT} if allow_special else set()
         options = {"allowed_special": special, "disallowed_special": ()}
         # tiktoken fails on a million equal characters in a row
-        arrays = [self._encoding.encode_to_numpy(piece, **options) for piece in cut_text(text)]
+        arrays = [self._encoding.encode_to_numpy(piece, **options) for piece in bpe.cut_text(text)]
         return np.concatenate(arrays, dtype=self.dtype, casting="unsafe")
 
     def token_bytes(self, token):
         return self._encoding.decode_single_token_bytes(token)
 
 
-class BPETokenizer(Tokenizer):
-    """A byte-level byte-pair encoding, such as one trained on a corpus; see folio/data/bpe.py."""
-
-    kind = "bpe"
-
-    def __init__(self, definition, end_text=END_OF_TEXT):
-        """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
-        self.definition, self.end_text = definition, end_text
-        self._encoder = load_encoder(definition)
-        with foreign_errors("the BPE tokenizer is damaged", KeyError, ValueError):
-            self._token_bytes, added_ids = read_vocabulary(self._encoder)
-        self.vocab_size, self.end = len(self._token_bytes), added_ids.get(end_text)
-
-    @classmethod
-    def train(cls, texts, vocab_size=None):
-        """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
-        return cls(train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
-
-    def to_dict(self):
-        data = {"kind": self.kind, "definition": self.definition}
-        if self.end_text != END_OF_TEXT:  # which older files do not have
-            data["end_text"] = self.end_text
-        return data
-
-    def encode(self, text, allow_special=False):
-        """Returns the ids of `text`, (N,); see GPT2Tokenizer."""
-        return np.array(encode_text(self._encoder, text, allow_special), self.dtype)
-
-    def token_bytes(self, token):
-        return self._token_bytes[token]
-
-
-_CLASSES = (CharTokenizer, ListTokenizer, ByteTokenizer, BPETokenizer, GPT2Tokenizer)
-TOKENIZERS = {tokenizer.kind: tokenizer for tokenizer in _CLASSES}
-
-
 def from_dict(data):
     """Returns the tokenizer that `to_dict` described. Raises UserError for invalid data."""
-    try:
+    refusal = f"the tokenizer is damaged or unknown; known kinds: {', '.join(TOKENIZERS)}"
+    with foreign_errors(refusal, AttributeError, KeyError, TypeError, ValueError):
         parameters = dict(data)
         return TOKENIZERS[parameters.pop("kind")](**parameters)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        known = ", ".join(TOKENIZERS)
-        raise UserError(f"the tokenizer is damaged or unknown; known kinds: {known}") from error
 
 
 def code_points(text):

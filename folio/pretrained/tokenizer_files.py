@@ -12,15 +12,20 @@ import hashlib
 import json
 import os
 
-from folio.cli.errors import UserError, foreign_errors, import_optional
+from folio.cli.errors import UserError, foreign_errors
 from folio.cli.files import read_text
-from folio.data.bpe import byte_characters, load_encoder
-from folio.data.tokenizer import END_OF_TEXT, TOKENIZERS, BPETokenizer
+from folio.data.bpe import load_encoder
+from folio.data.tokenizer import (
+    END_OF_TEXT,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+)
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 # A normalizer, or a pre-tokenizer that adds or removes characters, changes this text.
 SAMPLE_TEXT = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
-GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 GPT2_VOCABULARY_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 
 
@@ -37,43 +42,9 @@ def make_tokenizer_files(tokenizer):
         names = "bos_token", "eos_token", "unk_token"  # one for all, as GPT-2's
         config |= dict.fromkeys(names, tokenizer.end_text)
     return {
-        TOKENIZER_FILE: make_definition(tokenizer),
+        TOKENIZER_FILE: tokenizer.to_definition(),
         CONFIG_FILE: json.dumps(config, indent=1),
     }
-
-
-def make_definition(tokenizer):
-    """Returns a tokenizer as the text of a tokenizer.json, the format of the tokenizers library."""
-    if tokenizer.kind == "bpe":
-        return tokenizer.definition
-    if tokenizer.kind == "list":
-        raise UserError("a list of tokens cannot be written as tokenizer.json")
-    library = import_optional("tokenizers", "a tokenizer.json")
-    if tokenizer.kind == "char":
-        characters = tokenizer.characters
-        unknown = "?" if "?" in characters else characters[0]
-        vocabulary = {character: i for i, character in enumerate(characters)}
-        built = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
-        built.decoder = library.decoders.Fuse()
-        return built.to_str()
-    tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
-    characters = byte_characters()
-    vocabulary = {"".join(characters[byte] for byte in each): i for i, each in enumerate(tokens)}
-    merges = _gpt2_merges() if tokenizer.kind == "gpt2" else []
-    built = library.Tokenizer(library.models.BPE(vocabulary, merges))
-    built.pre_tokenizer = library.pre_tokenizers.ByteLevel(False, True, use_regex=bool(merges))
-    built.decoder = library.decoders.ByteLevel()
-    if tokenizer.end is not None:
-        built.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
-    return built.to_str()
-
-
-def _gpt2_merges():
-    """Returns the pairs of tokens that GPT-2's tokenizer merges."""
-    from tiktoken.load import read_file_cached  # imported here because it is slow
-
-    merges = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # the first is the version
-    return [tuple(merge.split(" ")) for merge in merges]
 
 
 # Reading
@@ -115,12 +86,12 @@ def _tokenizer(built, end_text):
     if model["type"] != "BPE" or not model["vocab"]:
         raise UserError(f"the tokenizer is of type {model['type']} or has missing tokens")
     tokens = sorted(model["vocab"], key=model["vocab"].get)
-    for candidate in (TOKENIZERS["byte"](), TOKENIZERS["char"]("".join(tokens))):
-        if text == make_definition(candidate):
+    for candidate in (ByteTokenizer(), CharTokenizer("".join(tokens))):
+        if text == candidate.to_definition():
             return candidate
     fingerprint = hashlib.sha256("\n".join(tokens).encode()).hexdigest()
     if fingerprint == GPT2_VOCABULARY_SHA256 and len(fields["added_tokens"]) == 1:
-        return TOKENIZERS["gpt2"]()
+        return GPT2Tokenizer()
     tokenizer = BPETokenizer(text, end_text)
     if tokenizer.decode(tokenizer.encode(SAMPLE_TEXT)) != SAMPLE_TEXT:
         raise UserError("the tokenizer changes the text")

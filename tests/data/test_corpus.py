@@ -9,7 +9,6 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from folio.data import sources
 from folio.data.corpus import Corpus
 from folio.data.sources import find_sources
 from folio.data.tokenizer import END_OF_TEXT
@@ -38,7 +37,7 @@ def texts_of(pieces, of_split):
 
 
 def test_documents_are_separated_within_a_split():
-    assert read(tiny.corpus("ab", "cdefgh", "", "ijkl")) == [  # an empty text is no document
+    assert read(tiny.corpus("ab", "cdefgh", "", "ijkl")) == [  # an empty text is not a document
         ("train", False, "ab"),
         ("train", True, "cdefgh"),
         ("train", True, "ij"),
@@ -48,18 +47,26 @@ def test_documents_are_separated_within_a_split():
     assert limited == [("train", False, "abcdefgh"), ("train", True, "i"), ("val", False, "j")]
 
 
-@settings(max_examples=30)
-@given(st.lists(st.text("ab", max_size=5)))
-@example([])
-@example(["", "a", "", "b" * 9, ""])
-def test_split_keeps_every_character_and_gives_nine_tenths_to_training(documents):
-    pieces = read(tiny.corpus(*documents))
+FRACTIONS = st.floats(0.01, 0.45)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text("ab", max_size=5)), FRACTIONS, FRACTIONS)
+@example([], 0.1, 0.1)
+@example(["", "a", "", "b" * 9, ""], 0.1, 0.0)
+@example(["abcdefghijklmnopqrst"], 0.25, 0.1)
+def test_splits_keep_every_character_and_have_their_fractions(documents, val, test):
+    corpus, total = tiny.corpus(*documents), len("".join(documents))
+    pieces = read(replace(corpus, val_fraction=val, test_fraction=test))
     assert "".join(text for _, _, text in pieces) == "".join(documents)
-    train = "".join(texts_of(pieces, "train"))
-    assert len(train) == int(0.9 * len("".join(documents)))
+    assert len("".join(texts_of(pieces, "val"))) == pytest.approx(val * total, abs=1)
+    assert len("".join(texts_of(pieces, "test"))) == pytest.approx(test * total, abs=1)
     num_documents = len(list(filter(None, documents)))
-    assert len(pieces) in (num_documents, num_documents + 1)
-    assert sum(piece[1] for piece in pieces) == len(pieces) - len({p[0] for p in pieces})
+    assert num_documents <= len(pieces) <= num_documents + 2
+    splits = [split for split, _, _ in pieces]
+    assert sum(separated for _, separated, _ in pieces) == len(pieces) - len(set(splits))
+    if num_documents == 1:
+        assert splits == sorted(splits, key=["train", "val", "test"].index)
 
 
 def test_end_of_text_ends_a_document_if_it_is_allowed():
@@ -70,18 +77,6 @@ def test_end_of_text_ends_a_document_if_it_is_allowed():
         (False, "ab"), (True, "cd"), (False, "e")
     ]  # fmt: skip
     assert special.split_ends["train"] == 4  # of 5
-
-
-@pytest.mark.parametrize("end_text", [None, END_OF_TEXT])
-def test_a_text_in_chunks_has_the_same_splits(end_text, folder, monkeypatch):
-    text = "\ufeffé one <|endoftext|>two\nthree🦶 <|endoftext|><|endoftext|> four five\n" * 9
-    Path("a.txt").write_text(text, encoding="utf-8")
-    Path("b.txt").write_text("")
-    whole = Corpus(find_sources("*.txt", "text"), "texts", end_text=end_text)
-    expected = documents_of(read(whole))
-    for size in (1, 7, 64):
-        monkeypatch.setattr(sources, "CHUNK_CHARACTERS", size)
-        assert documents_of(read(whole)) == expected
 
 
 def test_hashes_divide_documents_whatever_their_format(folder):
@@ -103,17 +98,6 @@ def test_large_corpora_have_a_smaller_share_for_validation(monkeypatch):
     for maximum, expected in ((200, 100), (20, 20), (0, 1)):
         monkeypatch.setattr("folio.data.corpus.VAL_CHARACTERS", maximum)
         assert len(texts_of(read(tiny.corpus("a" * 1000)), "val")[0]) == expected
-
-
-@pytest.mark.parametrize("texts", [["abcdefghijklmnopqrst"], ["abc", "defghijkl", "", "mnopqrst"]])
-def test_test_text_follows_validation(texts):
-    corpus = replace(tiny.corpus(*texts), val_fraction=0.25, test_fraction=0.1)
-    pieces = read(corpus)
-    assert "".join(text for _, _, text in pieces) == "".join(texts)
-    sizes = [len("".join(texts_of(pieces, split))) for split in ("train", "val", "test")]
-    assert sizes == [13, 5, 2]
-    if len(texts) == 1:
-        assert [piece[2] for piece in pieces] == ["abcdefghijklm", "nopqr", "st"]
 
 
 def test_characters_of_several_documents_include_the_line_end_between_them():

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from tiny import error_of
 
 import train
-from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.cli.settings import load_settings
 from folio.data import dataset
@@ -26,13 +26,6 @@ def write_text(text=TEXT, tokenizer=None):
     """Writes data/own, by characters unless a tokenizer is given."""
     tokenizer = tokenizer or tiny.new_tokenizer("char", text)
     return tiny.write_dataset(DATA_FOLDER / "own", tiny.corpus(text), tokenizer)
-
-
-def error_of(function, name):
-    with pytest.raises(UserError) as caught:
-        function(name)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # Writing
@@ -108,8 +101,7 @@ def test_split_must_be_longer_than_the_context():
     write_text()
     data = load_dataset("own")
     data.check_length(1)
-    with pytest.raises(UserError, match="val.bin of own has 2 tokens"):
-        data.check_length(2)
+    assert "val.bin of own has 2 tokens" in error_of(data.check_length, 2)
 
 
 # nanoGPT's folders

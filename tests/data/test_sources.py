@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import re
@@ -11,13 +12,15 @@ from pathlib import Path
 
 import pytest
 import tiny
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from folio.cli.errors import UserError
+from folio.cli.files import unify_line_ends
 from folio.data import sources
 from folio.data.sources import Source, find_sources
 from folio.data.tokenizer import BPETokenizer
 
-TEXTS = ["one", "", "two 🦶\nlines", 'é "quoted", with a comma']
 TABLES = [
     "A.JSONL", "a.jsonl.gz", "a.ndjson.zst", "a.csv", "a.tsv", "a.parquet", "a.arrow", "file.arrow"
 ]  # fmt: skip
@@ -29,51 +32,47 @@ def write(name, texts, key="text"):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import csv, ipc, parquet
 
-    columns = {"n": [None, *range(len(texts) - 1)], key: texts}
+    path, numbers = Path(name), [None, *range(len(texts) - 1)]
+    table, content = pyarrow.table({"n": numbers, key: texts}), io.BytesIO()
     if name.endswith(".parquet"):
-        parquet.write_table(pyarrow.table(columns), name, row_group_size=2)
-        return Source(Path(name), key)
-    if name.endswith(".arrow"):
-        table = pyarrow.table(columns)
+        parquet.write_table(table, content, row_group_size=2)
+    elif name.endswith(".arrow"):
         new_writer = ipc.new_file if "file" in name else ipc.new_stream
-        with open(name, "wb") as file, new_writer(file, table.schema) as writer:
+        with new_writer(content, table.schema) as writer:
             writer.write_table(table)
-        return Source(Path(name), key)
-    if ".csv" in name or ".tsv" in name:
+    elif "sv" in name:
         options = csv.WriteOptions(delimiter="\t" if ".tsv" in name else ",")
-        csv.write_csv(pyarrow.table(columns), name, options)
-        raw = Path(name).read_bytes()
+        csv.write_csv(table, content, options)
     else:
-        rows = zip([None, "x", [1, {"a": 2}], {"b": 3}], texts, strict=False)
-        raw = "".join(json.dumps({"n": n, key: text}) + "\n" for n, text in rows).encode()
+        rows = zip([None, "x", [1, {"a": 2}], {"b": 3}, 4], texts, strict=False)
+        lines = (json.dumps({"n": n, key: text}) + "\n" for n, text in rows)
+        content.write("".join(lines).encode())
     packed = {".gz": gzip.compress, ".zst": lambda raw: pyarrow.compress(raw, "zstd", asbytes=True)}
-    Path(name).write_bytes(packed.get(Path(name).suffix, bytes)(raw))
-    return Source(Path(name), key)
+    path.write_bytes(packed.get(path.suffix, bytes)(content.getvalue()))
+    return Source(path, key)
 
 
 def error_of(source):
-    with pytest.raises(UserError) as caught:
-        list(source.read())
-    message = str(caught.value)
-    assert "\n" not in message
+    message = tiny.error_of(lambda: list(source.read()))
     assert source.name in message
     return message
 
 
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+
+
 @pytest.mark.parametrize("name", TABLES)
-def test_rows_of_a_table_are_documents(name):
-    source = write(name, TEXTS, "body")
-    texts = [text for text in TEXTS if text]
-    assert list(source.read()) == [(text, True) for text in texts]
-    assert source.empty_rows == {1 + TEXTS.index("")}
-    known = "with --text_key (n, body)"
-    assert f"has no column 'text': name one, or several in braces, {known}" in error_of(
-        Source(source.path)
-    )
-    if "sv" not in name:  # CSV and TSV have no missing values
-        source = write(name, ["one", None, " \n"])
-        assert list(source.read()) == [("one", True)]
-        assert source.empty_rows == {2, 3}
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.none() | st.text(CHARACTERS), min_size=1, max_size=5))
+@example(texts=["one", "", None, "two 🦶\nlines", 'é "quoted", with a comma'])
+def test_rows_of_a_table_are_documents(name, texts):
+    source = write(name, texts, "body")
+    documents = [unify_line_ends(text) for text in texts if text and text.strip()]
+    assert list(source.read()) == [(text, True) for text in documents]
+    assert len(source.empty_rows) == len(texts) - len(documents)
+    message = error_of(Source(source.path))
+    assert "no column 'text'" in message
+    assert "(n, body)" in message
 
 
 def test_a_template_reads_questions_and_answers():
@@ -82,15 +81,15 @@ def test_a_template_reads_questions_and_answers():
     source = Source(Path("qa.jsonl"), "Q: {q}\nA: {a}")
     assert list(source.read()) == [("Q: 1 plus 1?\nA: 2 {q}", True)]
     assert source.empty_rows == {2, 3}
-    assert "has no column 'answer'" in error_of(Source(Path("qa.jsonl"), "{q} {answer}"))
+    assert "no column 'answer'" in error_of(Source(Path("qa.jsonl"), "{q} {answer}"))
 
 
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ([b"one", b"\xff"], "row 2 has NUL or half of a surrogate pair"),
-        ([["one"], []], "row 1 has no text in column 'text', but a value of type list"),
-        ([1.5], "row 1 has no text in column 'text', but a value of type number"),
+        ([b"one", b"\xff"], "row 2 has NUL or an unpaired surrogate"),
+        ([["one"], []], "row 1 has a value of type list"),
+        ([1.5], "row 1 has a value of type number"),
     ],
 )
 def test_a_column_of_bytes_is_text_and_other_types_are_refused(values, part):
@@ -101,43 +100,33 @@ def test_a_column_of_bytes_is_text_and_other_types_are_refused(values, part):
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_damaged_file_is_named(name):
     source = write(name, ["text " * 99, "other"] * 2)
-    assert "".join(text for text, _ in source.read()).count("other") == 2
     raw = Path(name).read_bytes()
     for content in (b"no", raw[: len(raw) // 2]):
         Path(name).write_bytes(content)
         error_of(source)
     Path(name).write_bytes(tiny.LFS_POINTER)
-    assert "is a Git LFS pointer" in error_of(source)
+    assert "Git LFS" in error_of(source)
 
 
 @pytest.mark.parametrize(
-    ("line", "part"),
+    ("suffix", "raw", "part"),
     [
-        (b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each line must be a JSON"),
-        (b'{"text": "\xff"}', "line 3 has the byte 0xff"),
-        (b'{"text": "a\\u0000"}', "row 2 has NUL or half of a surrogate pair"),
-        (b'{"text": "\\ud800"}', "row 2 has NUL or half of a surrogate pair"),
-        (b"null", "row 2 is None"),
+        ("jsonl", b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each line"),
+        ("jsonl", b'{"text": "\xff"}', "line 2 has the byte 0xff"),
+        ("jsonl", b'{"text": "a\\u0000"}', "row 2 has NUL or an unpaired surrogate"),
+        ("jsonl", b'{"text": "\\ud800"}', "row 2 has NUL or an unpaired surrogate"),
+        ("jsonl", b"null", "row 2 is None"),
+        ("csv", b"id;text\n1;one\n", "(id;text)"),
+        ("csv", b"id,text\n1,one, two\n", "row 1 has more values than columns"),
+        ("csv", b"id,text\n1\n", "row 1 has fewer values than columns"),
+        ("csv", b'text\n"one', "row 1 is damaged"),
+        ("csv", b"text\n\xe9t\xe9\n", "iconv -f WINDOWS-1252"),
     ],
 )
-def test_invalid_json_line_is_refused(line, part):
-    Path("a.jsonl").write_bytes(b'{"text": "one"}\n\n' + line + b"\n")
-    assert part in error_of(Source(Path("a.jsonl")))
-
-
-@pytest.mark.parametrize(
-    ("raw", "part"),
-    [
-        (b"id;text\n1;one\n", "(id;text)"),
-        (b"id,text\n1,one, two\n", "more values than columns"),
-        (b"id,text\n1\n", "row 1 has fewer values than columns"),
-        (b'text\n"one', "row 1 is damaged"),
-        (b"text\n\xe9t\xe9\n", "iconv -f WINDOWS-1252"),
-    ],
-)
-def test_invalid_csv_is_refused(raw, part):
-    Path("a.csv").write_bytes(raw)
-    assert part in error_of(Source(Path("a.csv")))
+def test_an_invalid_row_is_refused(suffix, raw, part):
+    source = Source(Path(f"a.{suffix}"))
+    source.path.write_bytes((b'{"text": "one"}\n' if suffix == "jsonl" else b"\n") + raw)
+    assert part in error_of(source)
 
 
 def test_csv_has_long_texts_with_line_ends():
@@ -152,7 +141,7 @@ def test_a_missing_package_is_a_user_error(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     assert "pip install pyarrow" in error_of(Source(Path("a.parquet")))
     with pytest.raises(UserError, match="pip install tokenizers"):
-        BPETokenizer.train(["ab"])
+        BPETokenizer.from_texts(["ab"])
 
 
 @pytest.mark.parametrize("longest", [2, 100])
@@ -168,22 +157,6 @@ def test_text_is_cut_into_chunks(longest, monkeypatch):
         assert max(map(len, texts)) <= longest + size
 
 
-@pytest.mark.parametrize(
-    ("raw", "part"),
-    [
-        (b"PK\3\4\x14\0", "a ZIP archive"),
-        (gzip.compress(b"tar", mtime=0), "it is compressed; to decompress it: gunzip 'my text'"),
-        (bz2.compress(b"text"), "it is compressed; to decompress it: bunzip2 'my text'"),
-        (lzma.compress(b"text"), "it is compressed; to decompress it: unxz 'my text'"),
-        (b"a\0" * 200, "it is a file of numbers or a program"),
-        (b"%PDF-1.7\n\xff", "pdftotext 'my text'"),
-    ],
-)
-def test_a_file_of_another_format_is_refused(raw, part):
-    Path("my text").write_bytes(raw)
-    assert part in error_of(Source(Path("my text")))
-
-
 GERMAN = "Der Fluß trägt kühle Wörter\nüber die Brücke. " * 400
 RAW = GERMAN.encode()
 
@@ -191,6 +164,22 @@ RAW = GERMAN.encode()
 @pytest.mark.parametrize(
     ("raw", "part"),
     [
+        (b"PK\3\4\x14\0", "a ZIP archive"),
+        (lzma.compress(RAW), "it is compressed; to decompress it: cat 'my text' | unxz"),
+        (b"a\0" * 200, "a file of numbers or a program"),
+        (b"%PDF-1.7\n\xff", "pdftotext 'my text'"),
+    ],
+)
+def test_a_file_of_a_different_format_is_refused(raw, part):
+    Path("my text").write_bytes(raw)
+    assert part in error_of(Source(Path("my text")))
+
+
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [
+        (gzip.compress(RAW, mtime=0), "it is compressed; to decompress it"),
+        (bz2.compress(RAW), "it is compressed; to decompress it"),
         (GERMAN.encode("utf-16"), "it is UTF-16; to convert it"),
         (RAW[:36] + b"\0" + RAW[36:], "it contains a NUL byte; to remove it"),
         (GERMAN.encode("cp1252"), "line 1 has the byte 0xdf; it can be WINDOWS-1252"),
@@ -236,10 +225,7 @@ def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
     Path("in/loop").symlink_to("../in")
     Path("in/link.txt").symlink_to("b.txt")
     assert names_of("in") == ["in/a.jsonl", "in/b.txt", "in/c/a.txt", "in/z.gz"]
-    assert (
-        capsys.readouterr().out
-        == "left out 4 files (binary, or documentation of tables): 0.png, 1.png, 2.tar.gz, …\n"
-    )
+    assert "left out 4 files" in capsys.readouterr().out
     assert names_of("in/*.*[lt]") == ["in/a.jsonl", "in/b.txt"]
     assert names_of("in/c/**/*.txt") == ["in/c/a.txt"]
     Path("in/[b].txt").write_text("")
@@ -252,7 +238,7 @@ def test_documentation_and_metadata_of_tables_are_left_out(capsys):
     for name in ("README.md", "LICENSE", "data/state.json", "dataset_info.json"):
         Path("in", name).write_text("{}")
     assert names_of("in") == ["in/data/train.parquet"]
-    assert "of tables): LICENSE, README.md, state.json, …\n" in capsys.readouterr().out
+    assert ": LICENSE, README.md, state.json, …\n" in capsys.readouterr().out
     Path("in/a.txt").write_text("a text")
     assert len(names_of("in")) == 6
     Path("in/dataset_dict.json").write_text("{}")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from contextlib import suppress
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from folio.data.tokenizer import END_OF_TEXT, ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("folder")
 DOCUMENTS = [f"{n} darling buds of May,\nand 🦶 summer's lease {n}\n" for n in range(200)]
+DOCUMENTS[99] += f" {END_OF_TEXT}two{END_OF_TEXT}{END_OF_TEXT} \n"
 
 
 # Encoding
@@ -43,12 +45,13 @@ def prepare_files(name, source, kind, *flags):
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2"])
 @pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
 def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
+    flags = ["--allow_special=True"] if kind in ("bpe", "gpt2") else []
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    expected = prepare_files("one", source, kind)
+    expected = prepare_files("one", source, kind, *flags)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 7)
     monkeypatch.setattr(writer, "MIN_BATCH_CHARACTERS", 2**20)
-    assert prepare_files("other", source, kind) == expected
+    assert prepare_files("other", source, kind, *flags) == expected
 
 
 @pytest.mark.usefixtures("own")
@@ -93,22 +96,8 @@ def write(text):
     tiny.write_dataset(FOLDER, tiny.corpus(text), ByteTokenizer())
 
 
-def kill_at(number, monkeypatch):
-    """Lets the process "die" at a change of files: it and all later ones raise Killed."""
-    calls = []
-
-    def wrapped(function):
-        def call(*args, **kwargs):
-            calls.append(function)
-            if len(calls) > number:
-                raise Killed
-            return None if function is os.fsync else function(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "replace", "unlink"):
-        monkeypatch.setattr(os, name, wrapped(getattr(os, name)))
-    return calls
+def kill(*_):
+    raise Killed
 
 
 def state():
@@ -120,29 +109,24 @@ def state():
     return {text: name for name, text in TEXTS.items()}[text]
 
 
-def test_a_kill_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
-    write(TEXTS["new"])
-    new_contents, states = tiny.contents(FOLDER), []
-    with monkeypatch.context() as patch:
-        calls = kill_at(10**6, patch)
-        write(TEXTS["new"])
-    for number in range(len(calls)):
+def test_a_kill_between_renames_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
+    states = []
+    for number in range(4):
         write(TEXTS["old"])
+        renames = chain([os.replace] * number, repeat(kill))
         with monkeypatch.context() as patch, suppress(Killed):
-            kill_at(number, patch)
+            patch.setattr(os, "replace", lambda *paths, next=renames.__next__: next()(*paths))
             write(TEXTS["new"])
         states.append(state())
-    assert states == sorted(states, key=["old", "refused", "new"].index)
-    assert {"old", "refused", "new"} == set(states)
-    write(TEXTS["new"])
-    assert tiny.contents(FOLDER) == new_contents  # and no temporary files
+    assert states == ["old", "refused", "refused", "new"]
 
 
 def test_a_full_disk_or_a_split_of_one_token_leaves_the_old_dataset(monkeypatch):
     write(TEXTS["old"])
     old_contents = tiny.contents(FOLDER)
-    with pytest.raises(UserError, match="own.txt .* 10 bytes .* 1 tokens for val.bin"):
-        write("abcdefghij")
+    for text in ("", "abcdefghij"):
+        with pytest.raises(UserError, match=f"own.txt .* {len(text)} bytes .* tokens for "):
+            write(text)
     assert tiny.contents(FOLDER) == old_contents
 
     def full(*_):

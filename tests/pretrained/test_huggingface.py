@@ -22,7 +22,6 @@ from folio.pretrained.huggingface import (
     WEIGHTS_FILE,
     read_pretrained,
 )
-from folio.pretrained.tokenizer_files import make_definition
 from model import GPTConfig
 
 pytestmark = [
@@ -67,7 +66,7 @@ def transformers_model(**changes):
 def save(model, path="theirs", **options):
     """Writes a model of transformers, and a tokenizer. Returns the folder."""
     model.save_pretrained(path, **options)
-    Path(path, "tokenizer.json").write_text(make_definition(ByteTokenizer()))
+    Path(path, "tokenizer.json").write_text(ByteTokenizer().to_definition())
     return Path(path)
 
 
@@ -307,7 +306,7 @@ def test_loss_beams_and_padding_of_a_model_with_its_own_code():
 
 @pytest.mark.parametrize("position", ["learned", "rotary"])
 def test_generation_ends_at_the_end_token(position):
-    tokenizer = BPETokenizer.train(["a text"], vocab_size=300)
+    tokenizer = BPETokenizer.from_texts(["a text"], vocab_size=300)
     tiny.export(tiny.random_model(vocab_size=300, position=position), tokenizer)
     assert load("exported").generation_config.eos_token_id == tokenizer.end is not None
 

@@ -12,7 +12,6 @@ from folio.data.dataset import load_dataset
 from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
 from folio.pretrained.tokenizer_files import (
     TOKENIZER_FILE,
-    make_definition,
     make_tokenizer_files,
     read_tokenizer,
 )
@@ -31,7 +30,7 @@ BOOK = DIFFICULT + "the cat sat on the mat and the dog sat on the log; " * 20
 
 def bpe():
     """A BPETokenizer that was trained on BOOK."""
-    return BPETokenizer.train([BOOK], vocab_size=400)
+    return BPETokenizer.from_texts([BOOK], vocab_size=400)
 
 
 CHARACTERS = "".join(sorted(set(BOOK)))
@@ -41,7 +40,7 @@ GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
 
 def write_changed(folder, tokenizer, **changes):
     """Writes a tokenizer.json with changes."""
-    fields = json.loads(make_definition(tokenizer)) | changes
+    fields = json.loads(tokenizer.to_definition()) | changes
     Path(folder, "tokenizer.json").write_text(json.dumps(fields), encoding="utf-8")
 
 
@@ -100,7 +99,7 @@ def test_unknown_characters_become_question_marks(vocabulary, read, auto_tokeniz
 def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder):
     from transformers import PreTrainedTokenizerFast  # here because it is slow
 
-    built = Tokenizer.from_str(make_definition(bpe()))
+    built = Tokenizer.from_str(bpe().to_definition())
     built.add_special_tokens(["<s>", "</s>"])
     Path("hf").mkdir()
     built.save("hf/tokenizer.json")
@@ -129,7 +128,7 @@ def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder)
 
 @pytest.mark.slow
 def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
-    added = json.loads(make_definition(gpt2))["added_tokens"]
+    added = json.loads(gpt2.to_definition())["added_tokens"]
     write_changed(
         tmp_path, gpt2, added_tokens=[*added, added[0] | {"id": 50257, "content": "[PAD]"}]
     )

@@ -59,14 +59,14 @@ def describe_run(run_dir):
         weights.append([name, len(matrix), b64encode(encode(matrix)).decode()])
     return {
         "name": run_dir.folder.resolve().name,
-        "facts": describe_training(run_dir, checkpoint, model.num_params(), tokenizer.kind),
+        "facts": describe_training(run_dir, checkpoint, model.num_params(), tokenizer.unit),
         "config": asdict(checkpoint.config),
         "tokenizer": describe_tokenizer(tokenizer),
         "weights": weights,
     }
 
 
-def describe_training(run_dir, checkpoint, parameters, kind):
+def describe_training(run_dir, checkpoint, parameters, unit):
     """Returns a line. The loss is that of the final evaluation if there is one."""
     progress, [*_, last] = checkpoint.progress, [{}, *run_dir.read_events()]
     loss = last["loss"] if last.get("event") == "final" else progress.best_val_loss
@@ -75,7 +75,6 @@ def describe_training(run_dir, checkpoint, parameters, kind):
         facts.append(f"trained on {dataset}")
     facts.append(f"step {progress.step:,}")
     if math.isfinite(loss):
-        unit = {"char": "character", "byte": "byte"}.get(kind, "token")
         facts.append(f"validation loss {loss:.4f} per {unit}")
     return ", ".join(facts)
 
@@ -90,14 +89,16 @@ def encode(matrix):
 
 def describe_tokenizer(tokenizer):
     """Returns the tokens, and how text.js finds those of a text."""
+    if tokenizer.matching is None:
+        raise UserError(f"the page cannot use a tokenizer of kind {tokenizer.kind}")
     data = {"start": tokenizer.start, "end": tokenizer.end}
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    if tokenizer.kind in ("char", "list"):
+    if tokenizer.matching == "longest":
         return data | {"tokens": [token.decode(errors="surrogatepass") for token in tokens]}
     characters = byte_characters()
     data["tokens"] = ["".join(characters[byte] for byte in token) for token in tokens]
     data |= {"byte_characters": characters, "is_split": True}
-    if tokenizer.kind == "bpe":
+    if tokenizer.definition is not None:
         definition = json.loads(tokenizer.definition)
         is_simple = all(token["special"] for token in definition["added_tokens"])
         names = set(data["tokens"])

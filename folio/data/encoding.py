@@ -7,16 +7,16 @@ FOREIGN_FORMATS = {  # {first bytes: what a file is}
     b"\xff\xfe": UTF_16,
     b"\xfe\xff": UTF_16,
     b"PK\3\4": "it is a ZIP archive or a document such as .docx; extract or save its text",
-    b"\x1f\x8b": "it is compressed; to decompress it: gunzip {path}",
-    b"BZh": "it is compressed; to decompress it: bunzip2 {path}",
-    b"\xfd7zXZ": "it is compressed; to decompress it: unxz {path}",
+    b"\x1f\x8b": "it is compressed; to decompress it: {read} | gunzip > NEW_FILE",
+    b"BZh": "it is compressed; to decompress it: {read} | bunzip2 > NEW_FILE",
+    b"\xfd7zXZ": "it is compressed; to decompress it: {read} | unxz > NEW_FILE",
     b"%PDF": "it is a PDF; to extract its text: pdftotext {path}",
 }
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command that prints the content}
 MAX_NULS = 100  # in the first 8 kB of a text
 
 
-def explain_bytes(source, error):
+def explain_encoding(source, error):
     """Returns what the file of a Source is that is not UTF-8 text, and what helps.
 
     error: the UnicodeDecodeError of reading it. A byte 0 stands for a NUL character.
@@ -35,7 +35,7 @@ def explain_bytes(source, error):
     with source.open() as file:
         is_bad = (line.decode(errors="ignore").encode() != line for line in file)
         number = next(number for number, bad in enumerate(is_bad, start=1) if bad)
-    # A text of another encoding has no valid characters of several bytes before the first bad one.
+    # In a different encoding, no valid characters of several bytes precede the first bad byte.
     is_cut, before = error.reason == "unexpected end of data", error.object[: error.start]
     remedy = "it can be WINDOWS-1252: {} | iconv -f WINDOWS-1252 -t UTF-8 > NEW_FILE"
     if is_cut or not before.isascii():
