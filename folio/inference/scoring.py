@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from folio.cli.errors import UserError
-from folio.inference.generate import TOKENS_PER_PASS, stride_of
+from folio.inference.generate import TOKENS_PER_PASS, check_finite, stride_of
 
 
 @torch.inference_mode()
@@ -77,10 +77,3 @@ def token_nll(model, ids, context_stride=None, vocab_size=None):
             logits = model.lm_head(state[-count:])[:, :vocab_size].float()
             losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
     return torch.cat(losses)
-
-
-def check_finite(logprobs):
-    """Raises UserError unless log-probabilities or logits are finite."""
-    if not logprobs.isfinite().all():
-        advice = "try --dtype=float32, or train with a lower learning rate"
-        raise UserError(f"the model's output is not finite: {advice}")

@@ -8,9 +8,9 @@ import torch
 
 from folio.cli.errors import UserError
 from folio.inference import scoring
-from folio.inference.completion import Completion, complete
-from folio.inference.generate import stride_of
-from folio.inference.sampling import Controls
+from folio.inference.completion import Completion
+from folio.inference.generate import complete, stride_of
+from folio.inference.sampling import SamplingParams
 from folio.inference.scoring import likely_next, score_text, token_nll
 
 
@@ -36,8 +36,8 @@ def probability_of(trained, token, context):
 def test_a_generated_token_has_the_probability_of_the_next_token(trained, prompt, stride):
     prompt_ids = trained.tokenizer.encode(prompt).tolist()
     completion = Completion(prompt, prompt_ids, 1, trained.tokenizer)
-    controls = Controls(max_new_tokens=25, context_stride=stride)
-    for _ in complete(trained, [completion], controls):
+    params = SamplingParams(max_new_tokens=25, context_stride=stride)
+    for _ in complete(trained, [completion], params):
         pass
     ids = prompt_ids + completion.ids
     start = max(0, len(prompt) - 8)
