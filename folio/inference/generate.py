@@ -1,11 +1,10 @@
 """The loop over tokens: prompts are read into a KV cache, and each step adds a token per text.
 
-A new token does not change the keys and values of earlier tokens, so these are kept in a cache.
-`prefill` computes those of a prompt; `decode_one` computes one new token per row. When a full
+A new token does not change the keys and values of earlier tokens, so that a Context keeps them.
+prefill() computes those of a prompt; decode_one() computes one new token per row. When a full
 context drops its oldest tokens, all positions change, and the row is prefilled again.
 
-A batch has one text per row; a row's `position` is the index of its newest token within the context
-that the model sees.
+A batch has one text per row. A row's `position` is the index of its newest token in the context.
 """
 
 from itertools import islice
@@ -79,36 +78,29 @@ def generate(model, prompts, seeds, params, vocab_size=None, accelerate=None):
         vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
         accelerate: accelerate(step, *arguments) returns a faster step.
     """
-    config, weight = model.config, model.transformer.wte.weight
-    vocab_size, stride = vocab_size or config.vocab_size, stride_of(model, params.context_stride)
-    fixed_shapes = accelerate is not None
-    context = Context(prompts, config.block_size, params.max_new_tokens, weight.device)
-    cache = KVCache(model, len(prompts), context.ids.shape[1])
+    vocab_size, device = vocab_size or model.config.vocab_size, model.transformer.wte.weight.device
+    context = Context(model, prompts, params, fixed_shapes=accelerate is not None)
     present = None
     if params.repetition_penalty != 1:
-        present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=weight.device)
+        present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
         for row, prompt in zip(present, prompts, strict=True):
             row[prompt] = True
 
     def step(tail, position, uniform):
-        length = None if fixed_shapes else max(context.lengths)
-        logits = decode_one(model, cache, tail, position, length)[:, :vocab_size].float()
+        logits = context.decode_one(tail, position)[:, :vocab_size].float()
         ids = sample_next(logits, uniform, params, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
-    rows = list(range(len(prompts)))  # to prefill: all at first, later those that drop tokens
-    for uniform in islice(uniforms(seeds, weight.device), params.max_new_tokens):
-        if rows:
-            longest = max(context.lengths[row] for row in rows)
-            prefill(model, cache, context.ids[rows, : longest - 1], rows)  # all but the newest
-        tail, position = context.newest(config.preceding_tokens, fixed_shapes)
+    for uniform in islice(uniforms(seeds, device), params.max_new_tokens):
+        context.prefill()
+        tail, position = context.newest()
         if accelerate:  # before the first step
             step, accelerate = accelerate(step, tail, position, uniform), None
         ids, logprobs = step(tail, position, uniform)
         yield ids, logprobs
         if present is not None:
             present.scatter_(1, ids[:, None], True)
-        rows = context.append(ids, stride)
+        context.append(ids)
 
 
 def max_batch_size(config, device):
@@ -134,117 +126,108 @@ def check_finite(logprobs):
 
 
 class Context:
-    """The tokens of each text that the model sees, left-aligned.
+    """The tokens of each text that the model sees, left-aligned, and their keys and values.
 
     ids: (B, width) int64; row b holds lengths[b] tokens. positions: (B,) int64, lengths - 1.
+    keys, values: for each layer (B, H, width, D). Those of the newest tokens are not computed yet.
     """
 
-    def __init__(self, prompts, block_size, new_tokens, device):
-        """Keeps the last block_size tokens of each prompt, with room for `new_tokens` more."""
-        self.block_size = block_size
-        self.lengths = [min(len(prompt), block_size) for prompt in prompts]
-        width = min(block_size, max(self.lengths) + new_tokens)
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    def __init__(self, model, prompts, params, fixed_shapes):
+        """Keeps the last block_size tokens of each prompt, with room for max_new_tokens more.
+
+        If `fixed_shapes` is true, decode_one() has the same shapes in all steps.
+        """
+        config, weight = model.config, model.transformer.wte.weight
+        self.model, self.fixed_shapes = model, fixed_shapes
+        self.stride = stride_of(model, params.context_stride)
+        self.lengths = [min(len(prompt), config.block_size) for prompt in prompts]
+        self.width = min(config.block_size, max(self.lengths) + params.max_new_tokens)
+        ids = torch.zeros(len(prompts), self.width, dtype=torch.int64)
         for row, length, prompt in zip(ids, self.lengths, prompts, strict=True):
             row[:length] = torch.tensor(prompt[-length:])
-        self.ids = ids.to(device)
-        self.positions = torch.tensor(self.lengths, device=device) - 1
+        self.ids = ids.to(weight.device)
+        self.positions = torch.tensor(self.lengths, device=weight.device) - 1
+        self.changed_rows = list(range(len(prompts)))  # whose keys and values are missing
+        # With one query, attention in bfloat16 takes half the time of float32 on a CPU with AMX,
+        # and up to three times as long on others.
+        has_amx = weight.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16")
+        self.dtype = weight.dtype if weight.device.type != "cpu" or has_amx else torch.float32
+        shape = (len(prompts), config.n_head, self.width, config.n_embd // config.n_head)
+        empty = torch.zeros(shape, device=weight.device, dtype=self.dtype)
+        self.keys = [empty.clone() for _ in range(config.n_layer)]
+        self.values = [torch.zeros_like(keys) for keys in self.keys]
 
-    def append(self, ids, stride):
-        """Appends a token to each row. Full rows first drop `stride` tokens, and are returned."""
-        full = [row for row, length in enumerate(self.lengths) if length == self.block_size]
-        kept = self.block_size - stride
-        self.lengths = [kept + 1 if n == self.block_size else n + 1 for n in self.lengths]
-        self.positions = self.positions + 1
-        if full:
-            self.ids[full, :kept] = self.ids[full, stride:]
-            self.positions[full] = kept
-        self.ids.scatter_(1, self.positions[:, None], ids[:, None])
-        return full
+    def prefill(self):
+        """Computes the missing keys and values, in all layers.
 
-    def newest(self, earlier, fixed_shapes):
-        """Returns (tail, position) for decode_one, with `earlier` tokens before the newest.
-
-        The position is an int if all rows share it, unless `fixed_shapes` is true.
+        Shorter rows are padded at the end; no token attends to the tokens after it.
         """
-        if not fixed_shapes and len(set(self.lengths)) == 1:
+        count = max((self.lengths[row] for row in self.changed_rows), default=1) - 1
+        if not count:
+            return
+
+        def attend(layer, q, k, v):
+            self.keys[layer][rows, :, :count] = k.to(self.dtype)
+            self.values[layer][rows, :, :count] = v.to(self.dtype)
+            return self.model.transformer.h[layer].attn.causal_attention(q, k, v)
+
+        idx = self.ids[self.changed_rows, :count]
+        rows_per_pass = max(1, TOKENS_PER_PASS // count)
+        for start in range(0, len(idx), rows_per_pass):
+            rows = self.changed_rows[start : start + rows_per_pass]
+            self.model.trunk(idx[start : start + rows_per_pass], attend=attend)
+
+    def newest(self):
+        """Returns (tail, position) for decode_one().
+
+        tail: (B, 1 + n) int64, the newest token of each row, preceded by n earlier tokens, at most
+            config.preceding_tokens.
+        position: of the newest token. An int if it is the same for all rows and shapes may change,
+            else (B,) int64.
+        """
+        earlier = self.model.config.preceding_tokens
+        if not self.fixed_shapes and len(set(self.lengths)) == 1:
             position = self.lengths[0] - 1
             return self.ids[:, max(0, position - earlier) : position + 1], position
         offsets = torch.arange(-earlier, 1, device=self.ids.device)
         return self.ids.gather(1, (self.positions[:, None] + offsets).clamp(min=0)), self.positions
 
+    def decode_one(self, tail, position):
+        """Processes the newest token of each row, and returns the logits: (B, vocab_size)."""
+        device, window, mask = tail.device, self.model.config.window, None
+        same_position = isinstance(position, int)
+        if same_position:
+            positions = torch.tensor([position], device=device)
+            start = max(0, position + 1 - (window or self.width))
+            count = position + 1 - start
+        else:
+            rows, positions = torch.arange(len(tail), device=device), position[:, None]
+            start, count = 0, self.width if self.fixed_shapes else max(self.lengths)
+            mask = causal_mask(positions, torch.arange(count, device=device), window, self.dtype)
+            mask = mask[:, None]  # (B, 1, 1, count)
 
-class KVCache:
-    """Keys and values of each layer, allocated once: two lists of (B, H, length, D) tensors."""
+        def attend(layer, q, k, v):
+            for cached, new in ((self.keys[layer], k), (self.values[layer], v)):
+                if same_position:  # this is faster than indexing
+                    cached.select(2, position).copy_(new.select(2, 0))
+                else:
+                    cached[rows, :, position] = new[:, :, 0].to(self.dtype)
+            keys = self.keys[layer].narrow(2, start, count)
+            values = self.values[layer].narrow(2, start, count)
+            y = F.scaled_dot_product_attention(q.to(self.dtype), keys, values, attn_mask=mask)
+            return y.to(q.dtype)
 
-    def __init__(self, model, batch_size, length=None):
-        """`length` is the number of positions. Default: block_size."""
-        config, weight = model.config, model.transformer.wte.weight
-        self.length, self.window = length or config.block_size, config.window
-        # With one query, attention in bfloat16 takes half the time of float32 on a CPU with AMX,
-        # and up to three times as long on others.
-        has_amx = weight.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16")
-        self.dtype = weight.dtype if weight.device.type != "cpu" or has_amx else torch.float32
-        shape = (batch_size, config.n_head, self.length, config.n_embd // config.n_head)
-        empty = torch.zeros(shape, device=weight.device, dtype=self.dtype)
-        self.keys = [empty.clone() for _ in range(config.n_layer)]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        return self.model.lm_head(self.model.trunk(tail, positions, attend)[:, 0])
 
-    def write(self, layer, rows, positions, k, v):
-        """Stores (B, H, T, D) keys and values at `positions`: an int, a slice or (B,) int64."""
-        for cached, new in ((self.keys[layer], k), (self.values[layer], v)):
-            if isinstance(positions, int):  # all rows; this is faster than indexing
-                cached.select(2, positions).copy_(new.select(2, 0))
-            else:
-                new = new if isinstance(positions, slice) else new[:, :, 0]
-                cached[rows, :, positions] = new.to(self.dtype)
-
-
-def prefill(model, cache, idx, rows):
-    """Writes keys and values of idx, (len(rows), T) int64, to the cache rows with indices `rows`.
-
-    Shorter rows can be padded at the end; no token attends to the tokens after it.
-    """
-
-    def attend(layer, q, k, v):
-        cache.write(layer, pass_rows, slice(q.shape[2]), k, v)
-        return model.transformer.h[layer].attn.causal_attention(q, k, v)
-
-    if not idx.shape[1]:
-        return
-    rows_per_pass = max(1, TOKENS_PER_PASS // idx.shape[1])
-    for start in range(0, len(rows), rows_per_pass):
-        pass_rows = rows[start : start + rows_per_pass]
-        model.trunk(idx[start : start + rows_per_pass], attend=attend)
-
-
-def decode_one(model, cache, tail, position, length=None):
-    """Processes one token per row and returns the logits of the next: (B, vocab_size).
-
-    Args:
-        tail: (B, 1 + n) int64, the newest token of each row, preceded by n earlier tokens, at most
-            config.preceding_tokens.
-        position: the position of the newest token; the cache holds all before it. An int if it is
-            the same for all rows, else (B,) int64.
-        length: for a tensor of positions, the number of cache positions that the mask covers.
-            Default: all, so that all calls have the same shapes.
-    """
-    device, mask = tail.device, None
-    if isinstance(position, int):
-        rows, positions = slice(None), torch.tensor([position], device=device)
-        start = max(0, position + 1 - (cache.window or cache.length))
-        count = position + 1 - start
-    else:
-        rows, positions = torch.arange(len(tail), device=device), position[:, None]
-        start, count = 0, length or cache.length
-        mask = causal_mask(positions, torch.arange(count, device=device), cache.window, cache.dtype)
-        mask = mask[:, None]  # (B, 1, 1, length)
-
-    def attend(layer, q, k, v):
-        cache.write(layer, rows, position, k, v)
-        keys = cache.keys[layer].narrow(2, start, count)
-        values = cache.values[layer].narrow(2, start, count)
-        y = F.scaled_dot_product_attention(q.to(cache.dtype), keys, values, attn_mask=mask)
-        return y.to(q.dtype)
-
-    return model.lm_head(model.trunk(tail, positions, attend)[:, 0])
+    def append(self, ids):
+        """Appends a token to each row. Full rows first drop `stride` tokens."""
+        size = self.model.config.block_size
+        full = [row for row, length in enumerate(self.lengths) if length == size]
+        kept = size - self.stride
+        self.lengths = [kept + 1 if n == size else n + 1 for n in self.lengths]
+        self.positions = self.positions + 1
+        if full:
+            self.ids[full, :kept] = self.ids[full, self.stride :]
+            self.positions[full] = kept
+        self.ids.scatter_(1, self.positions[:, None], ids[:, None])
+        self.changed_rows = full
