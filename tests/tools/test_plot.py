@@ -17,7 +17,6 @@ from folio.hardware.compile import optimize_for_inference
 from folio.hardware.device import Machine
 from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
-from tools.plot.losses import draw_losses
 from tools.plot.models import (
     MAX_DRAWN_TOKENS,
     NEXT_TOKENS,
@@ -25,7 +24,7 @@ from tools.plot.models import (
     draw_attention,
     draw_embeddings,
 )
-from tools.plot.runs import compare_groups, group_runs, read_run, read_runs
+from tools.plot.runs import compare_groups, draw_losses, group_runs, read_run, read_runs
 from tools.table import format_table
 
 pytest.importorskip("matplotlib")

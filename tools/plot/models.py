@@ -124,7 +124,7 @@ def draw_heat_map(axes, values, labels, **colors):
 
 
 def format_token(tokenizer, token):
-    """Returns a token's text, with visible spaces and line breaks; bytes if they are no text."""
+    """Returns a token's text, with visible spaces and line breaks; bytes if they are not text."""
     text = tokenizer.decode([token])
     if "\ufffd" in text:
         text = tokenizer.token_bytes(token)
