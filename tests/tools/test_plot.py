@@ -15,7 +15,6 @@ from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.hardware.compile import optimize_for_inference
 from folio.hardware.device import Machine
-from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
 from tools.plot.models import (
     MAX_DRAWN_TOKENS,
@@ -189,18 +188,19 @@ def test_mistakes_raise_user_error(argv, message):
 # Attention
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [0, 3])
 def test_attention_weights_are_those_of_the_model(window):
     model = tiny.random_model(position="rotary", qk_norm=True, window=window)
     ids = tiny.random_ids(model, rows=1)[0].tolist()
     config, T = model.config, len(ids)
-    weights = compute_attention(model, ids)
+    weights, logits = compute_attention(model, ids)
+    assert torch.allclose(logits, model.logits(torch.tensor([ids]))[0, -1], atol=1e-5)
     assert weights.shape == (config.n_layer, config.n_head, T, T)
     assert torch.allclose(weights.sum(dim=-1), torch.ones(()))
     assert (weights.triu(1) == 0).all()
     assert (weights.tril(-(window or T)) == 0).all()
     packed = optimize_for_inference(copy.deepcopy(model), Machine("cpu", "float32", False))
-    assert torch.allclose(compute_attention(packed, ids), weights, atol=1e-5)
+    assert torch.allclose(compute_attention(packed, ids)[0], weights, atol=1e-5)
 
 
 def find_heads(figure):
@@ -231,13 +231,17 @@ def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
     ids = [number % 37 for number in range(200)]
     figure = draw_attention(trained, ids, "a title")
     assert f"last {MAX_DRAWN_TOKENS} of 200 tokens" in figure.get_suptitle()
-    weights = compute_attention(trained.model, ids).flatten(0, 1)
+    weights, logits = compute_attention(trained.model, ids)
+    weights = weights.flatten(0, 1)
     images = [axes.get_images()[0] for axes in find_heads(figure)]
     for image, expected in zip(images, weights, strict=True):
         assert torch.equal(torch.tensor(image.get_array()), expected)
         assert image.get_clim() == (0, weights.max())
     widths = [patch.get_width() for patch in figure.get_axes()[-1].patches]
-    assert widths == [p for _, p in likely_next(trained, ids, NEXT_TOKENS)]
+    assert widths == logits.float().softmax(0).topk(NEXT_TOKENS).values.tolist()
+    trained.model.transformer.ln_f.weight.data.fill_(torch.inf)
+    with pytest.raises(UserError, match="not finite"):
+        draw_attention(trained, ids, "a title")
 
 
 def test_similarities_of_embeddings_are_drawn(trained):
