@@ -18,7 +18,6 @@ from folio.pretrained.huggingface import (
     CONFIG_FILE,
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
-    TRANSPOSED_SUFFIXES,
     WEIGHTS_FILE,
     read_pretrained,
 )
@@ -98,21 +97,14 @@ def relative_error(ours, theirs):
     ],
     ids=str,
 )
-def test_logits_loss_and_gradients_of_a_gpt2_equal_transformers(changes):
+def test_logits_and_loss_of_a_gpt2_equal_transformers(changes):
     theirs = transformers_model(**changes)
     ours = build_model(read_pretrained(save(theirs))).eval()
     idx = tiny.random_ids(ours)
     expected = theirs(idx, labels=idx)
     assert relative_error(ours.logits(idx), expected.logits) < 1e-5
     targets = torch.nn.functional.pad(idx[:, 1:], (0, 1), value=-1)
-    loss = ours(idx, targets)
-    assert relative_error(loss, expected.loss) < 1e-5
-    expected.loss.backward()
-    loss.backward()
-    for name, parameter in ours.named_parameters():
-        gradient = theirs.get_parameter(name).grad
-        gradient = gradient.t() if name.endswith(TRANSPOSED_SUFFIXES) else gradient
-        assert relative_error(parameter.grad, gradient) < 1e-5, name
+    assert relative_error(ours(idx, targets), expected.loss) < 1e-5
 
 
 def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():

@@ -1,4 +1,4 @@
-"""Training and sampling that start from the weights of another run or of a pretrained model."""
+"""Training and sampling that start from the weights of a different run or of a pretrained model."""
 
 from pathlib import Path
 

@@ -119,34 +119,24 @@ def read_curves(figure):
 @pytest.mark.parametrize(
     ("axis", "x"), [("steps", [0, 10, 20]), ("tokens", [0, 1000, 2000]), ("seconds", [2, 4, 6])]
 )
-def test_picture_has_curves_of_each_run(axis, x):
-    write_run("out-a", [4.0, 2.0, 2.25])
-    write_run("out-b", [4.0, 3.5])
-    figure = draw_losses(read_groups("out-a", "out-b"), axis)
-    curves = read_curves(figure)
-    training, validation, best = curves["out-a"]
-    assert curves["out-b"][1] == [[x[0], 4.0], [x[1], 3.5]]
-    assert validation == [[x[0], 4.0], [x[1], 2.0], [x[2], 2.25]]
-    assert training == [[a, pytest.approx(b - 0.1)] for a, b in validation]
-    assert best == [validation[1]]
-    figure.draw_without_rendering()
-    legend = figure.axes[0].get_legend().get_window_extent()  # beside the curves
-    assert not legend.overlaps(figure.axes[0].get_window_extent())
-
-
-def test_curve_of_a_group_is_the_mean_of_its_seeds():
+def test_curve_of_a_group_is_the_mean_of_its_seeds(axis, x):
     write_run("out-s/n=2,seed=1", [4.0, 2.0, 3.0, 1.0])
     write_run("out-s/n=2,seed=2", [6.0, 4.0, 3.0])
     write_run("out-s/n=2,seed=3", [])
     write_run("out-s/n=4,seed=1", [5.0, 4.0])
-    figure = draw_losses(read_groups("out-s"), "steps")
-    training, validation, best = read_curves(figure)["n=2,seed=*"]
-    assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
-    assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
-    assert best == [[10, 2.0]]  # the mean of the best losses, as in the table
-    [band] = figure.axes[0].collections  # the other group has a single run
+    figure = draw_losses(read_groups("out-s"), axis)
+    curves = read_curves(figure)
+    training, validation, best = curves["n=2,seed=*"]
+    assert validation == [[x[0], 5.0], [x[1], 3.0], [x[2], 3.0]]
+    assert training == [[a, pytest.approx(loss - 0.1)] for a, loss in validation]
+    assert best == [[x[1], 2.0]]  # the mean of the best losses, as in the table
+    assert curves["n=4,seed=1"][1] == [[x[0], 5.0], [x[1], 4.0]]
+    [band] = figure.axes[0].collections  # this group has a single run
     corners = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
-    assert corners == {(0, 3.5858), (0, 6.4142), (10, 1.5858), (10, 4.4142), (20, 3.0)}
+    assert corners == {(x[0], 3.5858), (x[0], 6.4142), (x[1], 1.5858), (x[1], 4.4142), (x[2], 3.0)}
+    figure.draw_without_rendering()
+    legend = figure.axes[0].get_legend().get_window_extent()  # beside the curves
+    assert not legend.overlaps(figure.axes[0].get_window_extent())
 
 
 def test_only_the_best_groups_are_drawn():
