@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny
 from tokenizers import Tokenizer
 
 import prepare
 from folio.cli.errors import UserError
 from folio.data.dataset import load_dataset
-from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
+from folio.data.tokenizer import END_OF_TEXT, CharTokenizer
 from folio.pretrained.tokenizer_files import (
     TOKENIZER_FILE,
     make_definition,
@@ -29,13 +30,7 @@ DIFFICULT = (
 BOOK = DIFFICULT + "the cat sat on the mat and the dog sat on the log; " * 20
 
 
-def bpe():
-    """A BPETokenizer that was trained on BOOK."""
-    return BPETokenizer.train([BOOK], vocab_size=400)
-
-
-CHARACTERS = "".join(sorted(set(BOOK)))
-MAKE = {"char": lambda: CharTokenizer(CHARACTERS), "byte": ByteTokenizer, "bpe": bpe}
+KINDS = ["char", "byte", "bpe"]
 GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
 
 
@@ -47,7 +42,7 @@ def write_changed(folder, tokenizer, **changes):
 
 @pytest.fixture
 def tokenizer(kind, request):
-    return MAKE[kind]() if kind in MAKE else request.getfixturevalue(kind)
+    return request.getfixturevalue(kind) if kind == "gpt2" else tiny.new_tokenizer(kind, BOOK)
 
 
 @pytest.fixture
@@ -67,7 +62,7 @@ def auto_tokenizer(tmp_path):
 # Writing
 
 
-@pytest.mark.parametrize("kind", [*MAKE, GPT2])
+@pytest.mark.parametrize("kind", [*KINDS, GPT2])
 def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path):
     theirs = auto_tokenizer(tokenizer)
     assert len(theirs) == tokenizer.vocab_size
@@ -100,7 +95,7 @@ def test_unknown_characters_become_question_marks(vocabulary, read, auto_tokeniz
 def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder):
     from transformers import PreTrainedTokenizerFast  # here because it is slow
 
-    built = Tokenizer.from_str(make_definition(bpe()))
+    built = Tokenizer.from_str(make_definition(tiny.new_tokenizer("bpe", BOOK)))
     built.add_special_tokens(["<s>", "</s>"])
     Path("hf").mkdir()
     built.save("hf/tokenizer.json")
@@ -144,6 +139,6 @@ def test_gpt2_with_an_added_token_is_a_bpe(gpt2, tmp_path):
     ids=str,
 )
 def test_damaged_and_other_tokenizers_are_refused(changes, tmp_path):
-    write_changed(tmp_path, bpe(), **changes)
+    write_changed(tmp_path, tiny.new_tokenizer("bpe", BOOK), **changes)
     with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json: [^\n]*$"):
         read_tokenizer(tmp_path / TOKENIZER_FILE)
