@@ -92,7 +92,7 @@ def generate(model, prompts, seeds, params, vocab_size=None, accelerate=None):
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
     for uniform in islice(uniforms(seeds, device), params.max_new_tokens):
-        context.prefill()
+        context.prefill()  # in the first step, and when contexts have dropped tokens
         tail, position = context.newest()
         if accelerate:  # before the first step
             step, accelerate = accelerate(step, tail, position, uniform), None
