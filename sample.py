@@ -7,8 +7,7 @@
     python sample.py --out_dir=out-shakespeare-char --score=poem.txt
     python sample.py --init_from=gpt2 --start="The meaning of life is"
 
-Results go to stdout, messages to stderr. The loop over tokens is two calls below main: it
-calls complete (folio/inference/completion.py), which calls generate (folio/inference/generate.py).
+Results go to stdout, messages to stderr. The loop over tokens is in folio/inference/generate.py.
 """
 
 import json
@@ -79,7 +78,7 @@ class SampleConfig:
                 raise ValueError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
 
 
-# Answers --help and reports wrong flags before the slow imports. main() parses again.
+# Handles --help and reports wrong flags before the slow imports. main() parses again.
 # GOMP_SPINCOUNT: waiting threads spin so many times, then sleep. The default is 30 times as many
 # and makes sampling several times slower if another process uses the cores.
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
@@ -87,7 +86,8 @@ process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 from folio.cli.files import read_prompt, read_text, unescape
 from folio.hardware.device import resolve_device
 from folio.hardware.memory import explain_out_of_memory
-from folio.inference.completion import Completion, complete, max_batch_size
+from folio.inference.completion import Completion
+from folio.inference.generate import complete, max_batch_size
 from folio.inference.scoring import score_text
 from folio.inference.trained_model import load_trained
 from folio.pretrained.load import load_best
@@ -101,38 +101,129 @@ def main(argv=None):
     prompts = read_prompts(settings)
     text = None if settings.score is None else read_text(settings.score)
     with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
-        checkpoint = load_best(settings.init_from, settings.out_dir)
-        one_at_a_time = settings.stream or settings.interactive
-        num_texts = 1 if one_at_a_time else len(prompts) * settings.num_samples
-        batch_size = min(num_texts, max_batch_size(checkpoint.config, settings.device))
-        machine = settings.device, settings.dtype, settings.compile
-        trained = load_trained(checkpoint, *machine, batch_size if text is None else None)
-        print(checkpoint.summary, file=sys.stderr)
-        print(f"machine: {trained.machine.summary}", file=sys.stderr)
+        trained = load_model(settings, len(prompts))
         if text is not None:
             print_score(trained, text, settings)
-            return
-        if settings.interactive:
+        elif settings.interactive:
             converse(trained, stop_texts, settings)
-            return
-        completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
-        start, first_token_s, tokens = time.monotonic(), None, 0
-        while batch := list(islice(completions, batch_size)):
-            try:
-                for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
-                    first_token_s = first_token_s or time.monotonic() - process.STARTED
-                    if settings.stream:
-                        print_new(batch[0])
-            except process.Interrupted:
-                print_part(batch[0], settings)
+        else:
+            print_samples(trained, prompts, stop_texts, settings)
+
+
+def load_model(settings, num_prompts):
+    """Returns the TrainedModel, which is prepared for the number of texts at a time."""
+    checkpoint = load_best(settings.init_from, settings.out_dir)
+    num_texts = num_prompts * settings.num_samples
+    if settings.stream or settings.interactive:
+        num_texts = 1
+    elif settings.score is not None:
+        num_texts = None  # the windows of a long text
+    trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile, num_texts)
+    print(checkpoint.summary, file=sys.stderr)
+    print(f"machine: {trained.machine.summary}", file=sys.stderr)
+    return trained
+
+
+# Samples
+
+
+def print_samples(trained, prompts, stop_texts, settings):
+    """Continues each prompt num_samples times, in batches; with --stream, one text at a time."""
+    completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
+    size = 1 if settings.stream else max_batch_size(trained.model.config, settings.device)
+    start, first_token_s, tokens = time.monotonic(), None, 0
+    while batch := list(islice(completions, size)):
+        try:
+            for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
+                first_token_s = first_token_s or time.monotonic() - process.STARTED
+                if settings.stream:
+                    print(batch[0].new_text(), end="", flush=True)
+        except process.Interrupted:
+            if not (settings.json or settings.logprobs):
+                print(batch[0].new_text())
+            raise
+        for completion in batch:
+            print_completion(completion, settings)
+            tokens += len(completion.ids)
+    seconds = time.monotonic() - start
+    speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+    print(f"{speed}; first token {first_token_s:.2f} s after the start", file=sys.stderr)
+
+
+def make_completions(tokenizer, prompts, stop_texts, settings):
+    """Yields num_samples empty completions per prompt, with consecutive seeds."""
+    prompts = [prompt or tokenizer.start for prompt in prompts]
+    encoded = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        for number in range(settings.num_samples):
+            yield Completion(prompt, ids, settings.seed + number, tokenizer, stop_texts)
+
+
+def print_completion(completion, settings):
+    """Prints a finished completion, or the rest of it if its beginning has been printed."""
+    if settings.json:
+        names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
+        data = {name: getattr(completion, name) for name in names}
+        print(json.dumps(data, ensure_ascii=False))
+    elif settings.logprobs:
+        print_tokens(completion.pieces, completion.logprobs)
+        print(SEPARATOR)
+    else:
+        print(f"{completion.new_text()}\n{SEPARATOR}")
+    sys.stdout.flush()
+
+
+def print_tokens(pieces, logprobs):
+    """Prints a line per token: its log-probability, or - for none, and its text."""
+    for piece, logprob in zip(pieces, logprobs, strict=True):
+        print("-" if logprob is None else f"{logprob:.4f}", repr(piece), sep="\t")
+
+
+# Other modes
+
+
+def converse(trained, stop_texts, settings):
+    """Reads prompts and continues each; an empty prompt continues the text. Ctrl-C ends a text."""
+    with suppress(ImportError):  # not available on Windows
+        import readline  # noqa: F401, gives input() a history
+    print("empty line: continue; Ctrl-C: end the text; Ctrl-D: exit", file=sys.stderr)
+    tokenizer, seed = trained.tokenizer, settings.seed
+    text = tokenizer.start
+    while True:
+        try:
+            prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
+            ids = tokenizer.encode(prompt, settings.allow_special).tolist()
+            completion = Completion("", ids, seed, tokenizer, stop_texts)  # prints no prompt
+            text, seed = prompt, seed + 1
+            for _ in complete(trained, [completion], settings, stream=True):
+                print(completion.new_text(), end="", flush=True)
+                text = prompt + completion.text
+            print(completion.new_text())
+        except UserError as error:  # a character that is not in the vocabulary
+            print(error, file=sys.stderr)
+        except process.Interrupted as interrupt:
+            if interrupt.number != signal.SIGINT:
                 raise
-            for completion in batch:
-                print_completion(completion, settings)
-                tokens += len(completion.ids)
-        print_speed(tokens, time.monotonic() - start, first_token_s)
+            print()
+        except EOFError:
+            print()
+            return
 
 
-# Prompts
+def print_score(trained, text, settings):
+    """Prints the loss, perplexity and bits per byte of a text; with --logprobs, also its tokens."""
+    stride, allow_special = settings.context_stride, settings.allow_special
+    ids, logprobs, totals = score_text(trained, text, stride, allow_special)
+    if settings.logprobs:
+        print_tokens(map(trained.tokenizer.decoder(), ids), logprobs)
+    line = f"{settings.score}: loss {totals['loss']:.4f}, perplexity {totals['perplexity']:.5g}, "
+    line += f"bits per byte {totals['bits_per_byte']:.4f}, over {totals['tokens']:,} tokens"
+    if settings.json:
+        line = json.dumps(totals)
+    print(line, file=sys.stderr if settings.logprobs else sys.stdout)
+
+
+# Input
 
 
 def read_prompts(settings):
@@ -162,100 +253,6 @@ def parse_stop_texts(stop):
             f"--stop={stop:.99} must be a nonempty string; if it begins with [, a JSON list of them"
         )
     return stop_texts
-
-
-def make_completions(tokenizer, prompts, stop_texts, settings):
-    """Yields num_samples empty completions per prompt, with consecutive seeds."""
-    prompts = [prompt or tokenizer.start for prompt in prompts]
-    encoded = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        for number in range(settings.num_samples):
-            yield Completion(prompt, ids, settings.seed + number, tokenizer, stop_texts)
-
-
-def converse(trained, stop_texts, settings):
-    """Reads prompts and continues each; an empty prompt continues the text. Ctrl-C ends a text."""
-    with suppress(ImportError):  # not available on Windows
-        import readline  # noqa: F401, gives input() a history
-    print("empty line: continue; Ctrl-C: end the text; Ctrl-D: exit", file=sys.stderr)
-    tokenizer, seed = trained.tokenizer, settings.seed
-    text = tokenizer.start
-    while True:
-        try:
-            prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
-            ids = tokenizer.encode(prompt, settings.allow_special).tolist()
-            completion = Completion(prompt, ids, seed, tokenizer, stop_texts, printed=len(prompt))
-            text, seed = prompt, seed + 1
-            for _ in complete(trained, [completion], settings, stream=True):
-                print_new(completion)
-                text = prompt + completion.text
-            print_new(completion)
-        except EOFError:
-            print()
-            return
-        except UserError as error:  # a character that is not in the vocabulary
-            print(error, file=sys.stderr)
-            continue
-        except process.Interrupted as interrupt:
-            if interrupt.number != signal.SIGINT:
-                raise
-        print()
-
-
-# Output
-
-
-def print_new(completion):
-    """Prints the text that has been added to a completion since the last call."""
-    text = completion.stable_text()
-    print(text[completion.printed :], end="", flush=True)
-    completion.printed = len(text)
-
-
-def print_part(completion, settings):
-    """Prints what there is of a text whose generation a signal has ended."""
-    if not (settings.json or settings.logprobs):
-        print_new(completion)
-        print()
-
-
-def print_completion(completion, settings):
-    """Prints what has not been printed yet of a finished completion."""
-    if settings.json:
-        names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
-        data = {name: getattr(completion, name) for name in names}
-        print(json.dumps(data, ensure_ascii=False))
-    elif settings.logprobs:
-        print_tokens(completion.pieces, completion.logprobs)
-        print(SEPARATOR)
-    else:
-        print_new(completion)
-        print(f"\n{SEPARATOR}")
-    sys.stdout.flush()
-
-
-def print_tokens(pieces, logprobs):
-    """Prints a line per token: its log-probability, or - for none, and its text."""
-    for piece, logprob in zip(pieces, logprobs, strict=True):
-        print("-" if logprob is None else f"{logprob:.4f}", repr(piece), sep="\t")
-
-
-def print_speed(tokens, seconds, first_token_s):
-    speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
-    print(f"{speed}; first token {first_token_s:.2f} s after the start", file=sys.stderr)
-
-
-def print_score(trained, text, settings):
-    """Prints the loss, perplexity and bits per byte of a text; with --logprobs, also its tokens."""
-    stride, allow_special = settings.context_stride, settings.allow_special
-    ids, logprobs, totals = score_text(trained, text, stride, allow_special)
-    if settings.logprobs:
-        print_tokens(map(trained.tokenizer.decoder(), ids), logprobs)
-    line = f"{settings.score}: loss {totals['loss']:.4f}, perplexity {totals['perplexity']:.5g}, "
-    line += f"bits per byte {totals['bits_per_byte']:.4f}, over {totals['tokens']:,} tokens"
-    if settings.json:
-        line = json.dumps(totals)
-    print(line, file=sys.stderr if settings.logprobs else sys.stdout)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from folio.checkpoint.progress import Progress
 from folio.data.batches import Batches, Split, to_device
 from folio.hardware.device import Machine, choose_machine
 from folio.inference.generate import generate
-from folio.inference.sampling import Controls
+from folio.inference.sampling import SamplingParams
 from folio.training import evaluation
 from folio.training.setup import model_config
 
@@ -60,9 +60,9 @@ def test_evaluation_and_sampling_read_no_value(verse, switches):
     assert evaluation.split_loss(run, Split(np.zeros(3000, np.uint16), "meta"), 4).is_meta
     model = run.model.eval()
     prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
-    controls = Controls(0.8, 20, 0.9, 0.1, 1.3, max_new_tokens=3, context_stride=4)
+    params = SamplingParams(0.8, 20, 0.9, 0.1, 1.3, max_new_tokens=3, context_stride=4)
     for accelerate in (None, lambda step, *_: step):
-        tokens = list(generate(model, prompts, [1, 2], controls, accelerate=accelerate))
+        tokens = list(generate(model, prompts, [1, 2], params, accelerate=accelerate))
         assert [(ids.is_meta, logprobs.is_meta) for ids, logprobs in tokens] == [(True, True)] * 3
 
 

@@ -13,7 +13,7 @@ UNIFORMS_PER_DRAW = 256  # random numbers per text that are generated at once
 
 
 @dataclass(frozen=True)
-class Controls:
+class SamplingParams:
     """Settings of generation, which a SampleConfig has, too. The defaults change no probability."""
 
     temperature: float = 1.0  # 0 is greedy
@@ -25,7 +25,7 @@ class Controls:
     context_stride: int | None = None  # see stride_of in folio/inference/generate.py
 
 
-def sample_next(logits, uniform, controls, present=None):
+def sample_next(logits, uniform, params, present=None):
     """Draws a token per row: logits (B, vocab_size) -> ids (B,) int64.
 
     Args:
@@ -33,21 +33,21 @@ def sample_next(logits, uniform, controls, present=None):
         present: (B, vocab_size) bool, tokens that occur in each text, for repetition_penalty.
     """
     scores, ids, size = logits.float(), None, logits.shape[-1]
-    if (penalty := controls.repetition_penalty) != 1:
+    if (penalty := params.repetition_penalty) != 1:
         penalized = torch.where(scores > 0, scores / penalty, scores * penalty)
         scores = torch.where(present, penalized, scores)
-    if controls.temperature < 1e-5:  # equivalent to greedy, and smaller values overflow float32
+    if params.temperature < 1e-5:  # equivalent to greedy, and smaller values overflow float32
         return scores.argmax(dim=-1)
-    scores = scores / controls.temperature
-    top_k = min(controls.top_k or size, size)
-    if top_k < size or controls.top_p < 1:
+    scores = scores / params.temperature
+    top_k = min(params.top_k or size, size)
+    if top_k < size or params.top_p < 1:
         scores, ids = scores.topk(top_k)  # in descending order
-    if controls.top_p < 1:
+    if params.top_p < 1:
         probabilities = scores.softmax(dim=-1)
         preceding = probabilities.cumsum(dim=-1) - probabilities  # sum over more likely tokens
-        scores = scores.masked_fill(preceding >= controls.top_p, -math.inf)
-    if controls.min_p > 0:
-        threshold = scores.amax(dim=-1, keepdim=True) + math.log(controls.min_p)
+        scores = scores.masked_fill(preceding >= params.top_p, -math.inf)
+    if params.min_p > 0:
+        threshold = scores.amax(dim=-1, keepdim=True) + math.log(params.min_p)
         scores = scores.masked_fill(scores < threshold, -math.inf)
     index = _inverse_cdf(scores.softmax(dim=-1), uniform)
     return index if ids is None else ids.gather(1, index[:, None])[:, 0]

@@ -1,7 +1,4 @@
-"""Probabilities of the tokens of a text, of the next token, and of a text as a whole.
-
-`trained` is a TrainedModel (folio/inference/trained_model.py).
-"""
+"""Scores: probabilities of the tokens of a text, and of the text as a whole."""
 
 import math
 from itertools import pairwise
@@ -10,26 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from folio.cli.errors import UserError
-from folio.inference.generate import TOKENS_PER_PASS, stride_of
-
-
-@torch.inference_mode()
-def likely_next(trained, ids, count):
-    """Returns the `count` most likely tokens after a nonempty list of ids, the most likely first.
-
-    Each is (id, probability). The model sees the last block_size ids.
-    """
-    model, size = trained.model, trained.tokenizer.vocab_size
-    device = model.transformer.wte.weight.device
-    idx = torch.tensor([ids[-model.config.block_size :]], device=device)
-    logits = model.lm_head(model.trunk(idx)[0, -1:])[0, :size].float()  # without padding
-    check_finite(logits)
-    probabilities, tokens = logits.softmax(dim=-1).topk(min(count, size))
-    return list(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+from folio.inference.generate import TOKENS_PER_PASS, check_finite, stride_of
 
 
 def score_text(trained, text, context_stride=None, allow_special=False):
-    """Returns the ids of a text, their log-probabilities in nats, and totals.
+    """Returns the ids of a text, their log-probabilities for a TrainedModel in nats, and totals.
 
     The first log-probability is None. The totals are "tokens", "loss" (nats per token),
     "perplexity" and "bits_per_byte". Raises UserError if the text has no token after the first.
@@ -77,10 +59,3 @@ def token_nll(model, ids, context_stride=None, vocab_size=None):
             logits = model.lm_head(state[-count:])[:, :vocab_size].float()
             losses.append(F.cross_entropy(logits, window[-count:], reduction="none").cpu())
     return torch.cat(losses)
-
-
-def check_finite(logprobs):
-    """Raises UserError unless log-probabilities or logits are finite."""
-    if not logprobs.isfinite().all():
-        advice = "try --dtype=float32, or train with a lower learning rate"
-        raise UserError(f"the model's output is not finite: {advice}")

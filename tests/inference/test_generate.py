@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny import SHAPES, SWITCHES, random_ids, random_model
 
 from folio.hardware.compile import optimize_for_inference, step_accelerator
 from folio.hardware.device import Machine
-from folio.inference.generate import KVCache, decode_one, generate, prefill
-from folio.inference.sampling import Controls
+from folio.inference.generate import generate
+from folio.inference.sampling import SamplingParams
 
-GREEDY = Controls(temperature=0.0)
-PENALIZED = Controls(repetition_penalty=1.3)
+GREEDY = SamplingParams(temperature=0.0)
+PENALIZED = SamplingParams(repetition_penalty=1.3)
 
 
 @pytest.fixture(autouse=True)
@@ -27,21 +26,25 @@ def last_logits(model, ids):
     return model.logits(torch.tensor([ids]))[0, -1]
 
 
-def generate_uncached(model, prompt, count, stride=1):
-    """Returns the `count` most likely ids; when the context is full, it drops `stride` tokens."""
+def generate_uncached(model, prompt, count, stride):
+    """Returns the `count` most likely ids and their log-probabilities: (2, count).
+
+    When the context is full, it drops `stride` tokens.
+    """
     size = model.config.block_size
     context, generated = prompt[-size:], []
     for _ in range(count):
-        generated.append(last_logits(model, context).argmax().item())
-        context = [*context, generated[-1]]
+        logprob, token = last_logits(model, context).log_softmax(0).max(0)
+        generated.append(torch.stack((token, logprob)))
+        context = [*context, token.item()]
         if len(context) > size:
             context = context[stride:]
-    return generated
+    return torch.stack(generated, dim=1)
 
 
-def generate_cached(model, prompts, count, controls=GREEDY, context_stride=1, **arguments):
-    controls = replace(controls, max_new_tokens=count, context_stride=context_stride)
-    steps = generate(model, prompts, range(len(prompts)), controls, **arguments)
+def generate_cached(model, prompts, count, params=GREEDY, context_stride=1, **arguments):
+    params = replace(params, max_new_tokens=count, context_stride=context_stride)
+    steps = generate(model, prompts, range(len(prompts)), params, **arguments)
     return torch.stack([ids for ids, _ in steps], dim=1).tolist()
 
 
@@ -50,40 +53,21 @@ def fixed_shapes(step, *_):
     return step
 
 
-# One token at a time
-
-
-@pytest.mark.parametrize("is_tensor", [False, True], ids=["int", "tensor"])
+@pytest.mark.parametrize(
+    ("prompts", "stride", "accelerate"), [(5, 1, None), (5, 3, fixed_shapes), (1, 3, None)]
+)
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
-def test_cached_logits_equal_uncached_logits_at_every_position(changes, is_tensor):
-    model = random_model(**changes)
-    idx, earlier = random_ids(model), model.config.preceding_tokens
-    expected = model.logits(idx)
-    cache = KVCache(model, len(idx))
-    for prefilled in (0, 1, 3):
-        if prefilled:
-            prefill(model, cache, idx[:, :prefilled], range(len(idx)))
-        for position in range(prefilled, model.config.block_size):
-            tail = F.pad(idx, (earlier, 0))[:, position : position + earlier + 1]
-            positions = torch.full((len(idx),), position) if is_tensor else position
-            logits = decode_one(model, cache, tail, positions)
-            assert (logits - expected[:, position]).abs().max() < 1e-5
-
-
-# Whole texts
-
-
-@pytest.mark.parametrize(("stride", "accelerate"), [(1, None), (3, fixed_shapes)])
-@pytest.mark.parametrize("changes", SHAPES, ids=str)
-def test_a_batch_of_prompts_equals_an_uncached_sliding_window(changes, stride, accelerate):
+def test_a_batch_of_prompts_equals_an_uncached_sliding_window(changes, prompts, stride, accelerate):
     """A stride of 1 is nanoGPT's sampling."""
     model = random_model(**changes)
     size = model.config.block_size
     ids = random_ids(model)[0].tolist()
-    prompts = [ids[:2], ids[:size], ids + ids[:3], ids[:5]]
-    expected = [generate_uncached(model, prompt, 2 * size, stride) for prompt in prompts]
-    arguments = {"context_stride": stride, "accelerate": accelerate}
-    assert generate_cached(model, prompts, 2 * size, **arguments) == expected
+    texts = [ids[:1], ids[:size], ids + ids[:3], ids[:2], ids[:5]][:prompts]
+    params = replace(GREEDY, max_new_tokens=2 * size, context_stride=stride)
+    steps = generate(model, texts, range(prompts), params, accelerate=accelerate)
+    actual = torch.stack([torch.stack(step) for step in steps], dim=-1)  # (2, B, tokens)
+    expected = [generate_uncached(model, text, 2 * size, stride) for text in texts]
+    torch.testing.assert_close(actual, torch.stack(expected, dim=1), rtol=0, atol=1e-5)
 
 
 def test_many_prompts_are_read_in_several_passes():
@@ -95,8 +79,8 @@ def test_many_prompts_are_read_in_several_passes():
 
 def test_repetition_penalty_applies_to_tokens_beyond_the_context():
     model, text = random_model(), [1, 2, 3]
-    controls = Controls(temperature=0.0, repetition_penalty=1.3)
-    ids = generate_cached(model, [text], 30, controls)[0]
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    ids = generate_cached(model, [text], 30, params)[0]
     assert ids != generate_cached(model, [text], 30)[0]
     for token in ids:
         logits = last_logits(model, text[-model.config.block_size :])
@@ -118,24 +102,24 @@ def test_a_compiled_step_is_compiled_once_and_generates_the_same(changes):
     def accelerate(step, *_):
         return torch.compile(step, backend=backend, fullgraph=True)
 
-    prompts, arguments = [[1, 2, 3], [4], [5, 6]], {"context_stride": 4, "controls": PENALIZED}
+    prompts, arguments = [[1, 2, 3], [4], [5, 6]], {"context_stride": 4, "params": PENALIZED}
     expected = generate_cached(model, prompts, 30, **arguments)
     assert generate_cached(model, prompts, 30, accelerate=accelerate, **arguments) == expected
     assert len(graphs) == 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("controls", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
+@pytest.mark.parametrize("params", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
 @pytest.mark.parametrize(
     ("changes", "compile"),
     [*((changes, False) for changes in SHAPES), ({}, True), (SWITCHES, True)],
     ids=str,
 )
-def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, controls):
+def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, params):
     prompts = [[1, 2, 3], [4], [5, 6], [*range(10)] * 2]  # longer than the context
-    expected = generate_cached(random_model(**changes), prompts, 30, controls, context_stride=4)
+    expected = generate_cached(random_model(**changes), prompts, 30, params, context_stride=4)
     machine = Machine("cuda", "float32", compile)
     accelerate = step_accelerator(machine)
     model = optimize_for_inference(random_model(**changes).cuda(), machine)
     arguments = {"context_stride": 4, "accelerate": accelerate}
-    assert generate_cached(model, prompts, 30, controls, **arguments) == expected
+    assert generate_cached(model, prompts, 30, params, **arguments) == expected

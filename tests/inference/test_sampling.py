@@ -4,14 +4,14 @@ from itertools import islice
 import pytest
 import torch
 
-from folio.inference.sampling import UNIFORMS_PER_DRAW, Controls, sample_next, uniforms
+from folio.inference.sampling import UNIFORMS_PER_DRAW, SamplingParams, sample_next, uniforms
 
 
-def frequencies(logits, draws=10_000, present=None, **controls):
+def frequencies(logits, draws=10_000, present=None, **params):
     """Returns how often each id is drawn with evenly spaced uniform numbers."""
     uniform = (torch.arange(draws) + 0.5) / draws
     rows = torch.tensor(logits).expand(draws, -1)
-    ids = sample_next(rows, uniform, Controls(**controls), present)
+    ids = sample_next(rows, uniform, SamplingParams(**params), present)
     return torch.bincount(ids, minlength=len(logits)) / draws
 
 
@@ -23,7 +23,7 @@ def test_frequencies_equal_probabilities(temperature):
 
 
 @pytest.mark.parametrize(
-    ("controls", "kept"),
+    ("params", "kept"),
     [
         ({"top_k": 1}, {1}),
         ({"top_k": 2}, {1, 3}),
@@ -37,9 +37,9 @@ def test_frequencies_equal_probabilities(temperature):
     ],
     ids=str,
 )
-def test_tokens_that_the_controls_exclude_are_never_drawn(controls, kept):
+def test_tokens_that_the_params_exclude_are_never_drawn(params, kept):
     """The probabilities are 0.169, 0.459, 0.094 and 0.278."""
-    drawn = frequencies([0.0, 1.0, -0.587, 0.5], **controls).nonzero()
+    drawn = frequencies([0.0, 1.0, -0.587, 0.5], **params).nonzero()
     assert set(drawn.flatten().tolist()) == kept
 
 
@@ -64,7 +64,7 @@ def test_extreme_uniform_numbers_draw_possible_tokens(uniform):
     size = 50_000
     logits = torch.full((1, size), -math.inf)
     logits[0, : size // 2] = torch.randn(size // 2, generator=torch.Generator().manual_seed(0))
-    assert sample_next(logits, torch.tensor([uniform]), Controls()).item() < size // 2
+    assert sample_next(logits, torch.tensor([uniform]), SamplingParams()).item() < size // 2
 
 
 def test_each_text_has_its_own_stream_of_uniform_numbers():

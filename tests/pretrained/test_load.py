@@ -1,4 +1,4 @@
-"""Training and sampling that start from the weights of another run or of a pretrained model."""
+"""Training and sampling that start from the weights of a different run or of a pretrained model."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ import tiny
 import torch
 
 import train
-from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.data.dataset import load_tokenizer
@@ -81,14 +80,6 @@ def test_a_run_starts_at_step_0_with_the_weights_and_a_fresh_optimizer(run):
     assert last["model_args"] == before["model_args"]
     assert {name: last["config"][name] for name in tiny.SHAPE} == tiny.SHAPE
     assert tiny.equal(tiny.load(), before)
-
-
-def test_a_run_starts_from_nanogpts_checkpoint(folder):
-    model = tiny.write_nanogpt_checkpoint(tiny.write_nanogpt_dataset())
-    started = new_run()
-    assert started.progress == Progress()
-    assert tiny.equal(started.model.state_dict(), model.state_dict())
-    assert not started.optimizers["adamw"].state
 
 
 def test_a_run_that_started_from_weights_resumes_exactly(run):

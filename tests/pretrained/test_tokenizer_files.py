@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import tiny
 from tokenizers import Tokenizer
 
 import prepare
 from folio.cli.errors import UserError
 from folio.data.dataset import load_dataset
-from folio.data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, CharTokenizer
+from folio.data.tokenizer import END_OF_TEXT, CharTokenizer
 from folio.pretrained.tokenizer_files import (
     TOKENIZER_FILE,
     make_tokenizer_files,
@@ -28,13 +29,7 @@ DIFFICULT = (
 BOOK = DIFFICULT + "the cat sat on the mat and the dog sat on the log; " * 20
 
 
-def bpe():
-    """A BPETokenizer that was trained on BOOK."""
-    return BPETokenizer.from_texts([BOOK], vocab_size=400)
-
-
-CHARACTERS = "".join(sorted(set(BOOK)))
-MAKE = {"char": lambda: CharTokenizer(CHARACTERS), "byte": ByteTokenizer, "bpe": bpe}
+KINDS = ["char", "byte", "bpe"]
 GPT2 = pytest.param("gpt2", marks=pytest.mark.slow)
 
 
@@ -46,7 +41,7 @@ def write_changed(folder, tokenizer, **changes):
 
 @pytest.fixture
 def tokenizer(kind, request):
-    return MAKE[kind]() if kind in MAKE else request.getfixturevalue(kind)
+    return request.getfixturevalue(kind) if kind == "gpt2" else tiny.new_tokenizer(kind, BOOK)
 
 
 @pytest.fixture
@@ -66,7 +61,7 @@ def auto_tokenizer(tmp_path):
 # Writing
 
 
-@pytest.mark.parametrize("kind", [*MAKE, GPT2])
+@pytest.mark.parametrize("kind", [*KINDS, GPT2])
 def test_transformers_reads_the_same_tokens(tokenizer, auto_tokenizer, tmp_path):
     theirs = auto_tokenizer(tokenizer)
     assert len(theirs) == tokenizer.vocab_size
@@ -99,7 +94,7 @@ def test_unknown_characters_become_question_marks(vocabulary, read, auto_tokeniz
 def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder):
     from transformers import PreTrainedTokenizerFast  # here because it is slow
 
-    built = Tokenizer.from_str(bpe().to_definition())
+    built = Tokenizer.from_str(tiny.new_tokenizer("bpe", BOOK).to_definition())
     built.add_special_tokens(["<s>", "</s>"])
     Path("hf").mkdir()
     built.save("hf/tokenizer.json")
@@ -115,23 +110,16 @@ def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder)
     assert data.val.tolist() == expected[size + 1 :]  # without the separator between the splits
     assert data.tokenizer.end == theirs.convert_tokens_to_ids("</s>") in expected
     assert data.tokenizer.encode(text, allow_special=True).tolist()[:-1] == expected
-    Path("two").mkdir()
-    for number in range(9):
-        Path(f"two/{number}.txt").write_text(f"tale {number}")
-    prepare.main(["--input=two", "--dataset=two", "--tokenizer=hf/tokenizer.json"])
-    separators = load_dataset("two").train.tolist().count(data.tokenizer.end)
-    assert separators == 7  # between the eight documents of the training split
 
 
 # Reading
 
 
 @pytest.mark.slow
-def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
-    added = json.loads(gpt2.to_definition())["added_tokens"]
-    write_changed(
-        tmp_path, gpt2, added_tokens=[*added, added[0] | {"id": 50257, "content": "[PAD]"}]
-    )
+def test_gpt2_with_an_added_token_is_a_bpe(gpt2, tmp_path):
+    [end] = json.loads(gpt2.to_definition())["added_tokens"]
+    padding = end | {"id": 50257, "content": "[PAD]"}
+    write_changed(tmp_path, gpt2, added_tokens=[end, padding])
     tokenizer = read_tokenizer(tmp_path / TOKENIZER_FILE)
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end) == ("bpe", 50258, 50256)
     assert tokenizer.encode(DIFFICULT).tolist() == gpt2.encode(DIFFICULT).tolist()
@@ -145,12 +133,11 @@ def test_gpt2_with_another_token_is_another_vocabulary(gpt2, tmp_path):
         {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
         {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}},
         {"normalizer": {"type": "NFC"}},
-        {"pre_tokenizer": None},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
     ],
     ids=str,
 )
 def test_damaged_and_other_tokenizers_are_refused(changes, tmp_path):
-    write_changed(tmp_path, bpe(), **changes)
+    write_changed(tmp_path, tiny.new_tokenizer("bpe", BOOK), **changes)
     with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json: [^\n]*$"):
         read_tokenizer(tmp_path / TOKENIZER_FILE)

@@ -15,9 +15,7 @@ from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.hardware.compile import optimize_for_inference
 from folio.hardware.device import Machine
-from folio.inference.scoring import likely_next
 from tools.plot import __main__ as plot
-from tools.plot.losses import draw_losses
 from tools.plot.models import (
     MAX_DRAWN_TOKENS,
     NEXT_TOKENS,
@@ -25,7 +23,7 @@ from tools.plot.models import (
     draw_attention,
     draw_embeddings,
 )
-from tools.plot.runs import compare_groups, group_runs, read_run, read_runs
+from tools.plot.runs import compare_groups, draw_losses, group_runs, read_run, read_runs
 from tools.table import format_table
 
 pytest.importorskip("matplotlib")
@@ -121,34 +119,24 @@ def read_curves(figure):
 @pytest.mark.parametrize(
     ("axis", "x"), [("steps", [0, 10, 20]), ("tokens", [0, 1000, 2000]), ("seconds", [2, 4, 6])]
 )
-def test_picture_has_curves_of_each_run(axis, x):
-    write_run("out-a", [4.0, 2.0, 2.25])
-    write_run("out-b", [4.0, 3.5])
-    figure = draw_losses(read_groups("out-a", "out-b"), axis)
-    curves = read_curves(figure)
-    training, validation, best = curves["out-a"]
-    assert curves["out-b"][1] == [[x[0], 4.0], [x[1], 3.5]]
-    assert validation == [[x[0], 4.0], [x[1], 2.0], [x[2], 2.25]]
-    assert training == [[a, pytest.approx(b - 0.1)] for a, b in validation]
-    assert best == [validation[1]]
-    figure.draw_without_rendering()
-    legend = figure.axes[0].get_legend().get_window_extent()  # beside the curves
-    assert not legend.overlaps(figure.axes[0].get_window_extent())
-
-
-def test_curve_of_a_group_is_the_mean_of_its_seeds():
+def test_curve_of_a_group_is_the_mean_of_its_seeds(axis, x):
     write_run("out-s/n=2,seed=1", [4.0, 2.0, 3.0, 1.0])
     write_run("out-s/n=2,seed=2", [6.0, 4.0, 3.0])
     write_run("out-s/n=2,seed=3", [])
     write_run("out-s/n=4,seed=1", [5.0, 4.0])
-    figure = draw_losses(read_groups("out-s"), "steps")
-    training, validation, best = read_curves(figure)["n=2,seed=*"]
-    assert validation == [[0, 5.0], [10, 3.0], [20, 3.0]]
-    assert training == [[x, pytest.approx(loss - 0.1)] for x, loss in validation]
-    assert best == [[10, 2.0]]  # the mean of the best losses, as in the table
-    [band] = figure.axes[0].collections  # the other group has a single run
+    figure = draw_losses(read_groups("out-s"), axis)
+    curves = read_curves(figure)
+    training, validation, best = curves["n=2,seed=*"]
+    assert validation == [[x[0], 5.0], [x[1], 3.0], [x[2], 3.0]]
+    assert training == [[a, pytest.approx(loss - 0.1)] for a, loss in validation]
+    assert best == [[x[1], 2.0]]  # the mean of the best losses, as in the table
+    assert curves["n=4,seed=1"][1] == [[x[0], 5.0], [x[1], 4.0]]
+    [band] = figure.axes[0].collections  # this group has a single run
     corners = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
-    assert corners == {(0, 3.5858), (0, 6.4142), (10, 1.5858), (10, 4.4142), (20, 3.0)}
+    assert corners == {(x[0], 3.5858), (x[0], 6.4142), (x[1], 1.5858), (x[1], 4.4142), (x[2], 3.0)}
+    figure.draw_without_rendering()
+    legend = figure.axes[0].get_legend().get_window_extent()  # beside the curves
+    assert not legend.overlaps(figure.axes[0].get_window_extent())
 
 
 def test_only_the_best_groups_are_drawn():
@@ -190,18 +178,19 @@ def test_mistakes_raise_user_error(argv, message):
 # Attention
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [0, 3])
 def test_attention_weights_are_those_of_the_model(window):
     model = tiny.random_model(position="rotary", qk_norm=True, window=window)
     ids = tiny.random_ids(model, rows=1)[0].tolist()
     config, T = model.config, len(ids)
-    weights = compute_attention(model, ids)
+    weights, logits = compute_attention(model, ids)
+    assert torch.allclose(logits, model.logits(torch.tensor([ids]))[0, -1], atol=1e-5)
     assert weights.shape == (config.n_layer, config.n_head, T, T)
     assert torch.allclose(weights.sum(dim=-1), torch.ones(()))
     assert (weights.triu(1) == 0).all()
     assert (weights.tril(-(window or T)) == 0).all()
     packed = optimize_for_inference(copy.deepcopy(model), Machine("cpu", "float32", False))
-    assert torch.allclose(compute_attention(packed, ids), weights, atol=1e-5)
+    assert torch.allclose(compute_attention(packed, ids)[0], weights, atol=1e-5)
 
 
 def find_heads(figure):
@@ -232,13 +221,17 @@ def test_of_a_long_prompt_the_last_tokens_are_drawn(trained):
     ids = [number % 37 for number in range(200)]
     figure = draw_attention(trained, ids, "a title")
     assert f"last {MAX_DRAWN_TOKENS} of 200 tokens" in figure.get_suptitle()
-    weights = compute_attention(trained.model, ids).flatten(0, 1)
+    weights, logits = compute_attention(trained.model, ids)
+    weights = weights.flatten(0, 1)
     images = [axes.get_images()[0] for axes in find_heads(figure)]
     for image, expected in zip(images, weights, strict=True):
         assert torch.equal(torch.tensor(image.get_array()), expected)
         assert image.get_clim() == (0, weights.max())
     widths = [patch.get_width() for patch in figure.get_axes()[-1].patches]
-    assert widths == [p for _, p in likely_next(trained, ids, NEXT_TOKENS)]
+    assert widths == logits.float().softmax(0).topk(NEXT_TOKENS).values.tolist()
+    trained.model.transformer.ln_f.weight.data.fill_(torch.inf)
+    with pytest.raises(UserError, match="not finite"):
+        draw_attention(trained, ids, "a title")
 
 
 def test_similarities_of_embeddings_are_drawn(trained):

@@ -81,10 +81,10 @@ function showScore() {
 function continueText() {
   const { run, tokens } = text;
   const names = ["temperature", "top_k", "top_p", "max_new_tokens"];
-  const controls = Object.fromEntries(names.map((name) => [name, byId(name).valueAsNumber]));
+  const params = Object.fromEntries(names.map((name) => [name, byId(name).valueAsNumber]));
   const seed = byId("seed").value || Math.floor(Math.random() * 2 ** 32);
   const [length, start] = [tokens.length, performance.now()];
-  runSteps(generate(run, tokens, controls, makeRandom(Number(seed))), () => {
+  runSteps(generate(run, tokens, params, makeRandom(Number(seed))), () => {
     showText();
     const count = tokens.length - length;
     const speed = Math.round((1000 * count) / (performance.now() - start));
@@ -97,7 +97,7 @@ function showStatus(status) {
   byId("status").textContent = `${text.run.name}: ${status}`;
 }
 
-/** Continues the text from another token in place of the selected one. */
+/** Continues the text from a different token in place of the selected one. */
 function branch(id, probability) {
   if (!byId("form").reportValidity()) return;
   byId("message").textContent = "";
@@ -207,7 +207,7 @@ function select(index) {
   showColors();
 }
 
-/** Returns the text of a token, or the hexadecimal digits of bytes that are no text. */
+/** Returns the text of a token, or the hexadecimal digits of bytes that are not text. */
 function describe(id) {
   const bytes = text.run.tokenizer.bytes(id);
   const piece = decoder().decode(bytes);

@@ -96,15 +96,15 @@ function loadRun(data) {
  * Adds tokens to a text, with the same contexts as folio/inference/generate.py, and the missing
  * probabilities of its tokens. Yields after each token that the model has read.
  */
-function* generate(run, tokens, controls, random) {
+function* generate(run, tokens, params, random) {
   const promptLength = tokens.length;
   const { end } = run.tokenizer;
-  while (tokens.length < promptLength + controls.max_new_tokens && tokens.at(-1).id !== end) {
+  while (tokens.length < promptLength + params.max_new_tokens && tokens.at(-1).id !== end) {
     const index = tokens.length;
     const start = contextStart(index, run.config.block_size, promptLength);
     for (const [next, logits] of readContext(run, tokens, start, index)) {
       if (next === index) {
-        tokens.push(makeToken(sampleNext(logits, controls, random), start, logits));
+        tokens.push(makeToken(sampleNext(logits, params, random), start, logits));
       } else if (tokens[next].logprob === null) {
         tokens[next] = makeToken(tokens[next].id, start, logits);
       }

@@ -52,9 +52,8 @@ process.start(__name__, PlotConfig)  # --help must not wait for torch
 
 from folio.checkpoint.run_dir import RunDir
 from folio.inference.trained_model import load_trained
-from tools.plot.losses import draw_losses
 from tools.plot.models import draw_attention, draw_embeddings
-from tools.plot.runs import compare_groups, group_runs, read_runs
+from tools.plot.runs import compare_groups, draw_losses, group_runs, read_runs
 from tools.table import format_table
 
 

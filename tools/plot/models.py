@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from folio.cli.errors import UserError
 from folio.hardware.kernels import attention_weights
-from folio.inference.scoring import likely_next
+from folio.inference.generate import check_finite
 from model import causal_mask
 
 NEXT_TOKENS = 12
@@ -19,10 +19,11 @@ TOKEN_STYLE = {"fontfamily": "DejaVu Sans Mono", "parse_math": False}  # I and l
 
 @torch.inference_mode()
 def compute_attention(model, ids):
-    """Returns the attention weights of a list of ids, for the last D = MAX_DRAWN_TOKENS of them.
+    """Returns the attention weights of a list of ids, and the logits of the next token.
 
-    They are (n_layer, n_head, D, D) float32 on the CPU. Element [l, h, t, s] is the weight of
-    position s in the output for position t.
+    The weights are those of the last D = MAX_DRAWN_TOKENS ids, (n_layer, n_head, D, D) float32 on
+    the CPU. Element [l, h, t, s] is the weight of position s in the output for position t. The
+    logits are (vocab_size,).
     """
     idx = torch.tensor(ids, device=model.transformer.wte.weight.device)
     positions = torch.arange(len(idx), device=idx.device)
@@ -33,8 +34,8 @@ def compute_attention(model, ids):
         layers.append(weights[0, :, -MAX_DRAWN_TOKENS:, -MAX_DRAWN_TOKENS:].cpu())
         return (weights @ v.float()).to(v.dtype)
 
-    model.trunk(idx[None], attend=attend)
-    return torch.stack(layers)
+    logits = model.lm_head(model.trunk(idx[None], attend=attend)[0, -1])
+    return torch.stack(layers), logits
 
 
 def draw_attention(trained, ids, title, layer=None):
@@ -49,7 +50,9 @@ def draw_attention(trained, ids, title, layer=None):
     if (layer or 0) not in range(config.n_layer):
         raise UserError(f"{title}: there is no layer {layer or 0} of {config.n_layer} layers")
     ids = ids[-config.block_size :]
-    weights, drawn = compute_attention(trained.model, ids), ids[-MAX_DRAWN_TOKENS:]
+    weights, logits = compute_attention(trained.model, ids)
+    check_finite(logits)
+    drawn = ids[-MAX_DRAWN_TOKENS:]
     labels = [format_token(tokenizer, token) for token in drawn]
     layers = range(config.n_layer) if layer is None else [layer]
     rows, columns = len(layers), config.n_head
@@ -66,18 +69,20 @@ def draw_attention(trained, ids, title, layer=None):
     left.colorbar(image, ax=maps, location="bottom", shrink=0.6, aspect=30)
     label = "attention weight of the column's token\nfor the row's token; same scale in all maps"
     left.supxlabel(label, fontsize=9)
-    draw_next_tokens(right.subplots(), trained, ids)
+    draw_next_tokens(right.subplots(), tokenizer, logits)
     return figure
 
 
-def draw_next_tokens(axes, trained, ids):
+def draw_next_tokens(axes, tokenizer, logits):
     """Draws a bar chart of the tokens that are likely to follow, the most likely at the top."""
-    tokens, probabilities = zip(*likely_next(trained, ids, NEXT_TOKENS), strict=True)
+    size = tokenizer.vocab_size  # without padding
+    likely = logits[:size].float().softmax(dim=-1).topk(min(NEXT_TOKENS, size))
+    tokens, probabilities = likely.indices.tolist(), likely.values.tolist()
     axes.set_title("probability of the next token", fontsize=9)
     bars = axes.barh(range(len(tokens)), probabilities)
     axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
     axes.margins(x=0.25)  # for these labels
-    labels = [format_token(trained.tokenizer, token) for token in tokens]
+    labels = [format_token(tokenizer, token) for token in tokens]
     axes.set_yticks(range(len(tokens)), labels, **TOKEN_STYLE)
     axes.invert_yaxis()
 
@@ -124,7 +129,7 @@ def draw_heat_map(axes, values, labels, **colors):
 
 
 def format_token(tokenizer, token):
-    """Returns a token's text, with visible spaces and line breaks; bytes if they are no text."""
+    """Returns a token's text, with visible spaces and line breaks; bytes if they are not text."""
     text = tokenizer.decode([token])
     if "\ufffd" in text:
         text = tokenizer.token_bytes(token)
