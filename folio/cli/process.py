@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from folio.cli.errors import UserError, script_name
-from folio.cli.settings import parse_arguments
+from folio.cli.settings import handle_help, parse_arguments
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
@@ -32,7 +32,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def start(module_name, settings_class, only_help=False, **environment):
-    """Answers `--help` and reports wrong flags before a script imports torch.
+    """Handles `--help` and `--version` and reports wrong flags before a script imports torch.
 
     A script passes its `__name__`. If it is imported by another module, nothing happens.
 
@@ -44,10 +44,8 @@ def start(module_name, settings_class, only_help=False, **environment):
         return
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    argv = sys.argv[1:]
-    if only_help:
-        argv = [argument for argument in argv if argument in ("-h", "--help")]
-    if (status := _run(parse_arguments, settings_class, argv)) is not None:
+    handle = handle_help if only_help else parse_arguments
+    if (status := _run(handle, settings_class, sys.argv[1:])) is not None:
         sys.exit(status)
     if missing := [name for name in REQUIRED_PACKAGES if not find_spec(name)]:
         names = ", ".join(missing)

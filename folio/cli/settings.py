@@ -20,6 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
 
+from folio import __version__
 from folio.cli.errors import UserError, foreign_errors, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
@@ -119,13 +120,11 @@ class Flag(NamedTuple):
 def parse_arguments(settings_class, argv=None):
     """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
 
-    All operands together are one Flag, the last. Prints the help text and exits if it is requested.
-    Raises UserError for invalid arguments.
+    All operands together are one Flag, the last. Handles `--help` and `--version`. Raises UserError
+    for invalid arguments.
     """
     remaining = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(remaining):
-        print(_help_text(settings_class))
-        sys.exit(0)
+    handle_help(settings_class, remaining)
     operands_name = getattr(settings_class, "OPERANDS", None)
     arguments, operands = [], []
     while remaining:
@@ -270,9 +269,19 @@ def _run_config_file(path, fields, readable):
 # Help
 
 
+def handle_help(settings_class, argv):
+    """Prints the help text or the version, and exits, if `argv` requests it."""
+    if {"-h", "--help"} & set(argv):
+        print(_help_text(settings_class))
+        sys.exit(0)
+    if "--version" in argv:
+        print(f"folio {__version__}")
+        sys.exit(0)
+
+
 def _help_text(settings_class):
     arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
-    lines = [f"usage: {script_name()} {arguments}", "", inspect.getdoc(settings_class)]
+    lines = [f"usage: {script_name()} [--version] {arguments}", "", inspect.getdoc(settings_class)]
     for name, field in _fields_by_name(settings_class).items():
         if name == getattr(settings_class, "OPERANDS", None):
             continue

@@ -115,28 +115,16 @@ def test_runs_share_cores_and_gpus(monkeypatch):
     assert workers.worker_environment("cuda", 1, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
 
 
-def start(*argv, tool="sweep"):
-    """Starts a sweep, or another tool, in its own process group, as a shell does."""
+def start(*argv):
+    """Starts a sweep in its own process group, as a shell does."""
     return subprocess.Popen(
-        [sys.executable, "-m", f"tools.{tool}", *argv],
+        [sys.executable, "-m", "tools.sweep", *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-
-
-@pytest.mark.parametrize("tool", ["bench", "page", "plot", "sweep"])
-def test_tools_answer_help_and_signals_while_torch_is_imported(tool):
-    write(f"import os\nos.kill(os.getpid(), {int(signal.SIGTERM)})\n", "torch.py")
-    process = start("--help", tool=tool)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (0, "")
-    assert out.startswith(f"usage: tools.{tool} ")
-    process = start(*(["out-a"] if tool == "plot" else []), tool=tool)
-    assert process.communicate() == ("", "")
-    assert process.returncode == 143
 
 
 def wait_for_saves(process, *folders):
