@@ -35,8 +35,10 @@ EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
 class SampleConfig:
     """Continue prompts with the best checkpoint of a run, or score a text."""
 
-    out_dir: str = setting("out", "run directory", group="Input", scope="files")
-    init_from: str = setting("resume", "resume: out_dir's best; or as for train.py", scope="files")
+    out_dir: str = setting("out", "run directory", group="Input", affects="files")
+    init_from: str = setting(
+        "resume", "resume: out_dir's best; or as for train.py", affects="files"
+    )
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")

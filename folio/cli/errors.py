@@ -94,4 +94,4 @@ def check_types(data, types, description):
     """
     for key, kind in types.items():
         if not isinstance(data, dict) or not isinstance(data.get(key), kind):
-            raise UserError(f"{description}: {key} is missing or of another type")
+            raise UserError(f"{description}: {key} is missing or has the wrong type")

@@ -14,7 +14,7 @@ from pathlib import Path
 from folio.cli.errors import UserError, foreign_errors, os_errors
 
 LOCK_FILE = ".lock"
-LFS_POINTER = b"version https://git-lfs"  # begins the file that stands for one in Git LFS
+LFS_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
 
 
 @contextmanager

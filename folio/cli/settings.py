@@ -2,8 +2,8 @@
 
 A script declares a dataclass of `setting(...)` fields and calls `load_settings` with its arguments:
 Python config files and `--name=value` flags, applied left to right. If the dataclass has an
-attribute OPERANDS, arguments without dashes are values of that field instead of config files, and
-so are all that follow `--`. An attribute ARGUMENTS replaces the arguments in the usage line.
+attribute POSITIONAL, arguments without dashes are values of that field instead of config files, and
+so are all that follow `--`. An attribute USAGE replaces the arguments in the usage line.
 Standard library only, so that `--help` does not wait for torch.
 """
 
@@ -28,24 +28,24 @@ LITERALS = {bool: [True, False], NoneType: [None]}  # the values of these types
 BOOL_TEXTS = ("True", "False", "true", "false")
 
 
-def setting(default, explanation, bounds=None, *, group=None, scope="run"):
+def setting(default, explanation, bounds=None, *, group=None, affects="results"):
     """Declares a dataclass field, with the line that `--help` prints for it.
 
     Args:
         bounds: an interval such as "[0, 1)".
         group: starts a new heading in `--help`.
-        scope: what the setting is for. "run": the results depend on it. "files": which files are
+        affects: what depends on the setting. "results": those of the run. "files": which files are
             read and written, and when a process stops. "machine": where and how to compute.
             "display": what is reported and saved, and how often.
     """
-    metadata = {"explanation": explanation, "bounds": bounds, "group": group, "scope": scope}
+    metadata = {"explanation": explanation, "bounds": bounds, "group": group, "affects": affects}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def names_with_scope(settings_class, *scopes):
-    """Returns the names of the settings with one of the scopes."""
+def names_affecting(settings_class, *affected):
+    """Returns the names of the settings that affect one of these, such as "results"."""
     fields = dataclasses.fields(settings_class)
-    return {field.name for field in fields if field.metadata["scope"] in scopes}
+    return {field.name for field in fields if field.metadata["affects"] in affected}
 
 
 def changed_settings(settings):
@@ -120,26 +120,26 @@ class Flag(NamedTuple):
 def parse_arguments(settings_class, argv=None):
     """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
 
-    All operands together are one Flag, the last. Handles `--help` and `--version`. Raises UserError
-    for invalid arguments.
+    All positional arguments together are one Flag, the last. Handles `--help` and `--version`.
+    Raises UserError for invalid arguments.
     """
     remaining = list(sys.argv[1:] if argv is None else argv)
     handle_help(settings_class, remaining)
-    operands_name = getattr(settings_class, "OPERANDS", None)
-    arguments, operands = [], []
+    positional_name = getattr(settings_class, "POSITIONAL", None)
+    arguments, positional = [], []
     while remaining:
         argument = remaining.pop(0)
-        if operands_name and argument == "--":
-            operands += remaining
+        if positional_name and argument == "--":
+            positional += remaining
             break
         if argument.startswith("--"):
             arguments.append(_parse_flag(settings_class, argument, remaining))
-        elif operands_name:
-            operands.append(argument)
+        elif positional_name:
+            positional.append(argument)
         else:
             arguments.append(_find_config_file(argument, settings_class))
-    if operands:
-        arguments.append(Flag(operands_name, tuple(operands)))
+    if positional:
+        arguments.append(Flag(positional_name, tuple(positional)))
     return arguments
 
 
@@ -200,7 +200,7 @@ def parse_value(field, text, label):
 def check_value(field, value, label):
     """Returns `value` as the field's type; an int becomes a float where the type is float.
 
-    Raises UserError if it has another type or is out of bounds. `label` names it in the message.
+    Raises UserError if it has the wrong type or is out of bounds. `label` names it in the message.
     """
     options = _options(field.type)
     if type(value) is int and float in options:
@@ -262,7 +262,7 @@ def _run_config_file(path, fields, readable):
             values[name] = check_value(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or callable(value) or inspect.ismodule(value)):
             rule = "names of helper variables start with _" + suggest(name, fields, similarity=0.8)
-            raise UserError(f"{path}: {name} is no setting; {rule}")
+            raise UserError(f"{path}: {name} is not a setting; {rule}")
     return values
 
 
@@ -280,10 +280,10 @@ def handle_help(settings_class, argv):
 
 
 def _help_text(settings_class):
-    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
+    arguments = getattr(settings_class, "USAGE", "[CONFIG_FILE ...] [--name=value ...]")
     lines = [f"usage: {script_name()} [--version] {arguments}", "", inspect.getdoc(settings_class)]
     for name, field in _fields_by_name(settings_class).items():
-        if name == getattr(settings_class, "OPERANDS", None):
+        if name == getattr(settings_class, "POSITIONAL", None):
             continue
         group, explanation, bounds = map(field.metadata.get, ("group", "explanation", "bounds"))
         if group:

@@ -26,22 +26,22 @@ from folio.cli.settings import (
 class Settings:
     """One setting of each type."""
 
-    device: str = setting("auto", "where to compute", group="Machine", scope="machine")
-    compile: Literal["auto"] | bool = setting("auto", "whether to compile", scope="machine")
+    device: str = setting("auto", "where to compute", group="Machine", affects="machine")
+    compile: Literal["auto"] | bool = setting("auto", "whether to compile", affects="machine")
     steps: int = setting(100, "updates to make", "[0, inf)", group="Run")
     warmup: int | None = setting(None, "updates until the full rate")
     rate: float = setting(0.5, "learning rate", "(0, 1]")
     shift: float = setting(0.0, "added to the loss", "(-inf, inf)")
     bias: bool = setting(False, "whether layers have one")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of norm")
-    name: str | None = setting(None, "of the run", scope="display")
+    name: str | None = setting(None, "of the run", affects="display")
 
     def __post_init__(self):
         if self.warmup and self.warmup > self.steps:
             raise ValueError(f"warmup={self.warmup} is longer than steps={self.steps}")
 
 
-HELPER_RULE = "is no setting; names of helper variables start with _"
+HELPER_RULE = "is not a setting; names of helper variables start with _"
 FIELDS = {field.name: field for field in fields(Settings)}
 
 

@@ -22,8 +22,8 @@ from folio.cli.settings import ROOT, load_settings, setting
 class BenchConfig:
     """Measure a script, and optionally another command, alternately."""
 
-    ARGUMENTS: ClassVar[str] = "[--name=value ...] -- ARGUMENTS OF THE SCRIPT"
-    OPERANDS: ClassVar[str] = "arguments"
+    USAGE: ClassVar[str] = "[--name=value ...] -- ARGUMENTS OF THE SCRIPT"
+    POSITIONAL: ClassVar[str] = "arguments"
 
     arguments: tuple = setting((), "arguments of the script")
     script: Literal["train", "sample", "prepare"] = setting("train", "script to measure")

@@ -22,8 +22,8 @@ from folio.cli.settings import load_settings, setting
 class PlotConfig:
     """Compare runs in a table and a plot, or plot a model's attention or embeddings."""
 
-    ARGUMENTS: ClassVar[str] = "[OUT_DIR ...] [--name=value ...]"
-    OPERANDS: ClassVar[str] = "runs"
+    USAGE: ClassVar[str] = "[OUT_DIR ...] [--name=value ...]"
+    POSITIONAL: ClassVar[str] = "runs"
 
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")

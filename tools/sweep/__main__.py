@@ -19,7 +19,7 @@ from urllib.parse import quote
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
-from folio.cli.settings import changed_settings, load_settings, names_with_scope, setting
+from folio.cli.settings import changed_settings, load_settings, names_affecting, setting
 
 MAX_RUNS = 1000  # more are a mistake
 
@@ -33,11 +33,11 @@ class SweepSettings:
     All settings except teachers and those about files can have several: python train.py --help
     """
 
-    ARGUMENTS: ClassVar[str] = "[CONFIG_FILE ...] [--name=value[,value ...] ...]"
+    USAGE: ClassVar[str] = "[CONFIG_FILE ...] [--name=value[,value ...] ...]"
 
-    sweep_dir: str = setting("out-sweep", "folder of the run directories", scope="files")
+    sweep_dir: str = setting("out-sweep", "folder of the run directories", affects="files")
     jobs: int = setting(
-        1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", scope="machine"
+        1, "number of concurrent runs, which share the cores or GPUs", "[1, inf)", affects="machine"
     )
 
 
@@ -59,7 +59,7 @@ class SweepConfig(TrainConfig, SweepSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        forbidden = names_with_scope(TrainConfig, "files") - {"out_dir", "init_from"}  # in presets
+        forbidden = names_affecting(TrainConfig, "files") - {"out_dir", "init_from"}  # in presets
         if names := sorted(forbidden & changed_settings(self).keys()):
             raise ValueError(f"a sweep starts and resumes runs automatically: remove {names[0]}")
 
@@ -121,7 +121,7 @@ def has_finished(folder, settings, fingerprint):
     earlier = RunDir(folder).load_newest(required=False, optimizers=False)
     if not earlier:
         return False
-    names = names_with_scope(TrainConfig, "run") & earlier.settings.keys()
+    names = names_affecting(TrainConfig, "results") & earlier.settings.keys()
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
     refusal = f"{folder} contains another run; choose another --sweep_dir:"

@@ -12,12 +12,12 @@ import torch
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.files import lock_folder
 from folio.cli.process import Interrupted, StopSignal, printable
-from folio.cli.settings import ROOT, changed_settings, names_with_scope
+from folio.cli.settings import ROOT, changed_settings, names_affecting
 from tools.plot.runs import read_run
 from train import TrainConfig
 
 # Settings that a sweep passes on to train.py. Only they can have several values.
-RUN_SETTINGS = names_with_scope(TrainConfig, "run", "machine", "display")
+RUN_SETTINGS = names_affecting(TrainConfig, "results", "machine", "display")
 OUTPUT_FILE = "output.txt"  # what train.py prints, in the run directory
 POLL_INTERVAL_S = 0.1
 SAVING_TIMEOUT_S = 60
