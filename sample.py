@@ -88,7 +88,6 @@ process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
 from folio.cli.files import read_prompt, read_text, unescape
 from folio.hardware.device import resolve_device
-from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import Completion, complete, max_batch_size
 from folio.inference.scoring import score_text
 from folio.inference.trained_model import load_trained
@@ -102,36 +101,35 @@ def main(argv=None):
     stop_texts = parse_stop_texts(settings.stop)
     prompts = read_prompts(settings)
     text = None if settings.score is None else read_text(settings.score)
-    with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
-        checkpoint = load_best(settings.init_from, settings.out_dir)
-        one_at_a_time = settings.stream or settings.interactive
-        num_texts = 1 if one_at_a_time else len(prompts) * settings.num_samples
-        batch_size = min(num_texts, max_batch_size(checkpoint.config, settings.device))
-        machine = settings.device, settings.dtype, settings.compile
-        trained = load_trained(checkpoint, *machine, batch_size if text is None else None)
-        print(checkpoint.summary, file=sys.stderr)
-        print(f"machine: {trained.machine.summary}", file=sys.stderr)
-        if text is not None:
-            print_score(trained, text, settings)
-            return
-        if settings.interactive:
-            converse(trained, stop_texts, settings)
-            return
-        completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
-        start, first_token_s, tokens = time.monotonic(), None, 0
-        while batch := list(islice(completions, batch_size)):
-            try:
-                for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
-                    first_token_s = first_token_s or time.monotonic() - process.STARTED
-                    if settings.stream:
-                        print_new(batch[0])
-            except process.Interrupted:
-                print_part(batch[0], settings)
-                raise
-            for completion in batch:
-                print_completion(completion, settings)
-                tokens += len(completion.ids)
-        print_speed(tokens, time.monotonic() - start, first_token_s)
+    checkpoint = load_best(settings.init_from, settings.out_dir)
+    one_at_a_time = settings.stream or settings.interactive
+    num_texts = 1 if one_at_a_time else len(prompts) * settings.num_samples
+    batch_size = min(num_texts, max_batch_size(checkpoint.config, settings.device))
+    machine = settings.device, settings.dtype, settings.compile
+    trained = load_trained(checkpoint, *machine, batch_size if text is None else None)
+    print(checkpoint.summary, file=sys.stderr)
+    print(f"machine: {trained.machine.summary}", file=sys.stderr)
+    if text is not None:
+        print_score(trained, text, settings)
+        return
+    if settings.interactive:
+        converse(trained, stop_texts, settings)
+        return
+    completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
+    start, first_token_s, tokens = time.monotonic(), None, 0
+    while batch := list(islice(completions, batch_size)):
+        try:
+            for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
+                first_token_s = first_token_s or time.monotonic() - process.STARTED
+                if settings.stream:
+                    print_new(batch[0])
+        except process.Interrupted:
+            print_part(batch[0], settings)
+            raise
+        for completion in batch:
+            print_completion(completion, settings)
+            tokens += len(completion.ids)
+    print_speed(tokens, time.monotonic() - start, first_token_s)
 
 
 # Prompts
@@ -261,4 +259,4 @@ def print_score(trained, text, settings):
 
 
 if __name__ == "__main__":
-    process.run(main)
+    process.run(main, "use --device=cpu or a shorter text")

@@ -143,7 +143,7 @@ from folio.distributed.world import process_group
 from folio.hardware.compile import CudaGraph, compile_model, run_compiler
 from folio.hardware.device import DTYPES, SharedCores, device_type, resolve_device
 from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import explain_out_of_memory, keep_freed_memory, recompute_activations
+from folio.hardware.memory import keep_freed_memory, recompute_activations
 from folio.inference.completion import sample_text
 from folio.training.distillation import Distillation
 from folio.training.evaluation import evaluate, is_evaluation_due
@@ -151,15 +151,12 @@ from folio.training.messages import format_losses, print_end, print_finished, pr
 from folio.training.muon import momentum_at
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.run import Run, open_log
-from folio.training.setup import MEMORY_ADVICE, make_plan
+from folio.training.setup import make_plan
 
 
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
-    with (
-        process_group(settings.device) as world,
-        explain_out_of_memory(world.device, MEMORY_ADVICE),
-    ):
+    with process_group(settings.device) as world:
         plan = make_plan(settings, world)  # reads and checks the inputs; writes nothing
         print_start(plan)
         run = make_run(plan)
@@ -346,5 +343,10 @@ def learning_rate_at(clock, settings):
     return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
+MEMORY_ADVICE = (
+    "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
+    "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
+)
+
 if __name__ == "__main__":
-    process.run(main)
+    process.run(main, MEMORY_ADVICE)

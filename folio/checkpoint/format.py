@@ -19,11 +19,17 @@ import torch
 
 from folio import __version__
 from folio.checkpoint.progress import Progress
-from folio.cli.errors import UserError, cause_of, check_types, foreign_errors, os_errors
+from folio.cli.errors import (
+    UserError,
+    cause_of,
+    check_types,
+    foreign_errors,
+    is_out_of_memory,
+    os_errors,
+)
 from folio.cli.files import check_lfs, write_atomically
 from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 1

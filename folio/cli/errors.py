@@ -52,6 +52,13 @@ def cause_of(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
+def is_out_of_memory(error):
+    """Whether an exception reports a lack of memory, for which torch has no single class."""
+    phrases = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
+    is_torchs = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+    return is_torchs or isinstance(error, MemoryError)
+
+
 def import_optional(package, user, others=""):
     """Returns an optional package. Raises UserError, with the command, if it is not installed.
 

@@ -24,10 +24,6 @@ from model import GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
-MEMORY_ADVICE = (
-    "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
-    "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
-)
 
 
 @dataclass
