@@ -6,18 +6,15 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
-OTHER_NAMES = {  # {setting: its usual names in other programs}
+OTHER_NAMES = {  # {setting: its usual names in other programs, if they are not similar to it}
     "learning_rate": "lr",
-    "max_iters": "epochs steps iters",
-    "batch_size": "batch",
+    "max_iters": "epochs steps",
     "eval_interval": "eval_every eval_steps",
     "device": "gpu cuda cpu",
     "init_from": "model checkpoint resume",
     "start": "prompt",
-    "max_new_tokens": "length max_length max_tokens",
+    "max_new_tokens": "length max_length",
     "block_size": "context length max_length",
-    "n_layer": "layers",
-    "n_head": "heads",
     "n_embd": "dim hidden_size",
     "temperature": "temp",
     "max_tokens": "limit",
@@ -73,7 +70,8 @@ def import_optional(package, user, others=""):
 def script_name():
     """Returns the name of the running script, such as train.py or tools.plot."""
     path = Path(sys.argv[0])
-    return f"tools.{path.parent.name}" if path.name == "__main__.py" else path.name
+    module = path.parent if path.name == "__main__.py" else path
+    return f"tools.{module.stem}" if module.parent.name == "tools" else path.name
 
 
 @contextmanager

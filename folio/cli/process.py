@@ -45,8 +45,8 @@ def start(module_name, settings_class, only_help=False, **environment):
         return
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    handle = handle_help if only_help else parse_arguments
-    if (status := _run(handle, settings_class, sys.argv[1:])) is not None:
+    check = handle_help if only_help else parse_arguments
+    if (status := _run(check, settings_class, sys.argv[1:])) is not None:
         sys.exit(status)
     if missing := [name for name in REQUIRED_PACKAGES if not find_spec(name)]:
         names = ", ".join(missing)

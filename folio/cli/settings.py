@@ -1,10 +1,9 @@
 """Settings of the scripts: typed dataclass fields, flags, config files and `--help`.
 
 A script declares a dataclass of `setting(...)` fields and calls `load_settings` with its arguments:
-Python config files and `--name=value` flags, applied left to right. If the dataclass has an
-attribute POSITIONAL, arguments without dashes are values of that field instead of config files, and
-so are all that follow `--`. An attribute USAGE replaces the arguments in the usage line.
-Standard library only, so that `--help` does not wait for torch.
+Python config files and `--name=value` flags, applied left to right. If the dataclass has a field of
+type tuple, arguments without dashes are its values instead of config files, and so are all that
+follow `--`. Standard library only, so that `--help` does not wait for torch.
 """
 
 import builtins
@@ -18,7 +17,6 @@ import typing
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
 
 from folio import __version__
 from folio.cli.errors import UserError, foreign_errors, script_name, suggest
@@ -55,13 +53,12 @@ def changed_settings(settings):
     return {f.name: value for f, value in pairs if f.name in given or value != f.default}
 
 
-def command_line(arguments, **changes):
-    """Returns the texts of parsed arguments, each setting once, and then of the changes."""
+def command_line(arguments):
+    """Returns the texts of parsed arguments. Of several flags for a setting, only the last."""
     texts = {}
-    for argument in [*arguments, *map(Flag._make, changes.items())]:
-        key = argument.name if isinstance(argument, Flag) else argument
-        texts.pop(key, None)  # of several flags for a setting, the last has an effect
-        texts[key] = str(argument)
+    for name, value in arguments:
+        texts.pop(name, None)
+        texts[name] = str(name) if isinstance(name, Path) else f"--{name}={value}"
     return list(texts.values())
 
 
@@ -79,13 +76,13 @@ def load_settings(settings_class, argv=None, resolvers=None):
     arguments = parse_arguments(settings_class, argv)
     fields = _fields_by_name(settings_class)
     defaults, given = {name: field.default for name, field in fields.items()}, {}
-    for position, argument in enumerate(arguments):
-        if isinstance(argument, Flag):
-            given[argument.name] = argument.value
+    for position, (name, value) in enumerate(arguments):
+        if name in fields:
+            given[name] = value
             continue
-        later_flags = dict(flag for flag in arguments[position:] if isinstance(flag, Flag))
+        later_flags = {key: value for key, value in arguments[position:] if key in fields}
         readable = _resolve(defaults | given | later_flags, resolvers)
-        given |= _run_config_file(argument, fields, readable)
+        given |= _run_config_file(name, fields, readable)
     try:
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
@@ -107,25 +104,15 @@ def _resolve(values, resolvers):
 # Arguments
 
 
-class Flag(NamedTuple):
-    """A `--name=value` argument with its parsed value."""
-
-    name: str
-    value: Any
-
-    def __str__(self):
-        return f"--{self.name}={self.value}"
-
-
 def parse_arguments(settings_class, argv=None):
-    """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
+    """Returns a list of pairs: (name, value) of a flag, or (Path, None) of a config file, not run.
 
-    All positional arguments together are one Flag, the last. Handles `--help` and `--version`.
+    All positional arguments together are one pair, the last. Handles `--help` and `--version`.
     Raises UserError for invalid arguments.
     """
     remaining = list(sys.argv[1:] if argv is None else argv)
     handle_help(settings_class, remaining)
-    positional_name = getattr(settings_class, "POSITIONAL", None)
+    positional_name = _positional_name(settings_class)
     arguments, positional = [], []
     while remaining:
         argument = remaining.pop(0)
@@ -137,14 +124,20 @@ def parse_arguments(settings_class, argv=None):
         elif positional_name:
             positional.append(argument)
         else:
-            arguments.append(_find_config_file(argument, settings_class))
+            arguments.append((_find_config_file(argument, settings_class), None))
     if positional:
-        arguments.append(Flag(positional_name, tuple(positional)))
+        arguments.append((positional_name, tuple(positional)))
     return arguments
 
 
+def _positional_name(settings_class):
+    """Returns the name of the field for positional arguments, or None."""
+    fields = dataclasses.fields(settings_class)
+    return next((field.name for field in fields if field.type is tuple), None)
+
+
 def _parse_flag(settings_class, argument, remaining):
-    """Returns the Flag for an argument. If its value is the next argument, removes that one."""
+    """Returns (name, value) of a flag. If its value is the next argument, removes that one."""
     fields = _fields_by_name(settings_class)
     name, equals, text = argument[2:].partition("=")
     if name not in fields:
@@ -161,7 +154,7 @@ def _parse_flag(settings_class, argument, remaining):
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
     if text.startswith("~/"):  # most shells keep it after "="
         text = os.path.expanduser(text)
-    return Flag(name, parse_value(field, text, f"--{name}"))
+    return name, parse_value(field, text, f"--{name}")
 
 
 def _find_config_file(argument, settings_class):
@@ -280,10 +273,13 @@ def handle_help(settings_class, argv):
 
 
 def _help_text(settings_class):
-    arguments = getattr(settings_class, "USAGE", "[CONFIG_FILE ...] [--name=value ...]")
+    arguments = "[CONFIG_FILE ...] [--name=value ...]"
+    positional_name = _positional_name(settings_class)
+    if positional_name:
+        arguments = f"[--name=value ...] [--] [{positional_name.upper()} ...]"
     lines = [f"usage: {script_name()} [--version] {arguments}", "", inspect.getdoc(settings_class)]
     for name, field in _fields_by_name(settings_class).items():
-        if name == getattr(settings_class, "POSITIONAL", None):
+        if name == positional_name:
             continue
         group, explanation, bounds = map(field.metadata.get, ("group", "explanation", "bounds"))
         if group:

@@ -39,7 +39,7 @@ class Plan:
     resumed: Checkpoint | None = None  # the run continues this one
     initial: Checkpoint | None = None  # or starts with the weights of this one
     teachers: list = dataclasses.field(default_factory=list)  # GPTs, for distillation
-    arguments: list = dataclasses.field(default_factory=list)  # config files and Flags
+    arguments: list = dataclasses.field(default_factory=list)  # of parse_arguments
 
     @property
     def is_sharded(self):

@@ -70,11 +70,11 @@ def test_figures_are_medians_of_alternating_runs(capsys):
         "other": [{"step_ms": ms, "seconds": 3.0} for ms in (100.0, 90.0, 80.0)],
         "folio": [{"step_ms": 10.0, "seconds": 1.0}, {"step_ms": 30.0}, {"step_ms": 20.0}],
     }
-    medians = measure_alternately({name: of.__getitem__ for name, of in runs.items()}, 3)
+    medians = measure_alternately(runs, 3, list.__getitem__)
     assert medians == {"other": {"step_ms": 90.0, "seconds": 3.0}, "folio": {"step_ms": 20.0}}
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[3] for line in lines] == ["other:", "folio:"] * 3
-    assert make_row("a step", "step_ms", [20.0, 90.0]) == ["a step", "20.00", "90.00", "0.222"]
+    assert make_row("a step", "step_ms", medians) == ["a step", "20.00", "90.00", "0.222"]
 
 
 @pytest.mark.slow

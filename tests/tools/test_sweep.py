@@ -16,9 +16,8 @@ import train
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
 from folio.cli.settings import ROOT
+from tools import sweep
 from tools.plot.runs import read_runs
-from tools.sweep import __main__ as sweep
-from tools.sweep import workers
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -104,15 +103,15 @@ def test_mistakes_are_reported_before_training(argv, message, verse):
 
 def test_runs_share_cores_and_gpus(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(workers.torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(workers.torch.cuda, "device_count", lambda: 2)
-    assert workers.worker_environment("cpu", 0, 1) == {}
-    assert workers.worker_environment("cpu", 1, 3) == {"OMP_NUM_THREADS": "2"}
+    monkeypatch.setattr(sweep.torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: 2)
+    assert sweep.worker_environment("cpu", 0, 1) == {}
+    assert sweep.worker_environment("cpu", 1, 3) == {"OMP_NUM_THREADS": "2"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpus = [workers.worker_environment("cuda", n, 3)["CUDA_VISIBLE_DEVICES"] for n in range(3)]
+    gpus = [sweep.worker_environment("cuda", n, 3)["CUDA_VISIBLE_DEVICES"] for n in range(3)]
     assert gpus == ["0", "1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert workers.worker_environment("cuda", 1, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert sweep.worker_environment("cuda", 1, 1) == {"CUDA_VISIBLE_DEVICES": "7"}
 
 
 def start(*argv):
