@@ -102,11 +102,6 @@ def test_a_signal_ends_a_script_with_status_128_plus_its_number(number, capsys):
     assert capsys.readouterr().err == "train.py: interrupted\n"
 
 
-def test_a_signal_during_imports_prints_no_traceback():
-    lines = [START, "os.kill(os.getpid(), signal.SIGTERM)"]
-    assert shell("$PYTHON", *lines) == (128 + signal.SIGTERM, "")
-
-
 def test_the_first_signal_is_recorded_and_a_second_ctrl_c_interrupts_at_once(capfd):
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopSignal("stopping") as stop:

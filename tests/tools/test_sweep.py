@@ -67,13 +67,8 @@ def test_values_of_flags_and_config_files_are_combined(argv, names):
 
 
 def test_a_config_file_reads_the_values_of_its_combination():
-    runs = combine("--n_layer=3,5", write("n_embd = 2 * n_layer"))
-    assert [run.n_embd for run in runs.values()] == [6, 10]
-
-
-def test_a_run_can_have_several_teachers():
-    runs = combine("--seed=1,2", "--teachers=a,b")
-    assert [run.teachers for run in runs.values()] == ["a,b"] * 2
+    runs = combine("--n_layer=3,5", "--teachers=a,b", write("n_embd = 2 * n_layer"))
+    assert [(run.n_embd, run.teachers) for run in runs.values()] == [(6, "a,b"), (10, "a,b")]
 
 
 @pytest.mark.parametrize(
@@ -84,14 +79,11 @@ def test_a_run_can_have_several_teachers():
         (["--seed=1,2", "--stop_at=4"], "stop_at"),
         (["--seed=1,2", "--dataset=gone"], "gone"),
         (["--seed=1,2", "--jobs=1,2"], "jobs"),
-        (["--learning_rate=1e-3,1e-5", "--min_lr=1e-4"], "min_lr"),
-        (["--warmup_iters=1,x"], "--warmup_iters must be int, not 'x'"),
-        (["a.py", "--seed=1,2"], "a.py: warmup_iters must be int, not [1, 2]"),
+        (["--warmup_iters=1,x"], "warmup_iters must be int, not 'x'"),
         ([f"--seed={','.join('7' * 1001)}"], "a sweep can have 1,000 runs, not 1,001: give fewer"),
     ],
 )
 def test_mistakes_are_reported_before_training(argv, message, verse):
-    write("warmup_iters = [1, 2]")
     with pytest.raises(UserError) as caught:
         sweep.main([*flags(), *argv])
     assert message in str(caught.value)
