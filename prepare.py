@@ -108,7 +108,7 @@ class PrepareConfig:
         return self.tokenizer or default
 
 
-# Answers --help and reports wrong flags before the slow imports. main() parses again.
+# Handles --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, PrepareConfig)
 
 from folio.cli.files import unescape, write_atomically

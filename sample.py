@@ -81,7 +81,7 @@ class SampleConfig:
                 raise ValueError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
 
 
-# Answers --help and reports wrong flags before the slow imports. main() parses again.
+# Handles --help and reports wrong flags before the slow imports. main() parses again.
 # GOMP_SPINCOUNT: waiting threads spin so many times, then sleep. The default is 30 times as many
 # and makes sampling several times slower if another process uses the cores.
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")

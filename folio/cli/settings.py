@@ -266,10 +266,11 @@ def handle_help(settings_class, argv):
     """Prints the help text or the version, and exits, if `argv` requests it."""
     if {"-h", "--help"} & set(argv):
         print(_help_text(settings_class))
-        sys.exit(0)
-    if "--version" in argv:
+    elif "--version" in argv:
         print(f"folio {__version__}")
-        sys.exit(0)
+    else:
+        return
+    sys.exit(0)
 
 
 def _help_text(settings_class):
