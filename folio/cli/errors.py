@@ -85,7 +85,7 @@ def os_errors(verb, path):
 
 @contextmanager
 def foreign_errors(message, *types):
-    """A context for foreign code or content. Errors of these types become 'MESSAGE (CAUSE)'."""
+    """A context that turns errors of these types into UserErrors: 'MESSAGE (CAUSE)'."""
     try:
         yield
     except types as error:
