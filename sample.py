@@ -34,8 +34,10 @@ EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
 class SampleConfig:
     """Continue prompts with the best checkpoint of a run, or score a text."""
 
-    out_dir: str = setting("out", "run directory", group="Input", scope="files")
-    init_from: str = setting("resume", "resume: out_dir's best; or as for train.py", scope="files")
+    out_dir: str = setting("out", "run directory", group="Input", affects="files")
+    init_from: str = setting(
+        "resume", "resume: out_dir's best; or as for train.py", affects="files"
+    )
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
@@ -85,7 +87,6 @@ process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
 from folio.cli.files import read_prompt, read_text, unescape
 from folio.hardware.device import resolve_device
-from folio.hardware.memory import explain_out_of_memory
 from folio.inference.completion import Completion
 from folio.inference.generate import complete, max_batch_size
 from folio.inference.scoring import score_text
@@ -100,14 +101,13 @@ def main(argv=None):
     stop_texts = parse_stop_texts(settings.stop)
     prompts = read_prompts(settings)
     text = None if settings.score is None else read_text(settings.score)
-    with explain_out_of_memory(settings.device, "use --device=cpu or a shorter text"):
-        trained = load_model(settings, len(prompts))
-        if text is not None:
-            print_score(trained, text, settings)
-        elif settings.interactive:
-            converse(trained, stop_texts, settings)
-        else:
-            print_samples(trained, prompts, stop_texts, settings)
+    trained = load_model(settings, len(prompts))
+    if text is not None:
+        print_score(trained, text, settings)
+    elif settings.interactive:
+        converse(trained, stop_texts, settings)
+    else:
+        print_samples(trained, prompts, stop_texts, settings)
 
 
 def load_model(settings, num_prompts):
@@ -256,4 +256,4 @@ def parse_stop_texts(stop):
 
 
 if __name__ == "__main__":
-    process.run(main)
+    process.run(main, "use --device=cpu or a shorter text")

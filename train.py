@@ -17,33 +17,37 @@ from folio.cli import process
 from folio.cli.settings import load_settings, setting
 
 
-# setting(default, explanation, bounds); `scope` says what a setting is for (folio/cli/settings.py).
+# setting(default, explanation, bounds); `affects` says what depends on it (folio/cli/settings.py).
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a GPT on data/<dataset>, which prepare.py creates."""
 
-    out_dir: str = setting("out", "folder for checkpoints and log", group="Output", scope="files")
+    out_dir: str = setting("out", "folder for checkpoints and log", group="Output", affects="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
-    log_interval: int = setting(1, "steps between log lines", "[1, inf)", scope="display")
+    log_interval: int = setting(1, "steps between log lines", "[1, inf)", affects="display")
     eval_iters: int | None = setting(None, "batches per evaluation; None: 5% of time", "[1, inf)")
-    eval_only: bool = setting(False, "evaluate once and exit; write nothing", scope="files")
+    eval_only: bool = setting(False, "evaluate once and exit; write nothing", affects="files")
     always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
-    keep_checkpoints: bool = setting(False, "keep each evaluation's ckpt-STEP.pt", scope="display")
+    keep_checkpoints: bool = setting(
+        False, "keep each evaluation's ckpt-STEP.pt", affects="display"
+    )
     checkpoint_interval: int | None = setting(
-        None, "steps between saves; None: only at evaluations", "[1, inf)", scope="display"
+        None, "steps between saves; None: only at evaluations", "[1, inf)", affects="display"
     )
     init_from: str = setting(
-        "scratch", "scratch, resume, auto (either), or weights: file, folder, hub id", scope="files"
+        "scratch",
+        "scratch, resume, auto (either), or weights: file, folder, hub id",
+        affects="files",
     )
-    overwrite: bool = setting(False, "delete an earlier run; False: move it", scope="files")
+    overwrite: bool = setting(False, "delete an earlier run; False: move it", affects="files")
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
 
     sample_interval: int | None = setting(
-        None, "steps between samples; None: none", "[1, inf)", group="Monitoring", scope="display"
+        None, "steps between samples; None: none", "[1, inf)", group="Monitoring", affects="display"
     )
-    wandb_log: bool = setting(False, "log to Weights & Biases", scope="display")
-    wandb_project: str = setting("owt", "project name", scope="display")
-    wandb_run_name: str = setting("gpt2", "run name", scope="display")
+    wandb_log: bool = setting(False, "log to Weights & Biases", affects="display")
+    wandb_project: str = setting("owt", "project name", affects="display")
+    wandb_run_name: str = setting("gpt2", "run name", affects="display")
 
     dataset: str = setting("openwebtext", "name of the folder in data/", group="Data")
     gradient_accumulation_steps: int = setting(40, "micro-batches per step, in total", "[1, inf)")
@@ -73,7 +77,7 @@ class TrainConfig:
     learning_rate: float = setting(6e-4, "peak learning rate", "[0, inf)")
     max_iters: int = setting(600_000, "optimizer steps", "[1, inf)")
     minutes: float | None = setting(None, "time limit, if max_iters take longer", "(0, 1e6]")
-    stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", scope="files")
+    stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", affects="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     train_temperature: float = setting(
         1.0, "divides the logits in training, except with teachers", "(0, inf)"
@@ -92,18 +96,18 @@ class TrainConfig:
     lr_decay_iters: int | None = setting(None, "last step of decay; None: max_iters", "[0, inf)")
     min_lr: float | None = setting(None, "final rate; None: learning_rate / 10", "[0, inf)")
 
-    device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine", scope="machine")
+    device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine", affects="machine")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "data type of activations; weights stay float32"
     )
     compile: Literal["auto", "max-autotune"] | bool = setting(
-        "auto", "torch.compile; auto: on a GPU, except for short steps", scope="machine"
+        "auto", "torch.compile; auto: on a GPU, except for short steps", affects="machine"
     )
     parallel: Literal["ddp", "fsdp"] = setting(
-        "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", scope="machine"
+        "ddp", "with torchrun: ddp or fsdp, which divides weights and moments", affects="machine"
     )
-    activation_checkpointing: bool = setting(False, "less memory, but slower", scope="machine")
-    backend: str = setting("nccl", "ignored: nccl on GPUs, gloo on CPUs", scope="machine")
+    activation_checkpointing: bool = setting(False, "less memory, but slower", affects="machine")
+    backend: str = setting("nccl", "ignored: nccl on GPUs, gloo on CPUs", affects="machine")
 
     def __post_init__(self):
         lr, min_lr = self.learning_rate, self.min_lr
@@ -139,7 +143,7 @@ from folio.distributed.world import process_group
 from folio.hardware.compile import CudaGraph, compile_model, run_compiler
 from folio.hardware.device import DTYPES, SharedCores, device_type, resolve_device
 from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import explain_out_of_memory, keep_freed_memory, recompute_activations
+from folio.hardware.memory import keep_freed_memory, recompute_activations
 from folio.inference.completion import sample_text
 from folio.training.distillation import Distillation
 from folio.training.evaluation import evaluate, is_evaluation_due
@@ -147,15 +151,12 @@ from folio.training.messages import format_losses, print_end, print_finished, pr
 from folio.training.muon import momentum_at
 from folio.training.optimizers import make_optimizers, restore_optimizers
 from folio.training.run import Run, open_log
-from folio.training.setup import MEMORY_ADVICE, make_plan
+from folio.training.setup import make_plan
 
 
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
-    with (
-        process_group(settings.device) as world,
-        explain_out_of_memory(world.device, MEMORY_ADVICE),
-    ):
+    with process_group(settings.device) as world:
         plan = make_plan(settings, world)  # reads and checks the inputs; writes nothing
         print_start(plan)
         run = make_run(plan)
@@ -342,5 +343,10 @@ def learning_rate_at(clock, settings):
     return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
+MEMORY_ADVICE = (
+    "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
+    "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
+)
+
 if __name__ == "__main__":
-    process.run(main)
+    process.run(main, MEMORY_ADVICE)

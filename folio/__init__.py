@@ -3,3 +3,5 @@
 A subpackage imports only from those before it, in this order: cli, model.py, hardware, distributed,
 data, checkpoint, pretrained, training, inference, the scripts, tools.
 """
+
+__version__ = "0.2.0"

@@ -1,7 +1,8 @@
 """The format of a checkpoint file, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
-format, muon, scaler, tokenizer, data, log_bytes, and the rest of Progress.
+format, version (folio's, for a person who reads the file), muon, scaler, tokenizer, data,
+log_bytes, and the rest of Progress.
 `optimizer` is AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they
 have their default values, so that nanoGPT can read folio's checkpoints of such models.
 """
@@ -16,12 +17,19 @@ from pathlib import Path
 
 import torch
 
+from folio import __version__
 from folio.checkpoint.progress import Progress
-from folio.cli.errors import UserError, cause_of, check_types, foreign_errors, os_errors
+from folio.cli.errors import (
+    UserError,
+    cause_of,
+    check_types,
+    foreign_errors,
+    is_out_of_memory,
+    os_errors,
+)
 from folio.cli.files import check_lfs, write_atomically
 from folio.distributed.sharding import assign
 from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import is_out_of_memory
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 1
@@ -73,6 +81,7 @@ def save_checkpoint(path, checkpoint):
             del model_args[name]
     content = {
         "format": FORMAT_VERSION,
+        "version": __version__,
         "model": checkpoint.weights,
         **dict.fromkeys(OPTIMIZER_KEYS.values()),
         **{OPTIMIZER_KEYS[name]: state for name, state in checkpoint.optimizers.items()},

@@ -90,7 +90,7 @@ class RunDir:
             if settings.overwrite:
                 for path in self.files():
                     path.unlink(missing_ok=True)
-            return move_aside(self.folder, [path.name for path in self.files()])
+            return move_aside(self.folder, self.files())
 
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""

@@ -6,18 +6,15 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
-OTHER_NAMES = {  # {setting: its usual names in other programs}
+OTHER_NAMES = {  # {setting: its usual names in other programs, if they are not similar to it}
     "learning_rate": "lr",
-    "max_iters": "epochs steps iters",
-    "batch_size": "batch",
+    "max_iters": "epochs steps",
     "eval_interval": "eval_every eval_steps",
     "device": "gpu cuda cpu",
     "init_from": "model checkpoint resume",
     "start": "prompt",
-    "max_new_tokens": "length max_length max_tokens",
+    "max_new_tokens": "length max_length",
     "block_size": "context length max_length",
-    "n_layer": "layers",
-    "n_head": "heads",
     "n_embd": "dim hidden_size",
     "temperature": "temp",
     "max_tokens": "limit",
@@ -52,6 +49,13 @@ def cause_of(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
+def is_out_of_memory(error):
+    """Whether an exception reports a lack of memory, for which torch has no single class."""
+    phrases = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
+    is_torchs = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
+    return is_torchs or isinstance(error, MemoryError)
+
+
 def import_optional(package, user, others=""):
     """Returns an optional package. Raises UserError, with the command, if it is not installed.
 
@@ -66,7 +70,8 @@ def import_optional(package, user, others=""):
 def script_name():
     """Returns the name of the running script, such as train.py or tools.plot."""
     path = Path(sys.argv[0])
-    return f"tools.{path.parent.name}" if path.name == "__main__.py" else path.name
+    module = path.parent if path.name == "__main__.py" else path
+    return f"tools.{module.stem}" if module.parent.name == "tools" else path.name
 
 
 @contextmanager
@@ -80,7 +85,7 @@ def os_errors(verb, path):
 
 @contextmanager
 def foreign_errors(message, *types):
-    """A context for foreign code or content. Errors of these types become 'MESSAGE (CAUSE)'."""
+    """A context that turns errors of these types into UserErrors: 'MESSAGE (CAUSE)'."""
     try:
         yield
     except types as error:
@@ -94,4 +99,4 @@ def check_types(data, types, description):
     """
     for key, kind in types.items():
         if not isinstance(data, dict) or not isinstance(data.get(key), kind):
-            raise UserError(f"{description}: {key} is missing or of another type")
+            raise UserError(f"{description}: {key} is missing or has the wrong type")

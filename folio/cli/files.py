@@ -57,16 +57,15 @@ def replace_by_link(source, path):
         shutil.copyfileobj(file, target)
 
 
-def move_aside(folder, names):
+def move_aside(folder, paths):
     """Moves files of `folder` to a new folder beside it, FOLDER.1 or the next free number.
 
-    Returns the new folder, or None if no file has one of the names. Raises OSError if moving fails.
+    Returns the new folder, or None if none of the files exists. Raises OSError if moving fails.
     """
-    source = Path(folder).resolve()
-    paths = [path for path in (source / name for name in names) if path.exists()]
+    paths = [path for path in paths if path.exists()]
     if not paths:
         return None
-    numbered = (Path(f"{source}.{number}") for number in count(1))
+    numbered = (Path(f"{Path(folder).resolve()}.{number}") for number in count(1))
     target = next(path for path in numbered if not path.exists())
     target.mkdir()
     for path in paths:

@@ -14,11 +14,12 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 
-from folio.cli.errors import UserError, script_name
-from folio.cli.settings import parse_arguments
+from folio.cli.errors import RankError, UserError, is_out_of_memory, script_name
+from folio.cli.settings import handle_help, parse_arguments
 
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
+MEMORY_ADVICE = "use less data, or a machine with more memory"
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
@@ -32,7 +33,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def start(module_name, settings_class, only_help=False, **environment):
-    """Answers `--help` and reports wrong flags before a script imports torch.
+    """Handles `--help` and `--version` and reports wrong flags before a script imports torch.
 
     A script passes its `__name__`. If it is imported by another module, nothing happens.
 
@@ -44,10 +45,8 @@ def start(module_name, settings_class, only_help=False, **environment):
         return
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    argv = sys.argv[1:]
-    if only_help:
-        argv = [argument for argument in argv if argument in ("-h", "--help")]
-    if (status := _run(parse_arguments, settings_class, argv)) is not None:
+    check = handle_help if only_help else parse_arguments
+    if (status := _run(check, settings_class, sys.argv[1:])) is not None:
         sys.exit(status)
     if missing := [name for name in REQUIRED_PACKAGES if not find_spec(name)]:
         names = ", ".join(missing)
@@ -56,18 +55,21 @@ def start(module_name, settings_class, only_help=False, **environment):
     gc.disable()  # until run(), because collecting garbage makes imports slower
 
 
-def run(main):
-    """Calls `main()` and ends the process with its exit status."""
+def run(main, memory_advice=MEMORY_ADVICE):
+    """Calls `main()` and ends the process with its exit status.
+
+    `memory_advice` says what to do if memory is exhausted, in the error message.
+    """
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
-    status = _run(main)
+    status = _run(main, memory_advice=memory_advice)
     if is_launched():
         os._exit(status or 0)  # threads of gloo can abort the process while Python cleans up
     if status is not None:
         sys.exit(status)
 
 
-def _run(function, *args):
+def _run(function, *args, memory_advice=MEMORY_ADVICE):
     """Returns the exit status, or None if `function` returns."""
     _set_up_streams()
     _set_handlers(signal.SIG_DFL if is_launched() else _interrupt)  # torch may wait in C++
@@ -82,8 +84,10 @@ def _run(function, *args):
         return _report(interrupt, 128 + interrupt.number)
     except UserError as error:
         return _report(error)
-    except MemoryError:
-        return _report("out of memory: use less data, or a machine with more memory")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _report(RankError(f"out of memory: {memory_advice}"))
     except BrokenPipeError:  # the reader of the output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
         return 128 + SIGPIPE

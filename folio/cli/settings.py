@@ -1,10 +1,9 @@
 """Settings of the scripts: typed dataclass fields, flags, config files and `--help`.
 
 A script declares a dataclass of `setting(...)` fields and calls `load_settings` with its arguments:
-Python config files and `--name=value` flags, applied left to right. If the dataclass has an
-attribute OPERANDS, arguments without dashes are values of that field instead of config files, and
-so are all that follow `--`. An attribute ARGUMENTS replaces the arguments in the usage line.
-Standard library only, so that `--help` does not wait for torch.
+Python config files and `--name=value` flags, applied left to right. If the dataclass has a field of
+type tuple, arguments without dashes are its values instead of config files, and so are all that
+follow `--`. Standard library only, so that `--help` does not wait for torch.
 """
 
 import builtins
@@ -18,8 +17,8 @@ import typing
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
 
+from folio import __version__
 from folio.cli.errors import UserError, foreign_errors, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
@@ -27,24 +26,24 @@ LITERALS = {bool: [True, False], NoneType: [None]}  # the values of these types
 BOOL_TEXTS = ("True", "False", "true", "false")
 
 
-def setting(default, explanation, bounds=None, *, group=None, scope="run"):
+def setting(default, explanation, bounds=None, *, group=None, affects="results"):
     """Declares a dataclass field, with the line that `--help` prints for it.
 
     Args:
         bounds: an interval such as "[0, 1)".
         group: starts a new heading in `--help`.
-        scope: what the setting is for. "run": the results depend on it. "files": which files are
+        affects: what depends on the setting. "results": those of the run. "files": which files are
             read and written, and when a process stops. "machine": where and how to compute.
             "display": what is reported and saved, and how often.
     """
-    metadata = {"explanation": explanation, "bounds": bounds, "group": group, "scope": scope}
+    metadata = {"explanation": explanation, "bounds": bounds, "group": group, "affects": affects}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def names_with_scope(settings_class, *scopes):
-    """Returns the names of the settings with one of the scopes."""
+def names_affecting(settings_class, *affected):
+    """Returns the names of the settings that affect one of these, such as "results"."""
     fields = dataclasses.fields(settings_class)
-    return {field.name for field in fields if field.metadata["scope"] in scopes}
+    return {field.name for field in fields if field.metadata["affects"] in affected}
 
 
 def changed_settings(settings):
@@ -54,13 +53,12 @@ def changed_settings(settings):
     return {f.name: value for f, value in pairs if f.name in given or value != f.default}
 
 
-def command_line(arguments, **changes):
-    """Returns the texts of parsed arguments, each setting once, and then of the changes."""
+def command_line(arguments):
+    """Returns the texts of parsed arguments. Of several flags for a setting, only the last."""
     texts = {}
-    for argument in [*arguments, *map(Flag._make, changes.items())]:
-        key = argument.name if isinstance(argument, Flag) else argument
-        texts.pop(key, None)  # of several flags for a setting, the last has an effect
-        texts[key] = str(argument)
+    for name, value in arguments:
+        texts.pop(name, None)
+        texts[name] = str(name) if isinstance(name, Path) else f"--{name}={value}"
     return list(texts.values())
 
 
@@ -78,13 +76,13 @@ def load_settings(settings_class, argv=None, resolvers=None):
     arguments = parse_arguments(settings_class, argv)
     fields = _fields_by_name(settings_class)
     defaults, given = {name: field.default for name, field in fields.items()}, {}
-    for position, argument in enumerate(arguments):
-        if isinstance(argument, Flag):
-            given[argument.name] = argument.value
+    for position, (name, value) in enumerate(arguments):
+        if name in fields:
+            given[name] = value
             continue
-        later_flags = dict(flag for flag in arguments[position:] if isinstance(flag, Flag))
+        later_flags = {key: value for key, value in arguments[position:] if key in fields}
         readable = _resolve(defaults | given | later_flags, resolvers)
-        given |= _run_config_file(argument, fields, readable)
+        given |= _run_config_file(name, fields, readable)
     try:
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
@@ -106,46 +104,40 @@ def _resolve(values, resolvers):
 # Arguments
 
 
-class Flag(NamedTuple):
-    """A `--name=value` argument with its parsed value."""
-
-    name: str
-    value: Any
-
-    def __str__(self):
-        return f"--{self.name}={self.value}"
-
-
 def parse_arguments(settings_class, argv=None):
-    """Returns a list of Flags and Paths of config files, in order. Does not run the config files.
+    """Returns a list of pairs: (name, value) of a flag, or (Path, None) of a config file, not run.
 
-    All operands together are one Flag, the last. Prints the help text and exits if it is requested.
+    All positional arguments together are one pair, the last. Handles `--help` and `--version`.
     Raises UserError for invalid arguments.
     """
     remaining = list(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(remaining):
-        print(_help_text(settings_class))
-        sys.exit(0)
-    operands_name = getattr(settings_class, "OPERANDS", None)
-    arguments, operands = [], []
+    handle_help(settings_class, remaining)
+    positional_name = _positional_name(settings_class)
+    arguments, positional = [], []
     while remaining:
         argument = remaining.pop(0)
-        if operands_name and argument == "--":
-            operands += remaining
+        if positional_name and argument == "--":
+            positional += remaining
             break
         if argument.startswith("--"):
             arguments.append(_parse_flag(settings_class, argument, remaining))
-        elif operands_name:
-            operands.append(argument)
+        elif positional_name:
+            positional.append(argument)
         else:
-            arguments.append(_find_config_file(argument, settings_class))
-    if operands:
-        arguments.append(Flag(operands_name, tuple(operands)))
+            arguments.append((_find_config_file(argument, settings_class), None))
+    if positional:
+        arguments.append((positional_name, tuple(positional)))
     return arguments
 
 
+def _positional_name(settings_class):
+    """Returns the name of the field for positional arguments, or None."""
+    fields = dataclasses.fields(settings_class)
+    return next((field.name for field in fields if field.type is tuple), None)
+
+
 def _parse_flag(settings_class, argument, remaining):
-    """Returns the Flag for an argument. If its value is the next argument, removes that one."""
+    """Returns (name, value) of a flag. If its value is the next argument, removes that one."""
     fields = _fields_by_name(settings_class)
     name, equals, text = argument[2:].partition("=")
     if name not in fields:
@@ -162,7 +154,7 @@ def _parse_flag(settings_class, argument, remaining):
             raise UserError(f"--{name} needs a value: --{name}=VALUE, {_type_name(field)}")
     if text.startswith("~/"):  # most shells keep it after "="
         text = os.path.expanduser(text)
-    return Flag(name, parse_value(field, text, f"--{name}"))
+    return name, parse_value(field, text, f"--{name}")
 
 
 def _find_config_file(argument, settings_class):
@@ -201,7 +193,7 @@ def parse_value(field, text, label):
 def check_value(field, value, label):
     """Returns `value` as the field's type; an int becomes a float where the type is float.
 
-    Raises UserError if it has another type or is out of bounds. `label` names it in the message.
+    Raises UserError if it has the wrong type or is out of bounds. `label` names it in the message.
     """
     options = _options(field.type)
     if type(value) is int and float in options:
@@ -263,18 +255,32 @@ def _run_config_file(path, fields, readable):
             values[name] = check_value(fields[name], value, f"{path}: {name}")
         elif not (name.startswith("_") or callable(value) or inspect.ismodule(value)):
             rule = "names of helper variables start with _" + suggest(name, fields, similarity=0.8)
-            raise UserError(f"{path}: {name} is no setting; {rule}")
+            raise UserError(f"{path}: {name} is not a setting; {rule}")
     return values
 
 
 # Help
 
 
+def handle_help(settings_class, argv):
+    """Prints the help text or the version, and exits, if `argv` requests it."""
+    if {"-h", "--help"} & set(argv):
+        print(_help_text(settings_class))
+    elif "--version" in argv:
+        print(f"folio {__version__}")
+    else:
+        return
+    sys.exit(0)
+
+
 def _help_text(settings_class):
-    arguments = getattr(settings_class, "ARGUMENTS", "[CONFIG_FILE ...] [--name=value ...]")
-    lines = [f"usage: {script_name()} {arguments}", "", inspect.getdoc(settings_class)]
+    arguments = "[CONFIG_FILE ...] [--name=value ...]"
+    positional_name = _positional_name(settings_class)
+    if positional_name:
+        arguments = f"[--name=value ...] [--] [{positional_name.upper()} ...]"
+    lines = [f"usage: {script_name()} [--version] {arguments}", "", inspect.getdoc(settings_class)]
     for name, field in _fields_by_name(settings_class).items():
-        if name == getattr(settings_class, "OPERANDS", None):
+        if name == positional_name:
             continue
         group, explanation, bounds = map(field.metadata.get, ("group", "explanation", "bounds"))
         if group:

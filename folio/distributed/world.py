@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from folio.cli.errors import RankError, UserError, cause_of
+from folio.cli.errors import RankError, UserError, cause_of, is_out_of_memory
 from folio.cli.process import is_launched
 from folio.hardware.device import device_type
 
@@ -120,7 +120,8 @@ def process_group(device):
         yield world
     except RuntimeError as error:
         is_gloos = GLOO_NETWORK in str(error).replace("\\", "/")
-        if not (is_gloos or isinstance(error, torch.distributed.DistError)):
+        is_of_connection = is_gloos or isinstance(error, torch.distributed.DistError)
+        if is_out_of_memory(error) or not is_of_connection:
             raise
         raise RankError(
             f"rank {world.rank}: another process of the run has ended or cannot be reached "

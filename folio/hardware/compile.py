@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folio.cli.errors import cause_of
+from folio.cli.errors import cause_of, is_out_of_memory
 from folio.hardware.device import device_type
-from folio.hardware.memory import is_out_of_memory
 
 MAX_FEW_ROWS = 3
 PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or more rows

@@ -1,16 +1,15 @@
-"""Device memory: how much there is, what reduces its use, and errors when it is exhausted."""
+"""Device memory: how much there is, and what reduces its use."""
 
 import ctypes
 import math
 import os
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
-from folio.cli.errors import RankError
 from folio.hardware.device import device_type
 
 CONTAINER_LIMITS = "/sys/fs/cgroup"
@@ -62,27 +61,6 @@ def keep_freed_memory():
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes; the largest value
         libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD; also the largest value
-
-
-# Out of memory
-
-
-@contextmanager
-def explain_out_of_memory(device, advice):
-    """Turns an out-of-memory error into a UserError with advice."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RankError(f"{device} is out of memory: {advice}") from error
-
-
-def is_out_of_memory(error):
-    """Whether an exception reports a lack of memory, for which torch has no single class."""
-    phrases = ("can't allocate memory", "not enough memory", "out of memory", "overflowed")
-    is_torchs = isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)
-    return is_torchs or isinstance(error, MemoryError)
 
 
 # Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")

@@ -69,7 +69,8 @@ def print_end(run, loss):
     epochs = progress.tokens / len(run.dataset.train)
     if advice := advice_on(evaluations, settings, epochs):
         text, changes = advice
-        print(f"{text}: {' '.join(command_line([], **changes))}" if changes else text)
+        flags = [f"--{name}={value}" for name, value in changes.items()]
+        print(f"{text}: {' '.join(flags)}" if flags else text)
     print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
 

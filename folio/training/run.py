@@ -13,7 +13,7 @@ from folio.checkpoint.progress import Progress
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
-from folio.cli.settings import names_with_scope
+from folio.cli.settings import names_affecting
 from folio.distributed.sharding import full_tensor, gather_on_cpu
 from folio.training.evaluation import evaluation_cost
 from folio.training.run_log import RunLog, start_wandb
@@ -196,7 +196,7 @@ def _open_log(run, stack):
     if run.world.is_main:
         stack.enter_context(lock_folder(run.run_dir.folder))
     resumed, settings = run.plan.resumed, dataclasses.asdict(run.settings)
-    for name in names_with_scope(type(run.settings), "files"):
+    for name in names_affecting(type(run.settings), "files"):
         del settings[name]
     log = RunLog(run, start_wandb(run.settings, settings) if run.world.is_main else None)
     stack.callback(log.close)

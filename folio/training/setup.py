@@ -24,10 +24,6 @@ from model import GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
-MEMORY_ADVICE = (
-    "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
-    "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
-)
 
 
 @dataclass
@@ -43,7 +39,7 @@ class Plan:
     resumed: Checkpoint | None = None  # the run continues this one
     initial: Checkpoint | None = None  # or starts with the weights of this one
     teachers: list = dataclasses.field(default_factory=list)  # GPTs, for distillation
-    arguments: list = dataclasses.field(default_factory=list)  # config files and Flags
+    arguments: list = dataclasses.field(default_factory=list)  # of parse_arguments
 
     @property
     def is_sharded(self):

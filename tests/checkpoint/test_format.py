@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 
+from folio import __version__
 from folio.checkpoint.format import Checkpoint, build_model, load_checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
@@ -88,6 +89,7 @@ def test_plain_gpt2_is_saved_with_nanogpts_model_args_only():
     save_checkpoint("ckpt.pt", checkpoint_of(make_model(bias=False)))
     content = tiny.load("ckpt.pt", ".")
     assert content.keys() >= {"model", "optimizer", "iter_num", "best_val_loss", "config"}
+    assert content["version"] == __version__
     assert content["model_args"] == SHAPE | {"bias": False, "dropout": 0.0}
 
 

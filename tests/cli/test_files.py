@@ -68,13 +68,14 @@ def test_a_folder_has_one_writer_at_a_time():
 def test_earlier_files_are_moved_to_the_first_free_number(monkeypatch):
     for folder in ("out", "out.1", "out.3"):
         Path(folder).mkdir()
-    for name in ("work", "log", "note"):
-        Path("out", name).touch()
-    assert move_aside("out", ["work", "log", "other"]) == Path("out.2")
+    paths = [Path("out", name) for name in ("work", "log", "note")]
+    for path in paths:
+        path.touch()
+    assert move_aside("out", [*paths[:2], Path("out/other")]) == Path("out.2")
     assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
-    assert move_aside("out", ["work", "log", "other"]) is None
+    assert move_aside("out", paths[:2]) is None
     monkeypatch.chdir("out")
-    assert move_aside(".", ["note"]) == Path("..", "out.4")
+    assert move_aside(".", [Path("note")]) == Path("..", "out.4")
 
 
 def test_text_keeps_its_line_endings_and_must_be_utf8():

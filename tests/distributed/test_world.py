@@ -266,6 +266,7 @@ def launched(monkeypatch):
         (RuntimeError("the timeout in a bug: connection closed"), RuntimeError),
         (RuntimeError("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed"), RankError),
         (torch.distributed.DistBackendError("NCCL error: remote process exited"), RankError),
+        (torch.distributed.DistBackendError("NCCL error: out of memory"), RuntimeError),
     ],
     ids=str,
 )

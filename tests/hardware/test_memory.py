@@ -1,4 +1,4 @@
-"""Device memory: its limits, models that do not fit, and activation checkpointing."""
+"""Device memory: its limits, and activation checkpointing."""
 
 from pathlib import Path
 
@@ -6,28 +6,8 @@ import pytest
 import tiny
 import torch
 
-from folio.cli.errors import UserError
 from folio.hardware import memory
-from folio.hardware.memory import explain_out_of_memory, memory_bytes, recompute_activations
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory."),
-        RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you"),
-        RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
-        MemoryError(),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_out_of_memory_errors_become_user_errors_with_advice(error):
-    caught = pytest.raises(UserError, match="cuda.*use less")
-    with caught, explain_out_of_memory("cuda", "use less"):
-        raise error
-    with pytest.raises(RuntimeError, match="a bug"), explain_out_of_memory("cpu", ""):
-        raise RuntimeError("a bug")
-
+from folio.hardware.memory import memory_bytes, recompute_activations
 
 # Limits
 

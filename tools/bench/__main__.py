@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from folio.cli import process
 from folio.cli.settings import ROOT, load_settings, setting
@@ -21,9 +21,6 @@ from folio.cli.settings import ROOT, load_settings, setting
 @dataclass(frozen=True)
 class BenchConfig:
     """Measure a script, and optionally another command, alternately."""
-
-    ARGUMENTS: ClassVar[str] = "[--name=value ...] -- ARGUMENTS OF THE SCRIPT"
-    OPERANDS: ClassVar[str] = "arguments"
 
     arguments: tuple = setting((), "arguments of the script")
     script: Literal["train", "sample", "prepare"] = setting("train", "script to measure")
@@ -55,26 +52,25 @@ def main(argv=None):
 
 def compare_commands(settings):
     """Measures the commands of a BenchConfig alternately, and prints a table of medians."""
-    commands = {}
+    commands = {}  # {program: (command, folder)}
     with tempfile.TemporaryDirectory() as out_dir:
         folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
         if settings.script == "train":
             folio += [f"--out_dir={out_dir}", "--overwrite=True"]
         if settings.vs:  # runs first, because it is the command that may be mistyped
-            other = shlex.split(settings.vs)
-            commands["other"] = lambda _: measure.measure_command(other, settings.vs_dir)
-        commands["folio"] = lambda _: measure.measure_command(folio)
-        medians = measure.measure_alternately(commands, settings.runs)
+            commands["other"] = shlex.split(settings.vs), settings.vs_dir
+        commands["folio"] = folio, "."
+        medians = measure.measure_alternately(
+            commands, settings.runs, lambda command, _: measure.measure_command(*command)
+        )
     print(f"\nmedians of {settings.runs} alternating runs; {measure.describe_machine()}\n")
     print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
     if settings.vs:
         print(f"    other: {settings.vs}")
-    names = sorted(medians)  # folio first
     rows = [["", "folio", "other", "folio / other"] if settings.vs else ["", "folio"]]
     for figure, (title, _) in measure.FIGURES.items():
-        values = [medians[name].get(figure) for name in names]
-        if values != [None] * len(names):
-            rows.append(measure.make_row(title, figure, values))
+        if any(figure in figures for figures in medians.values()):
+            rows.append(measure.make_row(title, figure, medians))
     print("", *format_table(rows), sep="\n")
 
 

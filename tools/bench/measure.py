@@ -15,6 +15,7 @@ import torch
 from folio.cli.errors import UserError, os_errors
 from folio.cli.settings import ROOT
 
+PROGRAMS = ("folio", "other")
 FIGURES = {  # figure: (its name in a table, format)
     "step_ms": ("ms/step", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
@@ -33,16 +34,16 @@ PATTERNS = {  # "iter" lines count from step 10 on, because the first steps are 
 LOSS = r"step[ :]\d+.* val[ _]loss[ :](\d+\.?\d*)"  # of folio, nanoGPT or modded-nanogpt
 
 
-def measure_alternately(commands, runs):
+def measure_alternately(commands, runs, measure):
     """Measures commands alternately, and returns {name: medians of its figures, {figure: value}}.
 
-    `commands` is {name: function of the number of a run that runs the command and returns its
-    figures, {} if it failed}. Only figures that all runs of a command have are returned.
+    `commands` are {name: command}. measure(command, number) returns the figures of a run, {} if it
+    failed. Only figures that all runs of a command have are returned.
     """
     figures = {name: [] for name in commands}
     for number in range(runs):
-        for name, measure in commands.items():
-            of_run = measure(number)
+        for name, command in commands.items():
+            of_run = measure(command, number)
             print(f"run {number + 1} of {name}: {format_figures(of_run) or 'failed'}", flush=True)
             figures[name].append(of_run)
     medians = {name: {} for name in commands}
@@ -58,8 +59,9 @@ def format_figures(figures):
     return "; ".join(f"{name} {figures[key]:{f}}" for key, (name, f) in parts if key in figures)
 
 
-def make_row(title, figure, values):
-    """Returns the cells of a table: a title, the figure of each command, and the ratio of two."""
+def make_row(title, figure, medians):
+    """Returns the cells of a table: a title, the figure of each program, and the ratio of two."""
+    values = [medians[program].get(figure) for program in PROGRAMS if program in medians]
     cells = ["-" if value is None else format(value, FIGURES[figure][1]) for value in values]
     if len(values) == 2:
         cells.append(f"{values[0] / values[1]:.3f}" if all(values) else "")

@@ -18,7 +18,6 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,6 @@ RESULTS = Path("out-suite")
 TABLE = tomllib.loads(Path(__file__).with_name("suite.toml").read_text("utf-8"))
 PARTS = {**TABLE["cpu"], **TABLE["long"], **TABLE["gpu"]}
 DEFAULT_PARTS = TABLE["gpu" if torch.cuda.is_available() else "cpu"]
-PROGRAMS = ("folio", "other")
 VOCAB_SIZE = 50_304  # GPT-2's, padded
 
 
@@ -66,20 +64,19 @@ def main(argv=None):
     if TABLE["gpu"].keys() & set(parts):
         write_random_tokens(Path("data", "random_tokens"))
         write_random_tokens(Path(settings.vs_dir, "data", "random_tokens"))
-    table = [["", *PROGRAMS, "ratio"]]
+    table = [["", *measure.PROGRAMS, "ratio"]]
     end = time.monotonic() + 60 * settings.minutes
     for part, name, figure, *templates in rows:
         if time.monotonic() > end:
             print(f"no time left for {part}: {name}")
             continue
         print(f"{part}: {name}")
-        commands = {}
-        for who, template in zip(PROGRAMS, templates, strict=False):
-            commands[who] = partial(measure_once, expand(template, settings.vs_dir))
-        medians = measure.measure_alternately(commands, settings.runs if figure else 1)
+        commands = [expand(template, settings.vs_dir) for template in templates]
+        programs = dict(zip(measure.PROGRAMS, commands, strict=False))
+        runs = settings.runs if figure else 1
+        medians = measure.measure_alternately(programs, runs, measure_once)
         if figure:  # other rows prepare these
-            values = [medians.get(who, {}).get(figure) for who in PROGRAMS]
-            table.append(measure.make_row(name, figure, values))
+            table.append(measure.make_row(name, figure, {"other": {}} | medians))
     print("", measure.describe_machine(), "", *format_table(table), sep="\n")
 
 

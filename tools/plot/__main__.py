@@ -10,7 +10,7 @@ Plots are PNG files and need matplotlib.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from folio.cli import process
 from folio.cli.errors import import_optional
@@ -21,9 +21,6 @@ from folio.cli.settings import load_settings, setting
 @dataclass(frozen=True)
 class PlotConfig:
     """Compare runs in a table and a plot, or plot a model's attention or embeddings."""
-
-    ARGUMENTS: ClassVar[str] = "[OUT_DIR ...] [--name=value ...]"
-    OPERANDS: ClassVar[str] = "runs"
 
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")
