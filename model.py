@@ -145,7 +145,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
-    compiled_methods = ("forward",)  # see folio/hardware/compile.py
+    compiled_methods = ("forward",)  # see folio/hardware/optimize.py
 
     def __init__(self, config):
         super().__init__()
@@ -190,30 +190,25 @@ class GPT(nn.Module):
         self.cross_entropy = linear_cross_entropy
 
     @torch.no_grad()
-    def init_weights(self, assign=torch.Tensor.copy_):
+    def init_weights(self):
         """Initializes all parameters like GPT-2. Returns the model.
 
         Weights of norms are 1, biases 0, and matrices normal with standard deviation 0.02. Each
         block adds two projections to the residual stream; their standard deviation is divided by
         sqrt(2 n_layer) so that the variance does not grow with depth (Radford et al. 2019, 2.3).
-
-        Args:
-            assign: assign(parameter, values) sets a parameter, on any device, to a CPU tensor.
-                Values are drawn on the CPU, so that they are the same on every device.
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
-                values = torch.zeros(parameter.shape)
+                parameter.zero_()
             elif not name.endswith("weight"):  # such as a new kind of norm
                 raise ValueError(f"init_weights has no rule for {name}")
             elif parameter.dim() == 1:
-                values = torch.ones(parameter.shape)
+                parameter.fill_(1.0)
             else:
                 std = 0.02
                 if name.endswith("c_proj.weight"):
                     std /= math.sqrt(2 * self.config.n_layer)
-                values = torch.empty(parameter.shape).normal_(std=std)
-            assign(parameter, values)
+                parameter.normal_(std=std)
         return self
 
     def forward(self, idx, targets, temperature=1.0):

@@ -17,27 +17,25 @@ from folio.cli import process
 from folio.cli.settings import load_settings, setting
 
 
-# setting(default, explanation, bounds); `affects` says what depends on it (folio/cli/settings.py).
+# setting(default, explanation, bounds); `affects`: what depends on it, by default the results.
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a GPT on data/<dataset>, which prepare.py creates."""
 
-    out_dir: str = setting("out", "folder for checkpoints and log", group="Output", affects="files")
+    out_dir: str = setting("out", "folder of the run", group="Output", affects="files")
     eval_interval: int = setting(2000, "steps between evaluations", "[1, inf)")
     log_interval: int = setting(1, "steps between log lines", "[1, inf)", affects="display")
-    eval_iters: int | None = setting(None, "batches per evaluation; None: 5% of time", "[1, inf)")
-    eval_only: bool = setting(False, "evaluate once and exit; write nothing", affects="files")
-    always_save_checkpoint: bool = setting(False, "write ckpt.pt at every evaluation")
-    keep_checkpoints: bool = setting(
-        False, "keep each evaluation's ckpt-STEP.pt", affects="display"
+    eval_iters: int | None = setting(
+        None, "batches per evaluation; None: 5% of the time, more at the end", "[1, inf)"
     )
+    eval_only: bool = setting(False, "evaluate once and exit; write nothing", affects="files")
+    always_save_checkpoint: bool = setting(False, "write ckpt.pt at each evaluation, best or not")
+    keep_checkpoints: bool = setting(False, "also keep ckpt-STEP.pt of each", affects="display")
     checkpoint_interval: int | None = setting(
         None, "steps between saves; None: only at evaluations", "[1, inf)", affects="display"
     )
     init_from: str = setting(
-        "scratch",
-        "scratch, resume, auto (either), or weights: file, folder, hub id",
-        affects="files",
+        "scratch", "scratch, resume, auto (either), or a file, folder or hub id", affects="files"
     )
     overwrite: bool = setting(False, "delete an earlier run; False: move it", affects="files")
     seed: int = setting(1337, "seed of initial weights, batches and dropout", "[0, inf)")
@@ -80,7 +78,7 @@ class TrainConfig:
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", affects="files")
     patience: int | None = setting(None, "stop after N evaluations without improvement", "[1, inf)")
     train_temperature: float = setting(
-        1.0, "divides the logits in training, except with teachers", "(0, inf)"
+        1.0, "softmax temperature of the training loss; ignored with --teachers", "(0, inf)"
     )
     teachers: str = setting("", "runs for knowledge distillation: folders, separated by commas")
     weight_decay: float = setting(0.1, "weight decay of matrices and embeddings", "[0, inf)")
@@ -124,110 +122,115 @@ class TrainConfig:
         return not (self.eval_iters or self.always_save_checkpoint)
 
 
-# Answers --help and reports wrong flags before the slow imports. main() parses again.
+# Handles --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, TrainConfig)
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from folio.checkpoint.format import empty_model, load_weights
-from folio.data.batches import Batches, dropout_seed
-from folio.distributed.sharding import (
-    assign,
-    clip_gradients,
-    replicate,
-    set_gradient_sync,
-    shard_model,
-    unshard,
-)
-from folio.distributed.world import process_group
-from folio.hardware.compile import CudaGraph, compile_model, run_compiler
-from folio.hardware.device import DTYPES, SharedCores, device_type, resolve_device
-from folio.hardware.kernels import use_fast_kernels
-from folio.hardware.memory import keep_freed_memory, recompute_activations
+from folio.data.dataset import load_dataset
+from folio.distributed.world import process_group, replicate, set_gradient_sync, shard_model
+from folio.hardware.device import resolve_device
+from folio.hardware.optimize import CudaGraph, optimize_for_training
 from folio.inference.completion import sample_text
-from folio.training.distillation import Distillation
-from folio.training.evaluation import evaluate, is_evaluation_due
-from folio.training.messages import format_losses, print_end, print_finished, print_start
-from folio.training.muon import momentum_at
-from folio.training.optimizers import make_optimizers, restore_optimizers
+from folio.training.distillation import add_teachers
+from folio.training.evaluation import evaluate, format_losses, is_evaluation_due
+from folio.training.optimizers import clip_gradients, load_optimizers, make_optimizers, momentum_at
 from folio.training.run import Run, open_log
-from folio.training.setup import make_plan
+from folio.training.setup import MEMORY_ADVICE, choose_machine, choose_model, load_start
+from model import GPT
 
 
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
     with process_group(settings.device) as world:
-        plan = make_plan(settings, world)  # reads and checks the inputs; writes nothing
-        print_start(plan)
-        run = make_run(plan)
+        run = make_run(settings, world)
         if settings.eval_only:
-            # over as much text as a final evaluation
-            print(format_losses(run.progress.step, evaluate(run, settings.max_iters)))
-        elif run.world.from_main(run.run_dir.is_complete(run.progress, settings)):
-            print_finished(run)
+            print(format_losses(run.progress.step, evaluate(run, final=True)))
         else:
             train(run)
         del run  # freeing DDP after its process group can wait forever
 
 
-def make_run(plan):
-    """Returns a Run with what a Plan describes: a model, new or loaded, and how to train it."""
-    settings, world, machine = plan.settings, plan.world, plan.machine
-    keep_freed_memory()
-    model = empty_model(plan.config, "meta" if plan.is_sharded else machine.device)
-    model.dtype = DTYPES[machine.dtype]  # of activations; weights are float32
-    # With FSDP, those for a GPU would keep products of weights that are not sharded.
-    use_fast_kernels(model, not plan.is_sharded and device_type(machine.device) == "cuda")
-    if plan.is_sharded:
-        shard_model(model, world, machine.dtype)
-    if start := plan.resumed or plan.initial:
-        world.call_together(load_weights, model, start)
-        start.weights = {}  # the model has them
+def make_run(settings, world):
+    """Returns the Run that the settings describe. Reads files, but writes none.
+
+    Raises UserError, in all processes, if settings, text, checkpoint and machine do not fit.
+    """
+    print(f"settings: {settings.command_line or 'defaults'}")
+    with world.share_errors():
+        # The text, as the token ids that prepare.py has written.
+        dataset = load_dataset(settings.dataset)
+        print(f"dataset: {dataset.summary}")
+
+        # A run to resume, a trained model to start from, or None for random weights.
+        checkpoint = load_start(settings)
+        resumed = checkpoint if settings.init_from in ("resume", "auto") else None
+
+        # The architecture, which a checkpoint determines: flags that contradict it are errors.
+        settings, config = choose_model(settings, dataset, checkpoint)
+
+        # The device, and whether its bfloat16, the compiler or a CUDA graph make steps faster.
+        machine = choose_machine(settings, config, world)
+        dataset = dataset.to(machine.device)
+    inputs = {"the content of the dataset": dataset.fingerprint, "dtype": machine.dtype}
+    world.check_same(settings, inputs | {"the checkpoint": checkpoint and checkpoint.progress})
+
+    # Weights are float32 and drawn on the CPU, so that a seed means the same on every machine.
+    model = GPT(config)
+    start = checkpoint.summary if checkpoint else "random weights"
+    if not settings.eval_only:
+        start += f"; {settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
+    processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
+    print(f"model: {model.num_params():,} parameters, from {start}")
+    print(f"machine: {processes}{machine.summary}, {machine.peak_summary}", flush=True)
+    if checkpoint:
+        with world.share_errors():
+            checkpoint.load_into(model)
     else:
         torch.manual_seed(settings.seed)
-        model.init_weights(assign)
+        model.init_weights()
+    model.dtype = machine.torch_dtype  # of activations
+    if settings.parallel == "fsdp" and world.is_launched:
+        shard_model(model, world)  # moves it, too: each process keeps some rows of every weight
+    else:
+        model.to(machine.device)
 
+    # A resumed run continues with its moments, so that its losses do not show that it stopped.
     optimizers = make_optimizers(model, settings, world)
-    scaler = torch.amp.GradScaler(device_type(machine.device), enabled=machine.dtype == "float16")
-    if plan.resumed:
-        world.call_together(restore_optimizers, optimizers, plan.resumed)
-        plan.resumed.optimizers = {}  # the optimizers have them
-        if plan.resumed.scaler:
-            scaler.load_state_dict(plan.resumed.scaler)
+    scaler = torch.amp.GradScaler(machine.kind, enabled=machine.dtype == "float16")
+    if resumed:
+        with world.share_errors():
+            load_optimizers(optimizers, scaler, resumed)
 
-    forward = model  # forward(x, y, temperature) returns the loss
-    if plan.teachers:
-        forward = Distillation(model, [t.to(machine.device, model.dtype) for t in plan.teachers])
-    is_compiled = machine.compile and compile_model(forward, machine)
-    if settings.activation_checkpointing:
-        recompute_activations(model)
-    if machine.compile:
-        x, y = next(Batches(plan.dataset.train, settings, world).at(0))
-        batch = x, y, settings.train_temperature
-        is_compiled = is_compiled and run_compiler(forward, model, batch)
-        if not all(world.gather(is_compiled)):  # it can fail on one machine only
-            torch.compiler.set_stance("force_eager")
-    if not plan.is_sharded:
-        forward = replicate(forward, world)  # with several processes, DDP
-    return Run(plan, model, optimizers, scaler, forward)
+    # loss_fn(x, y, temperature) is the model, whose forward pass returns the loss, or wraps it.
+    with world.share_errors():
+        loss_fn = add_teachers(model, settings, dataset.tokenizer)
+    # In place. The compiler runs now, with the first batch, and not in the first step.
+    x, y = dataset.train.batch(settings.seed, 0, settings.batch_size, settings.block_size)
+    batch = x, y, settings.train_temperature
+    optimize_for_training(loss_fn, batch, machine, world, settings.activation_checkpointing)
+    loss_fn = replicate(loss_fn, world)  # with several processes, DDP
+    return Run(settings, dataset, machine, world, model, loss_fn, optimizers, scaler, resumed)
 
 
 def train(run):
-    """Trains until the clock reaches max_iters, patience is exhausted, stop_at or a stop signal."""
+    """Trains until the schedule ends, patience is exhausted, stop_at or a stop signal."""
     settings, progress = run.settings, run.progress
-    batches = Batches(run.dataset.train, settings, run.world)  # a function of the seed and the step
-    cores = SharedCores(run.machine)  # fewer threads while other programs use the cores
-    with run.stop_signal, open_log(run) as log:  # in it, Ctrl-C only sets run.is_stopped()
+    # Here, Ctrl-C raises nothing: is_stopped() becomes true, and the loop saves the state and ends.
+    with run.stop_signal, open_log(run) as log:
         while True:
-            step, clock = progress.step, run.clock()  # equal, unless --minutes ends the run early
-            lr = learning_rate_at(clock, settings)
+            # The learning rate, evaluations and the end follow schedule_step. It is the step, but
+            # with --minutes it can be ahead, and reaches max_iters when the time is over.
+            step, schedule_step = progress.step, run.schedule_step()
+            lr = learning_rate_at(schedule_step, settings)
 
-            # Between two steps: evaluate, save, stop, sample, end. Pauses are not training time.
-            if is_evaluation_due(run, clock):
+            # The state goes to ckpt.pt if it is the best, else to last.pt. Pauses are not steps.
+            if is_evaluation_due(run, schedule_step):
                 with run.timer.pause():
                     if losses := evaluate(run):  # None after a stop signal
                         run.check_finite(train_loss=losses["train_loss"], val_loss=losses["loss"])
-                        is_best = progress.record(losses, clock)
+                        is_best = progress.record(losses, schedule_step)
                         log.evaluation(losses, lr)
                         run.save(best=is_best or settings.always_save_checkpoint)
             elif run.is_save_due():  # by checkpoint_interval
@@ -241,47 +244,56 @@ def train(run):
             if settings.sample_interval and step % settings.sample_interval == 0:
                 print_sample(run, log)
 
-            loss, grad_norm = train_step(run, batches.at(step), step, lr)
+            loss, grad_norm = train_step(run, step, lr)
             if loss is not None:  # no stop signal between two micro-batches
                 log.count_step()
                 if step % settings.log_interval == 0:
                     loss, grad_norm = float(loss), float(grad_norm)  # waits for the device
                     run.check_step(loss, grad_norm)
                     log.step(loss, grad_norm, lr)
-                if message := cores.check():
+                if message := run.thread_tuner.check():  # fewer if others use the cores
                     log.say(message)
                 progress.add_step(settings.tokens_per_step)
 
         if settings.sample_interval:
             print_sample(run, log)
-        loss = progress.best_val_loss
-        if settings.has_final_evaluation:
-            run.load_best_weights()
-            losses = evaluate(run, step)  # over more text
+        if settings.has_final_evaluation:  # over more text, so that the loss is less noisy
+            run.load_best_weights()  # possibly those of an earlier step
+            losses = evaluate(run, final=True)
             if not losses:  # a stop signal; a resumed run evaluates again
-                run.save_and_stop()
-                return
+                run.save_and_stop()  # raises Interrupted
             log.final_evaluation(losses)
-            loss = losses["loss"]
-    print_end(run, loss)
+        log.end()
 
 
 def print_sample(run, log):
     """Prints a text that the model generates."""
-    with run.timer.pause(), unshard(run.model):
+    with run.timer.pause():
         text = sample_text(run.model, run.dataset.tokenizer, run.settings.seed)
         log.say(f"sample at step {run.progress.step}:\n{text}\n")
 
 
-def train_step(run, micro_batches, step, lr):
+def micro_batches(run, step):
+    """Yields this process's micro-batches of a step: inputs and targets, (B, T) int64 each.
+
+    The micro-batches of a run are numbered, and the seed and the number determine the text of each.
+    So a resumed run continues with the right one, and any number of processes trains on the same.
+    """
+    settings, count = run.settings, run.micro_batches_per_process
+    first = (step * run.world.size + run.world.rank) * count
+    for number in range(first, first + count):  # a GPU computes one while the next one is read
+        B, T = settings.batch_size, settings.block_size
+        yield run.dataset.train.batch(settings.seed, number, B, T)
+
+
+def train_step(run, step, lr):
     """Makes one step. Returns the mean loss of its micro-batches, and the gradient's norm or None.
 
     Both are scalar tensors and cover all processes. They are not read here, because reading waits
     for a GPU. After a stop signal, the loss is None, and no weight has changed.
     """
-    settings = run.settings
-    if settings.dropout:
-        torch.manual_seed(dropout_seed(settings.seed, step, run.world.rank))
+    settings, batches = run.settings, micro_batches(run, step)
+    run.seed_dropout(step)  # so that a resumed run drops the same elements
     for name, optimizer in run.optimizers.items():
         for group in optimizer.param_groups:
             group["lr"].fill_(lr * group["lr_scale"])  # a tensor, for CUDA graphs
@@ -289,25 +301,26 @@ def train_step(run, micro_batches, step, lr):
                 group["momentum"] = momentum_at(step, settings)
     if not run.machine.cuda_graph:
         needs_norm = settings.grad_clip or step % settings.log_interval == 0  # it takes time
-        return update_weights(run, micro_batches, needs_norm)
+        return update_weights(run, batches, needs_norm)
+    # Launching the kernels of a short step one by one would take longer than running them.
     run.graph = run.graph or CudaGraph(lambda x, y: update_weights(run, [(x, y)]))
-    return run.graph(*next(iter(micro_batches)))
+    return run.graph(*next(batches))  # the only one; see setup.graph_flops
 
 
-def update_weights(run, micro_batches, needs_norm=True):
+def update_weights(run, batches, needs_norm=True):
     """Makes one step with the optimizers' learning rates. Returns the same as train_step."""
-    settings, scaler = run.settings, run.scaler
-    count = settings.gradient_accumulation_steps // run.world.size  # micro-batches of this process
+    settings, scaler, count = run.settings, run.scaler, run.micro_batches_per_process
 
-    # Forward and backward: the gradient of the mean loss.
-    run.model.zero_grad(set_to_none=run.can_free_gradients)
+    # Forward and backward: the gradient of the mean loss. Those of DDP are views of its buffers.
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad(set_to_none=not isinstance(run.loss_fn, DistributedDataParallel))
     loss = torch.zeros((), device=run.machine.device)
-    for number, (x, y) in enumerate(micro_batches, start=1):
+    for number, (x, y) in enumerate(batches, start=1):
         if number > 1 and run.is_stopped():
             return None, None
         # With several processes, the last backward pass averages the gradients over them.
-        set_gradient_sync(run.forward, number == count)
-        micro_loss = run.forward(x, y, settings.train_temperature) / count
+        set_gradient_sync(run.loss_fn, number == count)
+        micro_loss = run.loss_fn(x, y, settings.train_temperature) / count
         scaler.scale(micro_loss).backward()  # the scale is 1, except in float16
         loss += micro_loss.detach()
 
@@ -321,32 +334,27 @@ def update_weights(run, micro_batches, needs_norm=True):
     return run.world.sum(loss) / run.world.size, grad_norm
 
 
-def learning_rate_at(clock, settings):
+def learning_rate_at(step, settings):
     """Returns the learning rate: linear warmup, then cosine decay to min_lr.
 
     With lr_decay_start, the rate is constant until then, and the decay is linear (Hägele et al.
     2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
-    `clock` is the step, unless --minutes ends the run before max_iters; see Run.clock.
+    `step` is a float if --minutes ends the run before max_iters; see Run.schedule_step.
     """
     if not settings.decay_lr:
         return settings.learning_rate
     end = settings.max_iters if settings.lr_decay_iters is None else settings.lr_decay_iters
     low = settings.learning_rate / 10 if settings.min_lr is None else settings.min_lr
-    if clock < settings.warmup_iters:
-        return settings.learning_rate * (clock + 1) / (settings.warmup_iters + 1)
-    if clock >= end:
+    if step < settings.warmup_iters:
+        return settings.learning_rate * (step + 1) / (settings.warmup_iters + 1)
+    if step >= end:
         return low
     start = max(settings.warmup_iters, (settings.lr_decay_start or 0.0) * end)
-    fraction = max(0.0, clock - start) / (end - start)
+    fraction = max(0.0, step - start) / (end - start)
     if settings.lr_decay_start is not None:
         return low + (settings.learning_rate - low) * (1 - fraction)
     return low + (settings.learning_rate - low) * 0.5 * (1 + math.cos(math.pi * fraction))
 
-
-MEMORY_ADVICE = (
-    "halve --batch_size and double --gradient_accumulation_steps for the same tokens per step, use "
-    "--activation_checkpointing=True, or decrease --block_size, --n_layer or --n_embd"
-)
 
 if __name__ == "__main__":
     process.run(main, MEMORY_ADVICE)

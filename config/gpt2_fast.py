@@ -9,7 +9,7 @@
 import math
 
 from folio.data.dataset import load_dataset
-from folio.hardware.device import choose_machine
+from folio.hardware.device import set_up_machine
 from folio.hardware.memory import max_micro_batch
 
 _data = load_dataset(dataset)
@@ -60,7 +60,7 @@ _tokens = min(2.6e9, 4 * _train_tokens)
 # Lines"): 524,288 for 2.6 billion, as in published records, and 131,072 for 0.1 billion.
 _run_tokens = _tokens
 if minutes:
-    _peak = choose_machine(device, "auto", False).peak_flops  # per second
+    _peak = set_up_machine(device, "auto", False).peak_flops  # per second
     _flops_per_token = 855e6
     _run_tokens = min(_tokens, 60 * minutes * 0.4 * _peak / _flops_per_token)  # 0.4: as measured
 _sequences = 2 ** max(0, round(math.log2(512 * (_run_tokens / 2.6e9) ** 0.383)))  # per step

@@ -11,11 +11,11 @@
 import math
 
 from folio.data.dataset import load_dataset
-from folio.hardware.device import choose_machine
+from folio.hardware.device import set_up_machine
 from folio.hardware.memory import max_micro_batch
 
 _data = load_dataset(dataset)
-_machine = choose_machine(device, dtype, False)
+_machine = set_up_machine(device, dtype, False)
 _train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
 _relative_size = _train_tokens / 1_003_854  # compared with tiny Shakespeare
 _relative_bytes = _data.train_bytes / 1_003_854

@@ -19,7 +19,7 @@ from hypothesis import settings
 from folio.data import dataset
 from folio.data.dataset import Dataset, load_dataset
 from folio.data.tokenizer import END_OF_TEXT, CharTokenizer, GPT2Tokenizer
-from folio.hardware.device import choose_machine
+from folio.hardware.device import set_up_machine
 from folio.inference.trained_model import TrainedModel
 
 # the same examples in every run; no time limit, for loaded machines
@@ -114,7 +114,7 @@ def gpt2_of_bytes(monkeypatch):
 def trained():
     """A model with random weights and a vocabulary of 37 characters."""
     tokenizer = CharTokenizer("abcdefghijklmnopqrstuvwxyz0123456789 ")
-    machine = choose_machine("cpu", "float32", False)
+    machine = set_up_machine("cpu", "float32", False)
     return TrainedModel(tiny.random_model(), tokenizer, machine)
 
 

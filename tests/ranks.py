@@ -12,7 +12,6 @@ import torch
 
 import train
 from folio.cli import process
-from folio.distributed.world import process_group
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo"])
@@ -82,12 +81,6 @@ def _run_rank(folder, environment, sender, function, args):
 
 
 # Functions to run
-
-
-def in_world(function, *args):
-    """Calls function(world, *args)."""
-    with process_group("cpu") as world:
-        return function(world, *args)
 
 
 def train_ranks(size, **settings):

@@ -4,24 +4,20 @@ They run on torch's meta device, whose tensors have shapes but no values. Readin
 a GPU would have to be waited for, raises there, and so does combining tensors of two devices.
 """
 
-import dataclasses
-
-import numpy as np
 import pytest
 import tiny
 import torch
 
 import train
 from folio.checkpoint.format import empty_model
-from folio.checkpoint.progress import Progress
-from folio.data.batches import Batches, Split, to_device
-from folio.hardware.device import Machine, choose_machine
+from folio.hardware import device
+from folio.hardware.device import Machine, set_up_machine
+from folio.hardware.optimize import optimize_for_training
 from folio.inference.generate import generate
 from folio.inference.sampling import SamplingParams
 from folio.training import evaluation
-from folio.training.setup import model_config
+from folio.training.distillation import Distillation
 
-META = Machine("meta", "float32", False)
 OPTIONS = {  # beside those of the presets
     "gradient_accumulation_steps": 2,
     "activation_checkpointing": True,
@@ -36,30 +32,33 @@ models = pytest.mark.parametrize(
 )
 
 
+def new_run(monkeypatch, dtype="float32", **settings):
+    """Returns a Run on the meta device with the kernels for a GPU."""
+
+    def optimize(loss_fn, batch, machine, *options):
+        optimize_for_training(loss_fn, batch, Machine("cuda", dtype, False), *options)
+
+    monkeypatch.setattr(device, "_measure_peak", lambda *_: 1e12)
+    monkeypatch.setattr(train, "optimize_for_training", optimize)
+    return tiny.new_run(Machine("meta", dtype, False), **settings)
+
+
 @pytest.fixture
 def no_adamw(monkeypatch):
-    """Replaces the fused AdamW, which the meta device does not have, by one without steps."""
-
-    class NoAdamW(torch.optim.AdamW):
-        _step_supports_amp_scaling = True
-
-        def __init__(self, groups, fused, **options):
-            super().__init__(groups, **options)
-
-        def step(self):
-            pass
-
-    monkeypatch.setattr(torch.optim, "AdamW", NoAdamW)
+    """Makes AdamW, whose fused steps the meta device does not have, keep the weights."""
+    adamw = torch.optim.AdamW
+    unfused = lambda groups, fused, **options: adamw(groups, **options)  # noqa: E731
+    monkeypatch.setattr(torch.optim, "AdamW", unfused)
+    monkeypatch.setattr(adamw, "_step_supports_amp_scaling", True, raising=False)
+    monkeypatch.setattr(adamw, "step", lambda self: None)
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
-def test_evaluation_and_sampling_read_no_value(verse, switches):
-    settings = tiny.settings(**switches)
-    config = model_config(settings, verse.tokenizer)
-    run = train.make_run(tiny.plan_of(config, settings, machine=META))
-    assert evaluation.split_loss(run, Split(np.zeros(3000, np.uint16), "meta"), 4).is_meta
+def test_evaluation_and_sampling_read_no_value(verse, monkeypatch, switches):
+    run = new_run(monkeypatch, **switches)
+    assert evaluation.split_loss(run, "val").is_meta
     model = run.model.eval()
-    prompts = [[1] * config.block_size, [2, 3]]  # the first context is full and drops tokens
+    prompts = [[1] * model.config.block_size, [2, 3]]  # the first is full and drops tokens
     params = SamplingParams(0.8, 20, 0.9, 0.1, 1.3, max_new_tokens=3, context_stride=4)
     for accelerate in (None, lambda step, *_: step):
         tokens = list(generate(model, prompts, [1, 2], params, accelerate=accelerate))
@@ -68,16 +67,12 @@ def test_evaluation_and_sampling_read_no_value(verse, switches):
 
 @models
 @pytest.mark.usefixtures("no_adamw")
-def test_a_run_reads_values_only_at_log_lines(verse, dtype, optimizer, switches):
-    settings = tiny.settings(
-        log_interval=10, eval_interval=99, max_iters=99, optimizer=optimizer, **OPTIONS, **switches
-    )
-    config = model_config(settings, verse.tokenizer)
-    machine = dataclasses.replace(META, dtype=dtype)
-    plan = tiny.plan_of(config, settings, to_device(verse, "meta"), machine)
-    plan.teachers = [empty_model(config, "meta")]
-    run = train.make_run(plan)
-    run.progress = Progress(step=6, evaluated_at=6)
+def test_a_run_reads_values_only_at_log_lines(verse, monkeypatch, dtype, optimizer, switches):
+    intervals = {"log_interval": 10, "eval_interval": 99, "max_iters": 99}
+    run = new_run(monkeypatch, dtype, optimizer=optimizer, **intervals, **OPTIONS, **switches)
+    if optimizer == "muon":
+        run.loss_fn = Distillation(run.model, [empty_model(run.model.config, "meta")])
+    run.progress.step = run.progress.evaluated_schedule_step = 6
     with pytest.raises(RuntimeError, match="meta tensors"):  # float(loss)
         train.train(run)
     assert run.progress.step == 10
@@ -86,25 +81,21 @@ def test_a_run_reads_values_only_at_log_lines(verse, dtype, optimizer, switches)
 @pytest.mark.gpu
 @models
 def test_a_step_on_a_gpu_does_not_synchronize(verse, dtype, optimizer, switches):
-    # Above 3,072 tokens torch uses another kernel for the gradient of an embedding.
-    settings = tiny.settings(
-        dtype=dtype,
-        batch_size=512,
+    run = tiny.new_run(
+        set_up_machine("cuda", dtype, False),
+        device="cuda",
+        batch_size=512,  # above 3,072 tokens, the gradient of an embedding has a different kernel
         optimizer=optimizer,
         activation_checkpointing=dtype == "float16",
         **switches,
     )
-    config = model_config(settings, verse.tokenizer)
-    machine = choose_machine("cuda", dtype, False)
-    run = train.make_run(tiny.plan_of(config, settings, machine=machine))
-    batches = Batches(to_device(verse, "cuda").train, settings, run.world)
-    assert batches.split.resident is not None
-    for number in range(3):
-        train.train_step(run, batches.at(number), number, 1e-3)
+    assert run.dataset.train.resident is not None
+    for step in range(3):
+        train.train_step(run, step, 1e-3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train.train_step(run, batches.at(3), 3, 1e-3)
-        train.train_step(run, batches.at(4), 4, 1e-3)
+        for step in range(3, 5):
+            train.train_step(run, step, 1e-3)
         with pytest.raises(RuntimeError, match="synchroniz"):
             run.save()
     finally:

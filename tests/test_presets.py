@@ -12,17 +12,16 @@ from folio.checkpoint.format import empty_model
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
+from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware import device as device_module
 from folio.hardware import memory
-from folio.hardware.kernels import use_fast_kernels
+from folio.hardware.device import Machine
+from folio.hardware.optimize import optimize_for_training
 from folio.training.setup import model_config
 from train import TrainConfig, learning_rate_at
 
 pytestmark = pytest.mark.usefixtures("text_size", "card")
 CONFIG = Path(__file__).parent.parent / "config"
-every_preset = pytest.mark.parametrize(
-    "preset", sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem
-)
 SHAKESPEARE_CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # tiny Shakespeare has 65
 
 CARDS = {"T4": (65, 15), "RTX 4090": (165.2, 23.6), "H100": (989, 79)}
@@ -35,11 +34,19 @@ def card(monkeypatch):
     def set_card(name="H100", dtype="bfloat16"):
         peak, gib = CARDS[name]
         machine = SimpleNamespace(peak_flops=1e12 * peak, dtype=dtype)
-        monkeypatch.setattr(device_module, "choose_machine", lambda *_: machine)
+        monkeypatch.setattr(device_module, "set_up_machine", lambda *_: machine)
         monkeypatch.setattr(memory, "memory_bytes", lambda _: 2**30 * gib)
 
     set_card()
     return set_card
+
+
+@pytest.fixture(params=sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
+def preset(request, text_size):
+    """The path of each preset, with a text that it accepts."""
+    if request.param.stem == "gpt2_fast":
+        text_size(10**9, GPT2Tokenizer.vocab_size)
+    return request.param
 
 
 NANOGPT_RECIPE = {"cuda": {  # for tiny Shakespeare
@@ -62,10 +69,7 @@ def count_parameters(settings, tokenizer):
     return empty_model(model_config(settings, tokenizer), "meta").num_params()
 
 
-@every_preset
-def test_every_preset_loads_and_its_model_can_be_built(preset, text_size):
-    if preset.stem == "gpt2_fast":
-        text_size(10**9, GPT2Tokenizer.vocab_size)
+def test_every_preset_loads_and_its_model_can_be_built(preset):
     for device in ("cuda", "cpu"):
         settings = load_preset(preset, device)
         assert settings.out_dir != "out" or settings.eval_only
@@ -76,11 +80,8 @@ def test_every_preset_loads_and_its_model_can_be_built(preset, text_size):
 
 
 @pytest.mark.slow
-@every_preset
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_training_forward_of_every_preset_is_one_graph(preset, text_size, device):
-    if preset.stem == "gpt2_fast":
-        text_size(10**9, GPT2Tokenizer.vocab_size)
+def test_the_training_forward_of_every_preset_is_one_graph(preset, device):
     settings = load_preset(preset, "cpu")
     config = model_config(settings, SHAKESPEARE_CHARACTERS)
     small = {"n_layer": min(config.n_layer, 2), "n_embd": 4 * config.n_head}
@@ -88,7 +89,7 @@ def test_the_training_forward_of_every_preset_is_one_graph(preset, text_size, de
     config = dataclasses.replace(config, **small)
     forward = empty_model(config).init_weights()
     forward.dtype = torch.bfloat16
-    use_fast_kernels(forward, device == "cuda")
+    optimize_for_training(forward, None, Machine(device, "bfloat16", False), SINGLE_PROCESS)
     torch._dynamo.reset()  # its limit of graphs is for all models together
     compiled = torch.compile(forward, backend="eager", fullgraph=True)  # raises at a graph break
     ids = torch.zeros(2, config.block_size, dtype=torch.int64)

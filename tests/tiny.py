@@ -12,7 +12,6 @@ import prepare
 import train
 from folio.checkpoint.format import Checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
-from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.files import LOCK_FILE
 from folio.cli.settings import load_settings
@@ -21,11 +20,10 @@ from folio.data.corpus import Corpus
 from folio.data.dataset import load_dataset
 from folio.data.sources import Source
 from folio.data.tokenizer import TOKENIZERS, ListTokenizer
-from folio.hardware.device import choose_machine
+from folio.distributed.world import SINGLE_PROCESS
 from folio.pretrained.huggingface import write_pretrained
 from folio.training.evaluation import evaluate
 from folio.training.optimizers import make_optimizers
-from folio.training.setup import Plan, make_plan
 from model import GPT, GPTConfig
 
 VERSE = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
@@ -102,15 +100,12 @@ def settings(**changes):
     return load_settings(train.TrainConfig, flags(**changes))
 
 
-def new_run(**changes):
-    """Returns the Run of SETTINGS with changes, as train.main makes it."""
-    return train.make_run(make_plan(settings(**changes)))
-
-
-def plan_of(config, settings, dataset=None, machine=None):
-    """Returns a Plan without files, on a CPU by default."""
-    machine = machine or choose_machine("cpu", "float32", False)
-    return Plan(settings, config, dataset, machine, RunDir("out"))
+def new_run(machine=None, **changes):
+    """Returns the Run of SETTINGS with changes, as train.main makes it, on a machine if given."""
+    with pytest.MonkeyPatch.context() as patch:
+        if machine:
+            patch.setattr(train, "choose_machine", lambda *_: machine)
+        return train.make_run(settings(**changes), SINGLE_PROCESS)
 
 
 def prepare_verse(name="verse", text=VERSE * 20):
@@ -192,7 +187,7 @@ def fake_losses(monkeypatch, *losses):
     """Sets the validation losses of the next evaluations of a run."""
     remaining = iter(losses)
     monkeypatch.setattr(
-        train, "evaluate", lambda *args: evaluate(*args) | {"loss": next(remaining)}
+        train, "evaluate", lambda *args, **kw: evaluate(*args, **kw) | {"loss": next(remaining)}
     )
 
 
@@ -205,7 +200,7 @@ def write_checkpoint(path, tokenizer, **changes):
     """Writes a checkpoint of random_model(**changes)."""
     model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    progress = Progress(step=3, evaluated_at=3, best_step=3, best_val_loss=2.5)
+    progress = Progress(step=3, evaluated_schedule_step=3, best_step=3, best_val_loss=2.5)
     checkpoint = Checkpoint(
         model.config, model.state_dict(), progress, {}, tokenizer=tokenizer.to_dict()
     )

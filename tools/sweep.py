@@ -142,7 +142,7 @@ def has_finished(folder, settings, fingerprint):
             raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")
     if earlier.data != fingerprint:
         raise UserError(f"{refusal} the content of dataset {settings.dataset} has changed")
-    return RunDir(folder).is_complete(earlier.progress, settings)
+    return earlier.progress.is_finished(settings)
 
 
 # Workers, which are processes of train.py

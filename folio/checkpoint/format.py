@@ -28,12 +28,12 @@ from folio.cli.errors import (
     os_errors,
 )
 from folio.cli.files import check_lfs, write_atomically
-from folio.distributed.sharding import assign
-from folio.hardware.kernels import use_fast_kernels
+from folio.distributed.world import is_sharded, shard_like
+from folio.hardware.optimize import use_fast_kernels
 from model import GPT, GPTConfig
 
 FORMAT_VERSION = 1
-PROGRESS_KEYS = {"step": "iter_num", "evaluated_at": "evaluated"}
+PROGRESS_KEYS = {"step": "iter_num", "evaluated_schedule_step": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 TOKENS_PER_STEP = ("gradient_accumulation_steps", "batch_size", "block_size")
 OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
@@ -68,6 +68,28 @@ class Checkpoint:
         """The path and, after the first step, the step."""
         step = self.progress.step
         return f"{self.path}: step {step}" if step else str(self.path)
+
+    @torch.no_grad()
+    def load_into(self, model):
+        """Sets the parameters of a GPT, sharded or not, to the weights, and drops these.
+
+        They share memory if their dtype and device are the same. Raises UserError if the names or
+        shapes differ.
+        """
+        parameters, weights = model.state_dict(keep_vars=True), self.weights
+        for name in parameters | weights:
+            saved, own = (_shape(tensors.get(name)) for tensors in (weights, parameters))
+            if saved != own:
+                raise UserError(
+                    f"{self.path}: the weights do not fit the model: {name!r} is {saved} in the "
+                    f"file, {own} in the model"
+                )
+        for name, parameter in parameters.items():
+            if is_sharded(parameter):
+                parameter.copy_(shard_like(parameter, weights[name]))
+            else:
+                parameter.data = weights[name].to(parameter).contiguous()
+        self.weights = {}
 
 
 # Writing
@@ -175,7 +197,8 @@ def _parse_progress(content, path):
     with foreign_errors(f"{path}: the progress of the run is damaged", TypeError, ValueError):
         step = int(content.get("iter_num", 0))
         evaluated = content.get("evaluated", step)  # nanoGPT saves after an evaluation
-        defaults = dict.fromkeys(("evaluated_at", "evaluated_step", "best_step"), evaluated)
+        names = ("evaluated_schedule_step", "evaluated_step", "best_step")
+        defaults = dict.fromkeys(names, evaluated)
         defaults["tokens"] = step * math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)
         for field in dataclasses.fields(Progress):
             default = defaults.get(field.name, field.default)
@@ -219,29 +242,12 @@ def empty_model(config, device="cpu"):
 
 
 def build_model(checkpoint):
-    """Returns the checkpoint's GPT on the CPU. They share memory; see load_weights."""
+    """Returns the checkpoint's GPT on the CPU. See Checkpoint.load_into."""
     model = empty_model(checkpoint.config)
     use_fast_kernels(model)
-    load_weights(model, checkpoint)
+    checkpoint.load_into(model)
     return model
 
 
-def load_weights(model, checkpoint):
-    """Sets the parameters of a GPT, sharded or not, to a checkpoint's weights; see assign.
-
-    Raises UserError if the names or shapes differ.
-    """
-    parameters, weights = model.state_dict(keep_vars=True), checkpoint.weights
-    for name in parameters | weights:
-        saved, own = (_shape(tensors.get(name)) for tensors in (weights, parameters))
-        if saved != own:
-            raise UserError(
-                f"{checkpoint.path}: the weights do not fit the model: {name!r} is {saved} in the "
-                f"file, {own} in the model"
-            )
-    for name, parameter in parameters.items():
-        assign(parameter, weights[name])
-
-
 def _shape(value):
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else "no tensor"
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else "missing"

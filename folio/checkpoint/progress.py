@@ -10,8 +10,8 @@ class Progress:
 
     step: int = 0  # updates made
     tokens: int = 0  # trained on
-    evaluated_at: float = -1.0  # clock of the last recorded evaluation; see folio/training/run.py
-    evaluated_step: int = 0  # and its step
+    evaluated_schedule_step: float = -1.0  # of the last evaluation; see Run.schedule_step
+    evaluated_step: int = 0  # its step
     best_step: int = -1  # step of the best evaluation
     best_val_loss: float = math.inf  # nats per token
     evaluations_since_best: int = 0
@@ -22,12 +22,12 @@ class Progress:
         self.step += 1
         self.tokens += tokens
 
-    def record(self, losses, clock):
-        """Adds the evaluation that began at `clock`. Returns whether it is the best."""
+    def record(self, losses, schedule_step):
+        """Adds the losses of an evaluation. Returns whether it is the best."""
         if self.val_windows not in (0, losses["val_windows"]):
             self.best_val_loss = math.inf  # losses over other windows cannot be compared
         self.val_windows = losses["val_windows"]
-        self.evaluated_at, self.evaluated_step = clock, self.step
+        self.evaluated_schedule_step, self.evaluated_step = schedule_step, self.step
         self.evaluations_since_best += 1
         is_best = losses["loss"] < self.best_val_loss
         if is_best:
@@ -40,4 +40,6 @@ class Progress:
 
     def is_finished(self, settings):
         """Whether the evaluation at the end is made, or patience is exhausted."""
-        return self.evaluated_at >= settings.max_iters or self.is_patience_exhausted(settings)
+        if self.is_patience_exhausted(settings):
+            return True
+        return self.evaluated_schedule_step >= settings.max_iters

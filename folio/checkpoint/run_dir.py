@@ -1,9 +1,15 @@
 """The run directory, a training run's output folder: ckpt.pt, last.pt and log.jsonl.
 
 ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
-one), which sample.py loads. last.pt is the newest state, from which a run resumes. log.jsonl has
-one event of the run per line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of
-each evaluation.
+one), which sample.py loads. last.pt is the newest state. log.jsonl has one event of the run per
+line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of each evaluation.
+
+| state of the folder | ckpt.pt | last.pt | a run resumes from |
+| --- | --- | --- | --- |
+| new | missing | missing | nothing: it starts |
+| nanoGPT's, or a copy of ckpt.pt | of any step | missing | ckpt.pt |
+| running, or finished | the best step | the newest step; best: linked | last.pt |
+| killed before last.pt was linked | the newest step | an earlier step | ckpt.pt |
 """
 
 import dataclasses
@@ -66,7 +72,14 @@ class RunDir:
         """Returns the newest checkpoint, or None if there is none and it is not required."""
         if not (required or self.exists()):
             return None
-        return self._load(self.last if os.path.isfile(self.last) else self.best, optimizers)
+        if not os.path.isfile(self.last):
+            return self._load(self.best, optimizers)
+        newest = self._load(self.last, optimizers)
+        if os.path.isfile(self.best) and not os.path.samefile(self.best, self.last):
+            with suppress(UserError):  # a damaged file
+                if self.load_best().progress.step > newest.progress.step:
+                    return self._load(self.best, optimizers)
+        return newest
 
     def _load(self, path, optimizers=True):
         if not os.path.isfile(path):
@@ -113,12 +126,6 @@ class RunDir:
                 if "event" in event:
                     events.append(event)
         return events
-
-    def is_complete(self, progress, settings):
-        """Whether a run has finished, and its log ends with its final evaluation."""
-        if not settings.has_final_evaluation or not progress.is_finished(settings):
-            return progress.is_finished(settings)
-        return [event["event"] for event in self.read_events()[-1:]] == ["final"]
 
     def save(self, checkpoint, best, keep=False):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.

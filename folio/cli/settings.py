@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import os
 import reprlib
+import shlex
 import sys
 import traceback
 import typing
@@ -87,7 +88,8 @@ def load_settings(settings_class, argv=None, resolvers=None):
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
         raise UserError(str(error)) from error
-    vars(settings).update(given=set(given), parsed_arguments=arguments)  # frozen otherwise
+    text = shlex.join(command_line(arguments))
+    vars(settings).update(given=set(given), command_line=text)  # frozen otherwise
     return settings
 
 

@@ -1,6 +1,4 @@
-"""Deterministic batch sampling and device transfer."""
-
-import dataclasses
+"""Windows of a split: their deterministic order in training, and their transfer to a device."""
 
 import numpy as np
 import torch
@@ -45,6 +43,12 @@ class Split:
     def __len__(self):
         return len(self.ids)
 
+    def batch(self, seed, number, batch_size, block_size):
+        """Returns a micro-batch of a run; see train.micro_batches and `windows`."""
+        num_starts = len(self) - block_size
+        starts = window_starts(seed, number * batch_size, batch_size, num_starts)
+        return self.windows(starts, block_size)
+
     def windows(self, starts, block_size):
         """Returns inputs and targets at positions `starts`, (B,); each is (B, block_size) int64."""
         if self.resident is None:
@@ -61,33 +65,3 @@ class Split:
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
-
-
-def to_device(dataset, device):
-    """Returns a copy of a Dataset whose splits are Splits on `device`."""
-    return dataclasses.replace(
-        dataset, train=Split(dataset.train, device), val=Split(dataset.val, device)
-    )
-
-
-class Batches:
-    """The micro-batches of each step, a function of the seed and the step.
-
-    Each process of a World has the same number of them, `count` per step.
-    """
-
-    def __init__(self, split, settings, world):
-        self.split, self.settings, self.world = split, settings, world
-        self.count = settings.gradient_accumulation_steps // world.size
-
-    def at(self, step):
-        """Yields this process's micro-batches, pairs of (batch_size, block_size) int64 tensors.
-
-        A GPU computes one while the next one is read.
-        """
-        batch_size, block_size = self.settings.batch_size, self.settings.block_size
-        num_starts = len(self.split) - block_size
-        first = (step * self.world.size + self.world.rank) * self.count
-        for index in range(first, first + self.count):  # among those of all steps and processes
-            starts = window_starts(self.settings.seed, index * batch_size, batch_size, num_starts)
-            yield self.split.windows(starts, block_size)

@@ -7,6 +7,7 @@ nanoGPT's folders have a meta.pkl with the vocabulary size and usually the text 
 neither file if they hold GPT-2 tokens.
 """
 
+import dataclasses
 import io
 import json
 import os
@@ -32,8 +33,7 @@ MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on 
 class Dataset:
     """A prepared dataset.
 
-    train, val: (N,) uint16 or uint32 ids, memory-mapped if they are many; after
-        batches.to_device, a Split each.
+    train, val: (N,) uint16 or uint32 ids, memory-mapped if they are many; after `to`, a Split each.
     fingerprint: {split: CRC-32 of its bytes}. For nanoGPT's splits of more than MAX_CHECKED_TOKENS,
         the CRC-32 of the first MAX_CHECKED_TOKENS and of the number of tokens as decimal digits.
     train_bytes: of the training text; the number of tokens for nanoGPT's, in which it is unknown.
@@ -46,6 +46,11 @@ class Dataset:
     fingerprint: dict
     train_bytes: int
 
+    @property
+    def summary(self):
+        tokens = f"{len(self.train):,} training and {len(self.val):,} validation tokens"
+        return f"{self.name}, {tokens}, vocabulary {self.tokenizer.vocab_size:,}"
+
     @cached_property
     def byte_lengths(self):
         """Tokenizer.byte_lengths(), or None if the tokenizer's files are missing."""
@@ -53,6 +58,13 @@ class Dataset:
             return self.tokenizer.byte_lengths()
         except UserError:
             return None
+
+    def to(self, device):
+        """Returns a copy whose splits are Splits on a device."""
+        from folio.data.batches import Split  # here, because prepare.py does not need torch
+
+        train, val = Split(self.train, device), Split(self.val, device)
+        return dataclasses.replace(self, train=train, val=val)
 
     def check_length(self, block_size):
         """Raises UserError if a split is too short for the context length."""

@@ -1,17 +1,23 @@
-"""The processes of a run: their ranks, and communication through torch.distributed.
+"""The processes of a run: their ranks, their communication, and models distributed over them.
 
 torchrun starts one process per device and describes it in the environment: RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All processes must call the collective functions in the
 same order.
+
+With DDP, each process has the whole model and a part of the batch. With FSDP, parameters, gradients
+and optimizer state are also sharded: each process has some rows of every tensor, a DTensor.
 """
 
+import dataclasses
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from warnings import catch_warnings
 
 import torch
 import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from folio.cli.errors import RankError, UserError, cause_of, is_out_of_memory
 from folio.cli.process import is_launched
@@ -43,7 +49,7 @@ class World:
             torch.distributed.all_reduce(value)
         return value
 
-    def any(self, flag):
+    def any_rank(self, flag):
         """Returns whether a flag is true in any process. Does not wait for a GPU's queue."""
         return bool(self.sum(torch.tensor(float(flag))))
 
@@ -55,35 +61,37 @@ class World:
         torch.distributed.all_gather(list(result.chunk(self.size)), tensor)
         return result
 
-    def gather(self, value):
+    def all_gather_object(self, value):
         """Returns the plain data that each process passes, in the order of the ranks."""
         values = [value] * self.size
         if self.is_launched:
             torch.distributed.all_gather_object(values, value)
         return values
 
-    def from_main(self, value):
+    def broadcast(self, value):
         """Returns the plain data that rank 0 passes."""
-        return self.gather(value)[0]
+        return self.all_gather_object(value)[0]
 
-    def call_together(self, function, *args):
-        """Returns function(*args). If it raises a UserError on any process, all raise one.
+    @contextmanager
+    def share_errors(self):
+        """A context in which a UserError of any process is raised by all of them, at its end.
 
-        The function must not communicate.
+        The code in it must not communicate.
         """
-        result = own_error = None
+        own_error = None
         try:
-            result = function(*args)
+            yield
         except UserError as error:
             own_error = str(error)
-        for rank, error in enumerate(self.gather(own_error)):
+        for rank, error in enumerate(self.all_gather_object(own_error)):
             if error:
                 raise UserError(f"rank {rank}: {error}" if rank else error)
-        return result
 
-    def check_same(self, values):
-        """Raises UserError unless all processes pass the same {name: plain data}."""
-        everywhere = self.gather(values)
+    def check_same(self, settings, inputs):
+        """Raises UserError unless all processes pass equal settings and {name: plain data}."""
+        values = dataclasses.asdict(settings) | inputs
+        del values["wandb_run_name"]  # only rank 0 uses it; nanoGPT's contains the time
+        everywhere = self.all_gather_object(values)
         for name, value in everywhere[0].items():
             others = [values[name] for values in everywhere if values[name] != value]
             if others:
@@ -146,3 +154,113 @@ def _read_world(device):
         device = f"cuda:{local}"
         torch.cuda.set_device(local)
     return World(rank, size, device, is_launched=True)
+
+
+# DDP
+
+
+def replicate(loss_fn, world):
+    """Returns a module, wrapped in DDP if there are several processes that do not shard it.
+
+    DDP averages gradients, which are views of its buffers: set them to zero, not to None, which
+    would allocate others. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
+    Parallel Training".
+    """
+    if not world.is_launched or is_sharded(loss_fn):
+        return loss_fn
+    with catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 lacks the new name
+        return DistributedDataParallel(
+            loss_fn, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+
+def set_gradient_sync(loss_fn, enabled):
+    """Sets whether the next backward pass averages gradients. Only the last of a step should."""
+    if isinstance(loss_fn, DistributedDataParallel):
+        loss_fn.require_backward_grad_sync = enabled
+    elif is_sharded(loss_fn):
+        loss_fn.set_requires_gradient_sync(enabled)
+
+
+# FSDP (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
+
+
+def shard_model(model, world):
+    """Moves a GPT from the CPU to the devices of the processes, each of which keeps a shard.
+
+    Before a block computes, its parameters are gathered in the dtype of the activations. Gradients
+    are averaged in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device_type(world.device), (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
+    with torch.no_grad():
+        model(idx, idx)  # FSDP initializes itself in the first call
+    model.reshard()
+
+
+@contextmanager
+def unshard(model):
+    """A context in which methods of a GPT other than forward() can be called.
+
+    It gathers the parameters outside of blocks; blocks gather theirs when they are called.
+    """
+    if is_sharded(model):
+        model.unshard()
+    yield
+    if is_sharded(model):
+        model.reshard()
+
+
+def is_sharded(value):
+    """Whether a model or a tensor is sharded over the processes."""
+    return hasattr(value, "unshard") or hasattr(value, "placements")
+
+
+def full_tensor(tensor):
+    """Returns the full tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def shard_like(parameter, full):
+    """Returns a full tensor, which all processes have, as a DTensor that is sharded like another.
+
+    Returns `full` itself if the parameter is not sharded.
+    """
+    if not is_sharded(parameter):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+# State, whether or not it is sharded
+
+
+def gather_on_cpu(state, is_main=True):
+    """Returns nested dicts and lists with their tensors, in full, on the CPU; all else is shared.
+
+    Tied weights, which are one object, stay tied. Sharded tensors are gathered one by one, which
+    all processes must do, but only rank 0 keeps them.
+    """
+    gathered = {}
+
+    def gather(value):
+        if isinstance(value, dict):
+            return {key: gather(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [gather(item) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in gathered:
+            full = full_tensor(value.detach())
+            gathered[id(value)] = full.cpu() if is_main else None
+        return gathered[id(value)]
+
+    return gather(state)

@@ -1,5 +1,6 @@
 """Device, data type and peak speed of the machine, and what `auto` means for each setting."""
 
+import ctypes
 import glob
 import math
 import re
@@ -43,16 +44,25 @@ class Machine:
     device: str
     dtype: str
     compile: bool | str  # str: max-autotune
-    cuda_graph: bool = False  # whether a training step is one; see compile.CudaGraph
+    cuda_graph: bool = False  # whether a training step is one; see optimize.CudaGraph
     dtype_reason: str = "as set"
     compile_reason: str = "as set"
 
     @property
+    def kind(self):
+        """The type of the device: cpu, cuda or mps."""
+        return device_type(self.device)
+
+    @property
+    def torch_dtype(self):
+        return DTYPES[self.dtype]
+
+    @property
     def summary(self):
-        kind, name = device_type(self.device), "Apple GPU"
-        if kind == "cuda":
+        name = "Apple GPU"
+        if self.kind == "cuda":
             name = torch.cuda.get_device_name(self.device)
-        elif kind == "cpu":
+        elif self.kind == "cpu":
             gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
             name = f"{gpu}threads: {torch.get_num_threads()}"
         compiled = "compiled" if self.compile else "not compiled"
@@ -63,9 +73,14 @@ class Machine:
         )
 
     @property
+    def peak_summary(self):
+        source = "data sheet" if self.data_sheet_flops else "measured with a matrix product"
+        return f"peak {self.peak_flops / 1e12:.3g} TFLOP/s ({source})"
+
+    @property
     def data_sheet_flops(self):
         """The FLOP/s of matrix products in `dtype` from the card's data sheet; None if unknown."""
-        name = torch.cuda.get_device_name(self.device) if device_type(self.device) == "cuda" else ""
+        name = torch.cuda.get_device_name(self.device) if self.kind == "cuda" else ""
         for pattern, half, single in GPU_PEAKS_TFLOPS:
             if re.search(pattern, name) and "MIG" not in name:  # MIG: a partition of the card
                 return 1e12 * (single if self.dtype == "float32" else half)
@@ -74,22 +89,24 @@ class Machine:
     @property
     def peak_flops(self):
         """The FLOP/s of matrix products in `dtype`, which are measured for unknown cards."""
-        return self.data_sheet_flops or _measure_peak(self.device, DTYPES[self.dtype])
+        return self.data_sheet_flops or _measure_peak(self.device, self.torch_dtype)
 
     def synchronize(self):
         """Waits until the device has finished all queued work."""
-        if device_type(self.device) != "cpu":
+        if self.kind != "cpu":
             torch.accelerator.synchronize(self.device)
 
 
-def choose_machine(device, dtype, compile, step_flops=None):
+def set_up_machine(device, dtype, compile, step_flops=None):
     """Returns the Machine for a resolved device and settings that may be "auto".
 
-    Allows TF32 for float32 products, where the device has it. `step_flops` are the FLOPs of a
-    training step, None if it cannot be a CUDA graph. A short step becomes one: launching its
-    kernels one by one would take about as long as running them.
+    Also makes the device the current one, allows TF32 for float32 products, where the device has
+    it, and keeps freed memory. `step_flops` are the FLOPs of a training step, None if it cannot be
+    a CUDA graph. A short step becomes one: launching its kernels one by one would take about as
+    long as running them.
     """
     torch.set_float32_matmul_precision("high")
+    keep_freed_memory()
     kind, reasons = device_type(device), {}
     if kind == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
@@ -106,14 +123,26 @@ def choose_machine(device, dtype, compile, step_flops=None):
     return Machine(device, dtype, compile, cuda_graph, **reasons)
 
 
+def keep_freed_memory():
+    """Makes glibc keep the memory that a training step frees, for the next step.
+
+    By default it returns large blocks to the system and requests them again, page by page. For
+    the small Shakespeare model, the 3,000 page faults take a third of the time of each step.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes; the largest value
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD; also the largest value
+
+
 @contextmanager
-def limit_threads(products):
+def one_thread_for_small(multiplications):
     """A context for a loop on a CPU that uses one thread if a step has few multiplications.
 
     More threads are not faster then. While another process uses the cores, they would wait for
     each other most of the time.
     """
-    if products > MAX_SINGLE_THREAD_PRODUCTS:
+    if multiplications > MAX_SINGLE_THREAD_PRODUCTS:
         yield
         return
     threads = torch.get_num_threads()
@@ -124,7 +153,7 @@ def limit_threads(products):
         torch.set_num_threads(threads)
 
 
-class SharedCores:
+class ThreadTuner:
     """Adapts the number of torch's threads, for the rest of the process, if cores are shared.
 
     The threads of an operation wait for each other. If one of them has no core, because another
@@ -133,7 +162,7 @@ class SharedCores:
 
     def __init__(self, machine):
         # Compiled code has a fixed number of threads.
-        self.is_used = device_type(machine.device) == "cpu" and not machine.compile
+        self.is_used = machine.kind == "cpu" and not machine.compile
         self.most = self.reported = torch.get_num_threads()
         self.retry_s, self.retry_at = CORES_RETRY_S[0], math.inf
         self.times, self.check_at = _thread_times(), time.perf_counter() + CORES_CHECK_INTERVAL_S
@@ -228,7 +257,7 @@ def _measure_peak(device, dtype):
     size, threads = (512, torch.get_num_threads()) if is_cpu else (4096, 1)
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []
-    with limit_threads(0):
+    with one_thread_for_small(0):
         for _ in range(5):
             time.sleep(0.015)  # other processes may use the cores for a while
             start = time.perf_counter()

@@ -1,14 +1,11 @@
-"""Device memory: how much there is, and what reduces its use."""
+"""Device memory: how much there is."""
 
-import ctypes
 import math
 import os
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import checkpoint as recompute
 
 from folio.hardware.device import device_type
 
@@ -49,29 +46,3 @@ def peak_memory_gib(device):
     if device_type(device) != "cuda":
         return None
     return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-
-
-def keep_freed_memory():
-    """Makes glibc keep the memory that a training step frees, for the next step.
-
-    By default it returns large blocks to the system and requests them again, page by page. For
-    the small Shakespeare model, the 3,000 page faults take a third of the time of each step.
-    """
-    with suppress(AttributeError, OSError, TypeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, in bytes; the largest value
-        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD; also the largest value
-
-
-# Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost")
-
-
-def recompute_activations(model):
-    """Makes a GPT save memory in training, in place.
-
-    Each block keeps only its input for the backward pass, which runs the block again. Losses and
-    gradients do not change: the second run restores the random generators' states, so that it
-    drops the same elements.
-    """
-    for block in model.transformer.h:  # a wrapper would change the names of the parameters
-        block.forward = partial(recompute, block.forward, use_reentrant=False)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from folio.distributed.world import unshard
 from folio.hardware.kernels import disable_cudnn_attention
 from folio.inference.generate import generate
 from folio.inference.sampling import SamplingParams
@@ -77,7 +78,8 @@ def sample_text(model, tokenizer, seed):
     model.eval()
     device = model.transformer.wte.weight.device
     # Not compiled, because the compiler would run for each length.
-    with disable_cudnn_attention(device), torch.compiler.set_stance("force_eager"):
+    stance = torch.compiler.set_stance("force_eager")
+    with unshard(model), disable_cudnn_attention(device), stance:
         steps = generate(model, [prompt], [seed], params, tokenizer.vocab_size)
         text = tokenizer.decode([int(ids) for ids, _ in steps])
     model.train()

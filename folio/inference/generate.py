@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from folio.checkpoint.format import empty_model
 from folio.cli.errors import UserError
 from folio.cli.process import print_error
-from folio.hardware.compile import step_accelerator
-from folio.hardware.device import limit_threads
+from folio.hardware.device import one_thread_for_small
 from folio.hardware.memory import memory_bytes
+from folio.hardware.optimize import step_accelerator
 from folio.inference.sampling import sample_next, uniforms
 from model import causal_mask
 
@@ -45,7 +45,7 @@ def complete(trained, completions, params, stream=False):
     products = empty_model(trained.model.config, "meta").flops_per_token() / 6
     count = 1  # the first token is yielded immediately
     while not all(completion.stopped for completion in completions):
-        with limit_threads(len(completions) * products):
+        with one_thread_for_small(len(completions) * products):
             new_tokens = list(islice(steps, count))
             if message := trained.cores.check():
                 print_error(message)
@@ -57,7 +57,7 @@ def complete(trained, completions, params, stream=False):
         for step in zip(ids.tolist(), logprobs.tolist(), strict=True):
             for completion, token, logprob in zip(completions, *step, strict=True):
                 completion.add(token, logprob)
-        yield  # outside of limit_threads, which changes the whole process
+        yield  # outside of one_thread_for_small, which changes the whole process
         count = 1 if stream else TOKENS_PER_SYNC
     for completion in completions:
         completion.finish("length")

@@ -7,9 +7,8 @@ import torch
 
 from folio.checkpoint.format import build_model
 from folio.cli.errors import UserError
-from folio.hardware.compile import optimize_for_inference
-from folio.hardware.device import DTYPES, Machine, SharedCores, choose_machine, device_type
-from folio.hardware.memory import keep_freed_memory
+from folio.hardware.device import DTYPES, Machine, ThreadTuner, device_type, set_up_machine
+from folio.hardware.optimize import optimize_for_inference
 from folio.pretrained.load import checkpoint_tokenizer
 
 
@@ -22,7 +21,7 @@ class TrainedModel:
     machine: Machine
 
     def __post_init__(self):
-        self.cores = SharedCores(self.machine)
+        self.cores = ThreadTuner(self.machine)
 
 
 def load_trained(checkpoint, device="cpu", dtype="float32", compile=False, texts=None):
@@ -31,12 +30,10 @@ def load_trained(checkpoint, device="cpu", dtype="float32", compile=False, texts
     `texts` is the number of texts that will be generated at a time; None: many.
     """
     tokenizer = checkpoint_tokenizer(checkpoint)
-    keep_freed_memory()
-    machine = choose_machine(device, dtype, compile)
+    machine = set_up_machine(device, dtype, compile)
     if dtype == "int8" and (compile or device_type(device) != "cpu"):
         raise UserError("dtype=int8 needs a CPU without compilation: use --dtype=auto")
     model = build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
-    checkpoint.weights = {}  # the model has them
     model = optimize_for_inference(model, machine, texts)
     torch.backends.cuda.enable_cudnn_sdp(False)  # see disable_cudnn_attention
     return TrainedModel(model, tokenizer, machine)

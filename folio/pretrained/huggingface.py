@@ -67,7 +67,7 @@ def read_pretrained(folder):
     """Returns the model of a folder as a Checkpoint at step 0, in contiguous float32 on the CPU.
 
     Raises UserError if the folder is damaged, or its model or tokenizer is not supported. Whether
-    the weights fit the config is not checked: see folio.checkpoint.format.load_weights.
+    the weights fit the config is not checked: see Checkpoint.load_into.
     """
     folder = Path(folder)
     config, is_gpt2 = _read_config(folder / CONFIG_FILE)

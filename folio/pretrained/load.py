@@ -19,18 +19,6 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 RESUME_NAMES = ("resume", "auto")
 
 
-def load_start(init_from, run_dir):
-    """Returns (resumed, initial): the Checkpoint that a run continues and that it starts from.
-
-    At least one of them is None.
-    """
-    if init_from == "scratch":
-        return None, None
-    if init_from in RESUME_NAMES:
-        return run_dir.load_newest(required=init_from == "resume"), None
-    return None, load_initial(init_from)
-
-
 def load_best(init_from, out_dir):
     """Returns the Checkpoint to sample from: a run's best for "resume", or as load_initial."""
     if init_from in ("scratch", "auto"):

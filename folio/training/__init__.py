@@ -1,4 +1,4 @@
-"""What train.py calls: plan and state of a run, optimizers, distillation, log.
+"""What train.py calls: inputs and state of a run, evaluations, optimizers, distillation, log.
 
-Start reading in `setup.py`, which reads and checks what a run needs.
+Start reading in `run.py`, which has the state that steps change.
 """

@@ -15,6 +15,7 @@ from torch import nn
 from folio.checkpoint.format import build_model
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
+from folio.distributed.world import is_sharded
 
 TEACHERS_WEIGHT = 0.7
 
@@ -53,26 +54,31 @@ class Distillation(nn.Module):
         return total / len(self.teachers)
 
 
-def load_teachers(settings, config, tokenizer):
-    """Returns the best models of the runs in settings.teachers: GPTs on the CPU without dropout.
+def add_teachers(model, settings, tokenizer):
+    """Returns the Distillation of a GPT, or the GPT itself without settings.teachers.
 
-    Raises UserError if a run is missing, or if its context or tokenizer does not fit.
+    The teachers are the best models of these runs, on the GPT's device and in its dtype. Raises
+    UserError if a run is missing, or if its context or tokenizer does not fit.
     """
     if settings.eval_only or not settings.teachers:
-        return []
-    if settings.parallel == "fsdp":
+        return model
+    if is_sharded(model):
         raise UserError("parallel=fsdp does not support teachers: use --parallel=ddp")
     teachers, out_dir = [], Path(settings.out_dir).resolve()
     for run_dir in RunDir.parse_list(settings.teachers):
         if run_dir.folder.resolve() == out_dir:
-            raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
+            raise UserError(
+                f"teachers={settings.teachers} contains out_dir: use a different --out_dir"
+            )
         checkpoint = run_dir.load_best()
         size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
-        if size < config.block_size:
+        if size < model.config.block_size:
             raise UserError(f"teachers: {checkpoint.path} has only block_size={size}")
         is_same = checkpoint.tokenizer in (None, tokenizer.to_dict())
-        if not is_same or vocab_size != config.vocab_size:
-            raise UserError(f"teachers: {checkpoint.path} has another vocabulary than the dataset")
+        if not is_same or vocab_size != model.config.vocab_size:
+            raise UserError(
+                f"teachers: {checkpoint.path} has a different vocabulary from the dataset"
+            )
         checkpoint.config = replace(checkpoint.config, dropout=0.0)
-        teachers.append(build_model(checkpoint))
-    return teachers
+        teachers.append(build_model(checkpoint).to(model.lm_head.weight.device, model.dtype))
+    return Distillation(model, teachers)

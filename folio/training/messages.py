@@ -1,55 +1,14 @@
-"""What train.py prints at the start and the end of a run, and the advice that a log allows."""
+"""What train.py prints at the end of a run, with the advice that its log allows."""
 
 import shlex
 
-from folio.cli.settings import command_line
 from folio.hardware.memory import peak_memory_gib
-from folio.training.setup import model_shape
 
 MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
 MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
 MIN_FALL_SHARE = 2 / 3  # of the training loss's fall in this half
 MAX_GAP_GROWTH_NATS = 0.1  # in this half, of the gap between the losses
 MANY_PASSES = 2  # over the training text
-
-
-def format_losses(step, losses):
-    """Returns a line with the losses that evaluate returns."""
-    line = f"step {step}: train loss {losses['train_loss']:.4f}, val loss {losses['loss']:.4f}"
-    line += f", val perplexity {losses['perplexity']:.5g}"
-    if "bits_per_byte" in losses:
-        line += f", val bits per byte {losses['bits_per_byte']:.4f}"
-    return line
-
-
-def print_start(plan):
-    """Prints the arguments, the dataset, the model's size and the machine."""
-    settings, dataset, machine, world = plan.settings, plan.dataset, plan.machine, plan.world
-    source = "data sheet" if machine.data_sheet_flops else "measured with a matrix product"
-    work = f"{settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
-    if settings.eval_only:
-        start = plan.resumed or plan.initial
-        work = f"from {start.summary}" if start else "random weights"
-    processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
-    print(
-        f"settings: {shlex.join(command_line(plan.arguments)) or 'defaults'}",
-        f"dataset: {settings.dataset}, {len(dataset.train):,} training and {len(dataset.val):,} "
-        f"validation tokens, vocabulary {dataset.tokenizer.vocab_size:,}",
-        f"model: {model_shape(plan.config).num_params():,} parameters; {work}",
-        f"machine: {processes}{machine.summary}, peak {machine.peak_flops / 1e12:.3g} TFLOP/s "
-        f"({source})",
-        sep="\n",
-        flush=True,
-    )
-
-
-def print_finished(run):
-    """Prints how to continue a run that has finished earlier."""
-    step, settings = run.progress.step, run.settings
-    name = "max_iters" if step >= settings.max_iters else "minutes"
-    if run.progress.is_patience_exhausted(run.settings):
-        name = "patience"
-    print(f"finished at step {step}; to continue, increase --{name}")
 
 
 def print_end(run, loss):

@@ -6,8 +6,7 @@ from collections import defaultdict
 import torch
 import torch.nn.functional as F
 
-from folio.distributed.sharding import from_shard, full_tensor, is_sharded, local_shard, shard_like
-from folio.distributed.world import SINGLE_PROCESS
+from folio.distributed.world import SINGLE_PROCESS, full_tensor, is_sharded, shard_like
 
 NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = 0.95
@@ -43,38 +42,33 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
+            parameters, lr = group["params"], group["lr"]
+            if self.found_inf is not None:
+                lr = lr * (1 - self.found_inf)
             directions = self._add_momentum(group)
-            if is_sharded(group["params"][0]):
-                updates = orthogonalize_shards(directions, group["params"], self.world)
-            else:
-                updates = orthogonalize_copies(directions, self.world)
-            self._apply(group, updates)
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            # Only as many sharded matrices as there are processes exist in full at a time.
+            most = self.world.size if is_sharded(parameters[0]) else len(parameters)
+            for indices in group_indices([part_shape(p) for p in parameters], most):
+                matrices = [full_tensor(directions[i].to(self.dtype)) for i in indices]
+                updates = orthogonalize_together(matrices, self.world)
+                for i, update in zip(indices, updates, strict=True):
+                    parameters[i].addcmul_(shard_like(parameters[i], update), -UPDATE_RMS * lr)
 
     def _add_momentum(self, group):
-        """Adds the gradients to the momentum. Returns Nesterov's directions, in `dtype`."""
-        parameters, momentum = group["params"], group["momentum"]
-        for parameter in parameters:
+        """Adds the gradients to the momentum. Returns Nesterov's directions."""
+        for parameter in group["params"]:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [local_shard(self.state[p]["momentum_buffer"]) for p in parameters]
-        gradients = [local_shard(p.grad) for p in parameters]
+        buffers = [self.state[p]["momentum_buffer"] for p in group["params"]]
+        gradients = [p.grad for p in group["params"]]
         if self.found_inf is not None:  # a gradient that equals the momentum does not change it
             skips = self.found_inf > 0
             pairs = zip(buffers, gradients, strict=True)
             gradients = [torch.where(skips, buffer, gradient) for buffer, gradient in pairs]
-        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        directions = torch._foreach_lerp(gradients, buffers, momentum)
-        return [direction.to(self.dtype) for direction in directions]
-
-    def _apply(self, group, updates):
-        """Decays the weights and subtracts the scaled updates."""
-        lr = group["lr"]
-        if self.found_inf is not None:
-            lr = lr * (1 - self.found_inf)
-        weights = [local_shard(p) for p in group["params"]]
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        for weight, update in zip(weights, updates, strict=True):
-            weight.addcmul_(update, -UPDATE_RMS * lr)
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        torch._foreach_lerp_(gradients, buffers, group["momentum"])  # the next step replaces them
+        return gradients
 
 
 def orthogonalize(x):
@@ -93,43 +87,27 @@ def orthogonalize(x):
     return x * math.sqrt(x.shape[2])
 
 
-def momentum_at(step, settings):
-    """Returns the momentum: a linear warmup from 0.85 to 0.95, then constant.
-
-    Early in training, gradients change quickly, so that earlier ones should count less (Jordan et
-    al. 2024, https://github.com/KellerJordan/modded-nanogpt, record 9).
-    """
-    if step >= settings.momentum_warmup_iters:
-        return MOMENTUM
-    return MOMENTUM - 0.1 * (1 - step / settings.momentum_warmup_iters)
+# Matrices of a shape, together and divided over processes
 
 
-# Division over processes
-
-
-def orthogonalize_copies(matrices, world):
+def orthogonalize_together(matrices, world):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
-    Matrices of the same shape, some transposed, form a stack. Each process computes n of them; the
-    last parts are padded with zeros.
+    Their parts have one shape, see part_shape, and form a stack. Each process computes n of them;
+    the last ones are padded with zeros.
     """
-    parts = [split_attention(matrix) for matrix in matrices]
-    results = [part for group in parts for part in group]
+    parts = [part for matrix in matrices for part in split_attention(matrix)]
     # No more rows than columns, for a smaller Gram matrix.
-    wide = [part if part.shape[0] <= part.shape[1] else part.T for part in results]
-    for indices in group_indices([matrix.shape for matrix in wide]):
-        stack = torch.stack([wide[i] for i in indices])
-        n = math.ceil(len(stack) / world.size)
-        padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(stack)))
-        stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
-        for i, result in zip(indices, stack, strict=False):  # the stack can end with padding
-            results[i] = result if result.shape == results[i].shape else result.T
-    remaining = iter(results)
-    return [torch.cat([next(remaining) for _ in group]) for group in parts]
+    stack = torch.stack([part.T if is_tall(part) else part for part in parts])
+    n = math.ceil(len(parts) / world.size)
+    padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(parts)))
+    stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
+    results = iter([x.T if is_tall(part) else x for x, part in zip(stack, parts, strict=False)])
+    return [torch.cat([next(results) for _ in split_attention(matrix)]) for matrix in matrices]
 
 
 def split_attention(matrix):
-    """Returns the query, key and value matrices in a c_attn, or only the matrix if it is another.
+    """Returns the query, key and value matrices in a c_attn, or only the matrix if it is not one.
 
     Only a c_attn has three times as many rows as columns.
     """
@@ -137,25 +115,22 @@ def split_attention(matrix):
     return matrix.chunk(3) if rows == 3 * columns else (matrix,)
 
 
-def orthogonalize_shards(shards, parameters, world):
-    """Orthogonalizes matrices that are sharded like parameters. Returns local shards. Collective.
-
-    `shards` are this process's rows of the matrices, `parameters` the DTensors. To save memory,
-    only as many full matrices as there are processes exist at a time.
-    """
-    results = list(shards)
-    for indices in group_indices([parameter.shape for parameter in parameters]):
-        for start in range(0, len(indices), world.size):
-            batch = indices[start : start + world.size]
-            matrices = [full_tensor(from_shard(parameters[i], shards[i])) for i in batch]
-            for i, result in zip(batch, orthogonalize_copies(matrices, world), strict=True):
-                results[i] = local_shard(shard_like(parameters[i], result))
-    return results
+def is_tall(matrix):
+    return matrix.shape[0] > matrix.shape[1]
 
 
-def group_indices(keys):
-    """Returns lists of the indices of equal keys."""
+def part_shape(matrix):
+    """Returns the shape of the parts of a matrix in the stack of orthogonalize_together."""
+    rows, columns = matrix.shape
+    return (columns, columns) if rows == 3 * columns else (min(rows, columns), max(rows, columns))
+
+
+def group_indices(keys, most):
+    """Returns lists of the indices of equal keys, each with `most` indices or fewer."""
     groups = defaultdict(list)
     for i, key in enumerate(keys):
         groups[key].append(i)
-    return list(groups.values())
+    lists = []
+    for indices in groups.values():
+        lists += [indices[start : start + most] for start in range(0, len(indices), most)]
+    return lists

@@ -1,13 +1,11 @@
-"""The optimizers of a run, and their state in checkpoints."""
+"""The optimizers of a run, their state in checkpoints, and gradient clipping."""
 
 import torch
 from torch import nn
 
 from folio.cli.errors import UserError, check_types
-from folio.distributed.sharding import shard_like
-from folio.distributed.world import SINGLE_PROCESS
-from folio.hardware.device import DTYPES
-from folio.training.muon import Muon
+from folio.distributed.world import SINGLE_PROCESS, full_tensor, shard_like
+from folio.training.muon import MOMENTUM, Muon
 
 STATE_NAMES = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 EMBEDDING_LR_SCALE = 10.0  # chosen empirically
@@ -18,8 +16,7 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
 
     Biases and the weights of norms are not decayed (Loshchilov and Hutter 2019). Each parameter
     group has an `lr_scale`, a factor for the learning rate of a step, and an `lr`, a scalar tensor
-    on the model's device, so that a CUDA graph of a step can read it. The dtype of the settings
-    must be resolved.
+    on the model's device, so that a CUDA graph of a step can read it.
     """
     decay, device = settings.weight_decay, model.transformer.wte.weight.device
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -43,14 +40,35 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
     adamw = torch.optim.AdamW(groups, betas=betas, fused=True, capturable=capturable)
     optimizers = {"adamw": adamw}
     if hidden:
-        dtype = DTYPES["bfloat16" if settings.dtype == "bfloat16" else "float32"]
+        dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
         lr = torch.zeros((), device=device)
         optimizers["muon"] = Muon(hidden, lr, decay, dtype=dtype, world=world)
     return optimizers
 
 
-def restore_optimizers(optimizers, checkpoint):
-    """Loads a checkpoint's moments and learning rates into {name: optimizer}.
+def momentum_at(step, settings):
+    """Returns Muon's momentum: a linear warmup from 0.85 to 0.95, then constant.
+
+    Early in training, gradients change quickly, so that earlier ones should count less (Jordan et
+    al. 2024, https://github.com/KellerJordan/modded-nanogpt, record 9).
+    """
+    warmup = settings.momentum_warmup_iters
+    return MOMENTUM if step >= warmup else MOMENTUM - 0.1 * (1 - step / warmup)
+
+
+def clip_gradients(model, max_norm):
+    """Clips the gradient, if max_norm is not 0. Returns its norm before that, a scalar tensor."""
+    parameters = list(model.parameters())
+    norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    if max_norm:
+        # After an overflow in float16, NaN must not spread to the gradients of other optimizers.
+        finite = norm.nan_to_num(torch.inf)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite)
+    return norm
+
+
+def load_optimizers(optimizers, scaler, checkpoint):
+    """Loads a checkpoint's moments, learning rates and loss scale, and drops the moments.
 
     Other hyperparameters are kept. Raises UserError if the state belongs to other optimizers or
     parameters.
@@ -64,6 +82,9 @@ def restore_optimizers(optimizers, checkpoint):
     for name, optimizer in optimizers.items():
         check_types(saved[name], {"state": dict, "param_groups": list}, refusal)
         _restore(optimizer, saved[name], STATE_NAMES[name], refusal)
+    checkpoint.optimizers = {}
+    if checkpoint.scaler:
+        scaler.load_state_dict(checkpoint.scaler)
 
 
 def _restore(optimizer, saved, names, refusal):

@@ -8,8 +8,10 @@ from tqdm import tqdm
 
 from folio.cli.errors import UserError, cause_of
 from folio.cli.process import SIGPIPE
+from folio.cli.settings import names_affecting
 from folio.hardware.memory import peak_memory_gib
-from folio.training.messages import format_losses
+from folio.training.evaluation import format_losses
+from folio.training.messages import print_end
 
 
 class RunLog:
@@ -21,8 +23,9 @@ class RunLog:
     since the previous report.
     """
 
-    def __init__(self, run, wandb_run=None):
-        self.run, self.settings, self.wandb_run = run, run.settings, wandb_run
+    def __init__(self, run):
+        self.run, self.settings = run, run.settings
+        self.best_loss = None  # of the final evaluation
         self.tokens_per_step = run.settings.tokens_per_step
         self.flops_per_token = run.model.flops_per_token()
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
@@ -35,6 +38,10 @@ class RunLog:
             leave=False,
             disable=not self.on_terminal,
         )
+        own = names_affecting(type(self.settings), "files")  # of this process, not of the run
+        self.run_settings = {k: v for k, v in run.settings_used().items() if k not in own}
+        is_wanted = run.world.is_main and self.settings.wandb_log
+        self.wandb_run = start_wandb(self.settings, self.run_settings) if is_wanted else None
 
     def close(self):
         self.bar.close()
@@ -43,20 +50,39 @@ class RunLog:
 
     # Events
 
-    def start(self, settings):
-        """Logs the settings of a new run."""
-        settings = settings | {"tokenizer": self.run.dataset.tokenizer.name}
-        self._log("start", parameters=self.run.model.num_params(), settings=settings)
+    def begin(self):
+        """Moves an earlier run away, or continues its log. Reports the settings."""
+        run, settings = self.run, self.settings
+        moved_to = run.run_dir.begin(settings, run.resumed) if run.world.is_main else None
+        if moved_to:
+            advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
+            self.say(f"moved the earlier run in {settings.out_dir} to {moved_to}; use {advice}")
+        if not run.run_dir.log_size():  # a new run, or nanoGPT's
+            values = self.run_settings | {"tokenizer": run.dataset.tokenizer.name}
+            self._log("start", parameters=run.model.num_params(), settings=values)
+        if run.resumed:
+            self._report_changes(run.resumed)
+        if run.progress.is_finished(settings):
+            self.say(f"finished at step {run.progress.step}; to continue, increase {self._limit()}")
 
-    def resume(self, resumed, settings):
+    def _report_changes(self, resumed):
         """Reports the settings that differ from those of the resumed Checkpoint."""
-        old = resumed.settings
-        changes = {k: (old[k], v) for k, v in settings.items() if k in old and old[k] != v}
+        old, changes = resumed.settings, {}
+        for name, value in self.run_settings.items():
+            if name in old and old[name] != value:
+                changes[name] = old[name], value
         if changes:
             self._log("resume", changed=changes)
         pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
         suffix = f"; changed: {pairs}" if pairs else ""
         self.say(f"resumed {resumed.path} at step {self.run.progress.step}{suffix}")
+
+    def _limit(self):
+        """Returns the setting that has ended a finished run."""
+        progress = self.run.progress
+        if progress.is_patience_exhausted(self.settings):
+            return "--patience"
+        return "--max_iters" if progress.step >= self.settings.max_iters else "--minutes"
 
     def evaluation(self, losses, lr):
         """Reports the losses that evaluate returns."""
@@ -64,9 +90,14 @@ class RunLog:
         self.say(format_losses(self.run.progress.step, losses))
 
     def final_evaluation(self, losses):
-        progress = self.run.progress
+        progress, self.best_loss = self.run.progress, losses["loss"]
         self._log("final", tokens=progress.tokens, **losses)
         self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
+
+    def end(self):
+        """Prints the loss of the best model, advice, and how to use the model."""
+        self.bar.close()
+        print_end(self.run, self.best_loss or self.run.progress.best_val_loss)
 
     def count_step(self):
         """Advances the progress bar. Called after each step."""
@@ -96,7 +127,7 @@ class RunLog:
         per_step = self.run.timer.wall_step_s()
         left_s = per_step * (self.settings.max_iters - steps)
         if self.settings.minutes:
-            left_s = min(left_s, max(0, 60 * self.settings.minutes - self.run.elapsed_s()))
+            left_s = min(left_s, max(0, 60 * self.settings.minutes - self.run.timer.elapsed_s()))
         self.bar.total = steps + round(left_s / per_step)
         speed = f"{values['tokens_per_s']:,.0f} tokens/s, {tqdm.format_interval(left_s)} left"
         self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
@@ -110,7 +141,7 @@ class RunLog:
         if (peak := peak_memory_gib(self.run.machine.device)) is not None:
             values["peak_memory_gib"] = peak
         line = {"step": self.run.progress.step, "event": event, **values}
-        line["elapsed_s"] = self.run.elapsed_s()
+        line["elapsed_s"] = self.run.timer.elapsed_s()
         self.run.run_dir.append(line)
         if self.wandb_run and event in ("train", "val", "final"):
             numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
@@ -133,12 +164,10 @@ class RunLog:
 
 
 def start_wandb(settings, run_settings):
-    """Returns a run of Weights & Biases that stores `run_settings`, None if it is not requested.
+    """Returns a run of Weights & Biases that stores `run_settings`.
 
     Raises UserError if it cannot start.
     """
-    if not settings.wandb_log:
-        return None
     try:
         import wandb
 

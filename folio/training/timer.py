@@ -1,46 +1,55 @@
-"""The time of a run's steps in this process, without evaluations, saves and samples."""
+"""The time of a run and of its steps."""
 
 import time
 from contextlib import contextmanager
 
+from folio.cli import process
+
 
 class Timer:
-    """Measures how long steps take. Pauses do not count, nor does the time before the first step.
-
-    step_s: mean time of a step, as of the last lap.
-    """
+    """Measures how long a run and its steps take. Pauses, such as evaluations, are not steps."""
 
     def __init__(self, machine, progress):
-        self.machine, self.progress, self.step_s = machine, progress, 0.0
+        self.machine, self.progress = machine, progress
         self.start()
 
     def start(self):
+        """Begins to measure steps."""
         self.first_step = self.lap_step = self.progress.step
-        self.started_at, self.paused_s, self.lap_s = time.perf_counter(), 0.0, 0.0
+        self.started_at = time.monotonic()  # about when the first step began
+        self.resumed_at = self.started_at  # end of the last pause
+        self.steps_s = 0.0  # time of the steps until then
+        self.lap_s = 0.0  # time of the steps until the last lap
 
-    def seconds(self):
-        """Waits for the device. Returns the time of all steps of this process."""
-        self.machine.synchronize()
-        return time.perf_counter() - self.started_at - self.paused_s
+    def elapsed_s(self):
+        """Returns the seconds that the run has taken, including earlier processes."""
+        return round(self.progress.elapsed_s + time.monotonic() - process.STARTED, 3)
 
-    def lap(self):
-        """Called at the end of a step. Returns the mean time of the steps since the last call."""
-        steps, seconds = self.progress.step + 1, self.seconds()
-        per_step = (seconds - self.lap_s) / (steps - self.lap_step)
-        self.lap_step, self.lap_s = steps, seconds
-        self.step_s = seconds / (steps - self.first_step)
-        return per_step
-
-    def wall_step_s(self):
-        """Returns the mean time of a step, with its share of the pauses, as of the last lap."""
-        return (self.lap_s + self.paused_s) / (self.lap_step - self.first_step)
+    @property
+    def step_s(self):
+        """The mean time of a step of this process; 0 before the first."""
+        steps = self.progress.step - self.first_step
+        return (self.steps_s + time.monotonic() - self.resumed_at) / steps if steps else 0.0
 
     @contextmanager
     def pause(self):
         """A context whose time does not count as that of steps."""
-        seconds = self.seconds()
+        self.machine.synchronize()
+        self.steps_s += time.monotonic() - self.resumed_at
         yield
-        now = time.perf_counter()
-        if self.progress.step == self.first_step:
-            self.started_at, seconds = now, 0.0  # excludes the time before the first step
-        self.paused_s = now - self.started_at - seconds
+        self.resumed_at = time.monotonic()
+        if self.progress.step == self.first_step:  # an evaluation before the first step
+            self.started_at, self.steps_s = self.resumed_at, 0.0
+
+    def lap(self):
+        """Called at the end of a step. Returns the mean time of the steps since the last call."""
+        self.machine.synchronize()
+        seconds, steps = self.steps_s + time.monotonic() - self.resumed_at, self.progress.step + 1
+        per_step = (seconds - self.lap_s) / (steps - self.lap_step)
+        self.lap_s, self.lap_step = seconds, steps
+        return per_step
+
+    def wall_step_s(self):
+        """Called at the end of a step. Returns the mean time of a step and its share of pauses."""
+        steps = self.progress.step + 1 - self.first_step
+        return (time.monotonic() - self.started_at) / steps

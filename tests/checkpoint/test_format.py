@@ -1,7 +1,7 @@
 """Checkpoint files: saving, loading, nanoGPT's format, refusals, optimizer state."""
 
 from argparse import Namespace
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
@@ -14,10 +14,10 @@ from folio import __version__
 from folio.checkpoint.format import Checkpoint, build_model, load_checkpoint, save_checkpoint
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
-from folio.training.optimizers import make_optimizers, restore_optimizers
+from folio.training.optimizers import load_optimizers, make_optimizers
 from model import GPT, GPTConfig
 
-SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 11}
+SHAPE = tiny.SHAPE | {"vocab_size": 11}
 IDX = torch.arange(8)[None]
 GUIDE = Path(__file__).parents[2] / "docs/from-nanogpt.md"
 
@@ -29,9 +29,9 @@ def make_model(**changes):
     return GPT(GPTConfig(**(SHAPE | changes))).init_weights()
 
 
-def train_one_step(kind="adamw", **changes):
+def train_one_step(kind="adamw"):
     """Returns a model and its optimizers after one step."""
-    model = make_model(**changes)
+    model = make_model()
     optimizers = make_optimizers(model, tiny.settings(optimizer=kind))
     model(IDX, IDX).backward()
     for optimizer in optimizers.values():
@@ -41,7 +41,7 @@ def train_one_step(kind="adamw", **changes):
 
 def checkpoint_of(model, optimizers=None, **fields):
     states = {name: optimizer.state_dict() for name, optimizer in (optimizers or {}).items()}
-    progress = Progress(step=3, evaluated_at=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
+    progress = Progress(step=3, evaluated_step=2, best_step=1, best_val_loss=2.5, elapsed_s=4.5)
     weights = model.state_dict()
     return Checkpoint(model.config, weights, progress, {"dataset": "verse"}, states, **fields)
 
@@ -53,8 +53,7 @@ def have_same_logits(model, other):
 # Saving and loading
 
 
-@pytest.mark.parametrize("optimizers", [True, False])
-def test_every_field_is_saved_and_loaded(optimizers):
+def test_every_field_is_saved_and_loaded():
     saved = checkpoint_of(
         *train_one_step(),
         scaler={"scale": 1024.0},
@@ -63,19 +62,15 @@ def test_every_field_is_saved_and_loaded(optimizers):
         log_bytes=17,
     )
     save_checkpoint("ckpt.pt", saved)
-    saved = replace(saved, path=Path("ckpt.pt"))
-    if not optimizers:
-        saved = replace(saved, optimizers={})
-    loaded = load_checkpoint("ckpt.pt", optimizers)
-    for field in fields(Checkpoint):
-        assert tiny.equal(getattr(loaded, field.name), getattr(saved, field.name)), field.name
+    saved = vars(replace(saved, path=Path("ckpt.pt")))
+    assert tiny.equal(vars(load_checkpoint("ckpt.pt")), saved)
+    mapped = vars(load_checkpoint("ckpt.pt", optimizers=False))
+    assert tiny.equal(mapped, saved | {"optimizers": {}})
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"tie_weights": False}, {"dropout": 0.3, "bias": False}, tiny.SWITCHES], ids=str
-)
+@pytest.mark.parametrize("changes", [{"dropout": 0.3, "bias": False}, tiny.SWITCHES], ids=str)
 def test_loaded_model_equals_saved_one(changes):
-    model, _ = train_one_step(**changes)
+    model = make_model(**changes)
     save_checkpoint("ckpt.pt", checkpoint_of(model))
     loaded = build_model(load_checkpoint("ckpt.pt", optimizers=False))
     assert loaded.config == model.config
@@ -144,26 +139,10 @@ def test_a_model_with_an_own_head_is_not_tied_whatever_its_arguments_say():
     assert have_same_logits(build_model(load_checkpoint("ckpt.pt")), model)
 
 
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (tiny.LFS_POINTER, "is a Git LFS pointer: .* git lfs pull"),
-        (b"\n\x0e\n\x05<unk>\x15", "is not a checkpoint"),  # of sentencepiece
-        (b"\x48\0\0\0\0\0\0\0{}", "is not a checkpoint: .* the folder of a Hugging Face"),
-        (b"", "is not a checkpoint"),
-        (b"PK\3\4\0\0", "is damaged .*File is not a zip file; copy or download it again"),
-    ],
-)
-def test_a_file_that_is_no_checkpoint_is_named(content, words):
-    Path("ckpt.pt").write_bytes(content)
-    with pytest.raises(UserError, match=f"^ckpt.pt {words}"):
-        load_checkpoint("ckpt.pt")
+# Optimizer state
 
 
 def test_state_of_other_optimizers_is_refused():
     checkpoint = checkpoint_of(*train_one_step("muon"), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* adamw and muon"):
-        restore_optimizers(train_one_step()[1], checkpoint)
+        load_optimizers(train_one_step()[1], None, checkpoint)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folio.cli.errors import UserError
-from folio.cli.settings import changed_settings, command_line, load_settings, setting
+from folio.cli.settings import changed_settings, load_settings, setting
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
 def test_a_command_line_has_each_setting_once():
     config_file("steps = steps // 2\nrate = 0.25", "a.py")
     argv = ["--steps=1", "--rate=0.5", "a.py", "--steps", "8", "--bias", "--name=a b"]
-    arguments = load_settings(Settings, argv).parsed_arguments
-    texts = command_line(arguments)
+    texts = shlex.split(load_settings(Settings, argv).command_line)
     assert texts == ["--rate=0.5", "a.py", "--steps=8", "--bias=True", "--name=a b"]
     assert load_settings(Settings, texts) == load_settings(Settings, argv)
 
@@ -179,7 +178,7 @@ def test_any_arguments_give_settings_or_a_user_error(argv):
         return
     flags = [f"--{name}={value}" for name, value in changed_settings(settings).items()]
     assert load_settings(Settings, flags) == settings
-    assert load_settings(Settings, command_line(settings.parsed_arguments)) == settings
+    assert load_settings(Settings, shlex.split(settings.command_line)) == settings
 
 
 # Help

@@ -1,39 +1,16 @@
+"""Windows of a split: their order, and their tensors from a file or from a GPU's memory."""
+
 import numpy as np
 import pytest
 import tiny
 import torch
 
+import train
 from folio.data import batches
-from folio.data.batches import Batches, Split, dropout_seed, window_starts
-from folio.distributed.world import SINGLE_PROCESS
+from folio.data.batches import Split, dropout_seed, window_starts
 
 IDS = np.random.default_rng(0).integers(0, 2**16, 500).astype(np.uint16)
 IDS[[0, 7, -1]] = 2**16 - 1  # too large for a signed 16-bit type
-
-
-@pytest.fixture(params=["in its file", "resident"])
-def split(request):
-    """IDS on a CPU, and with a CPU in the role of a GPU, in whose memory they are."""
-    split = Split(IDS, "cpu")
-    assert split.resident is None
-    if request.param == "resident":
-        split.resident = torch.from_numpy(IDS.astype(np.int32))
-    return split
-
-
-def expected_windows(starts, length):
-    """Returns inputs and targets of windows of IDS, as lists."""
-    rows = [IDS[start : start + length + 1].tolist() for start in starts]
-    return [row[:-1] for row in rows], [row[1:] for row in rows]
-
-
-def expected_batch(settings, step):
-    return expected_windows(window_starts(settings.seed, 8 * step, 8, len(IDS) - 8), 8)
-
-
-def join_micro_batches(micro_batches):
-    """Returns inputs and targets of all micro-batches, as lists."""
-    return tuple(torch.cat(tensors).tolist() for tensors in zip(*micro_batches, strict=True))
 
 
 # Random numbers
@@ -68,34 +45,31 @@ def test_dropout_seeds_differ_between_steps_and_between_seeds():
 # Batches
 
 
-@pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (1, 8)])
-def test_a_batch_does_not_depend_on_accumulation_or_earlier_batches(
-    split, batch_size, accumulation
-):
-    settings = tiny.settings(batch_size=batch_size, gradient_accumulation_steps=accumulation)
-    source = Batches(split, settings, SINGLE_PROCESS)
-    for step in (0, 1, 2, 2, 9, 4, 0):
-        micro_batches = list(source.at(step))
-        assert [x.shape for x, _ in micro_batches] == [(batch_size, 8)] * accumulation
-        assert {x.dtype for pair in micro_batches for x in pair} == {torch.int64}
-        assert join_micro_batches(micro_batches) == expected_batch(settings, step)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_batches_from_the_file_and_from_memory_are_equal(device, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
+    resident, streamed = Split(IDS, device), Split(IDS, device)
+    resident.resident = torch.from_numpy(IDS.astype(np.int32)).to(device)  # a CPU as a GPU, too
+    assert streamed.resident is None
+    for number in (0, 1, 2, 2, 9, 4, 0):
+        starts = window_starts(1337, 8 * number, 8, len(IDS) - 6)
+        windows = torch.tensor([IDS[start : start + 7].tolist() for start in starts], device=device)
+        for split in (resident, streamed):
+            x, y = split.batch(1337, number, batch_size=8, block_size=6)
+            assert tiny.equal([x, y], [windows[:, :-1], windows[:, 1:]])  # int64, too
+
+
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (1, 8)])
+def test_the_text_of_a_step_does_not_depend_on_accumulation(verse, batch_size, accumulation):
+    run = tiny.new_run(batch_size=batch_size, gradient_accumulation_steps=accumulation)
+    for step in (0, 5):
+        micro_batches = list(train.micro_batches(run, step))
+        assert len(micro_batches) == accumulation
+        joined = [torch.cat(tensors) for tensors in zip(*micro_batches, strict=True)]
+        assert tiny.equal(joined, list(run.dataset.train.batch(1337, step, 8, 8)))
 
 
 def test_a_split_of_at_most_the_maximum_is_copied_to_the_device(monkeypatch):
     assert Split(IDS, "meta").resident.shape == IDS.shape
     monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 4 * len(IDS) - 1)
     assert Split(IDS, "meta").resident is None
-
-
-@pytest.mark.gpu
-def test_gpu_batches_from_memory_and_from_the_file_are_equal(monkeypatch):
-    settings = tiny.settings(gradient_accumulation_steps=2)
-    resident = Split(IDS, "cuda")
-    monkeypatch.setattr(batches, "MAX_RESIDENT_BYTES", 0)
-    streamed = Split(IDS, "cuda")
-    assert [split.resident is None for split in (resident, streamed)] == [False, True]
-    for split in (resident, streamed):
-        for step in (0, 1, 2, 5):
-            micro_batches = list(Batches(split, settings, SINGLE_PROCESS).at(step))
-            assert {x.device.type for pair in micro_batches for x in pair} == {"cuda"}
-            assert join_micro_batches(micro_batches) == expected_batch(settings, step)

@@ -9,13 +9,13 @@ from folio.cli.errors import UserError
 from folio.hardware import device
 from folio.hardware.device import (
     Machine,
-    SharedCores,
-    choose_machine,
+    ThreadTuner,
     default_dtype,
     resolve_device,
+    set_up_machine,
 )
 
-GRAPH = "each step a CUDA graph"
+COMPILED, GRAPH = ", compiled (default on cuda)", "each step a CUDA graph"
 UNKNOWN_CARDS = ("NVIDIA H100 PCIe", "NVIDIA L40", "RTX 4090 D", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
 
 
@@ -88,31 +88,19 @@ def test_the_peak_of_a_known_card_is_from_its_data_sheet_and_others_are_measured
 @pytest.mark.parametrize(
     ("name", "dtype", "compile", "step_flops", "words"),
     [
-        (
-            "cpu",
-            "float32",
-            "auto",
-            None,
-            "(threads: 3), float32 (as set), not compiled (default on cpu)",
-        ),
+        ("cpu", "float32", "auto", None, "float32 (as set), not compiled (default on cpu)"),
         ("mps", "float16", True, None, "(Apple GPU), float16 (as set), compiled (as set)"),
-        (
-            "cuda:1",
-            "bfloat16",
-            "auto",
-            None,
-            "HBM3), bfloat16 (as set), compiled (default on cuda)",
-        ),
-        ("cuda:1", "bfloat16", "auto", 2.1e12, ", compiled (default on cuda)"),  # 989 TFLOP/s
+        ("cuda:1", "bfloat16", "auto", None, "HBM3), bfloat16 (as set)" + COMPILED),
+        ("cuda:1", "bfloat16", "auto", 2.1e12, COMPILED),  # 989 TFLOP/s
         ("cuda:1", "auto", "auto", 1.9e12, "hardware), not compiled (short steps), " + GRAPH),
-        ("cuda:1", "float16", "auto", 1.9e12, ", compiled (default on cuda)"),
+        ("cuda:1", "float16", "auto", 1.9e12, COMPILED),
     ],
 )
 def test_models_are_compiled_as_set_or_on_cuda_except_for_short_steps(
     name, dtype, compile, step_flops, words, machine_with
 ):
     machine_with(cards=2)
-    machine = choose_machine(name, dtype, compile, step_flops)
+    machine = set_up_machine(name, dtype, compile, step_flops)
     assert machine.summary.endswith(words)
     assert machine.compile == (", compiled" in words)
     assert machine.cuda_graph == words.endswith("graph")
@@ -128,7 +116,7 @@ def simulate(monkeypatch):
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch, "get_num_threads", lambda: current.threads)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: setattr(current, "threads", n))
-    cores = SharedCores(Machine("cpu", "float32", False))
+    cores = ThreadTuner(Machine("cpu", "float32", False))
 
     def simulate(seconds, share):
         monkeypatch.setattr(cores, "_share", lambda: share(current.threads))
@@ -174,4 +162,4 @@ def test_thread_times_grow():
 def test_a_thread_that_has_ended_takes_no_core(monkeypatch):
     times = iter([{"a": np.array([9, 0]), "b": np.array([50, 1])}, {"a": np.array([19, 1])}])
     monkeypatch.setattr(device, "_thread_times", lambda: next(times))
-    assert SharedCores(Machine("cpu", "float32", False))._share() == 10 / 11
+    assert ThreadTuner(Machine("cpu", "float32", False))._share() == 10 / 11

@@ -1,4 +1,4 @@
-"""Attention with windows, and the CPU's kernels in place of torch's."""
+"""Kernels in place of torch's: attention with windows, dropout, norms, the loss, linear layers."""
 
 import math
 
@@ -7,15 +7,18 @@ import torch
 import torch.nn.functional as F
 from tiny import random_ids, random_model
 
+from folio.distributed.world import SINGLE_PROCESS
 from folio.hardware import kernels
+from folio.hardware.device import Machine
 from folio.hardware.kernels import (
     FoldedLinear,
     apply_dropout,
     explicit_attention,
     fast_cross_entropy,
-    use_fast_kernels,
+    fast_linear,
 )
-from model import CausalSelfAttention, GPTConfig, linear_cross_entropy
+from folio.hardware.optimize import optimize_for_training, use_fast_kernels
+from model import CausalSelfAttention, GPTConfig, Linear, linear_cross_entropy
 
 
 def causal_attention(q, k, v, window, kernel=kernels.fast_attention):
@@ -47,15 +50,11 @@ def test_attention_and_its_gradients_follow_the_definition(shape, window, kernel
         assert torch.allclose(ours, reference, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 3])
-def test_a_model_with_fast_kernels_computes_the_same(window):
-    plain, fast = (random_model(window=window) for _ in range(2))
-    idx = random_ids(plain)
-    use_fast_kernels(fast)
-    assert torch.equal(plain.logits(idx), fast.logits(idx))
-    plain.dtype = fast.dtype = torch.bfloat16  # the explicit form rounds differently
-    assert torch.allclose(plain.logits(idx), fast.logits(idx), atol=0.1)
-    assert not torch.equal(plain.logits(idx), fast.logits(idx))
+def test_attention_in_bfloat16_on_a_cpu_is_explicit():
+    q, k, v = torch.randn(3, 2, 3, 5, 8, dtype=torch.bfloat16).unbind()
+    expected = causal_attention(q, k, v, 0, explicit_attention)
+    assert torch.equal(causal_attention(q, k, v, 0), expected)
+    assert not torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected)
 
 
 @pytest.mark.gpu
@@ -107,18 +106,22 @@ def test_a_model_drops_in_training_only_and_the_seed_sets_which_elements():
     assert not torch.equal(logits[0], logits[2])
 
 
-# Norms and loss for training on a GPU
+# Norms and loss
 
 
+def optimize_as_on(device, model):
+    optimize_for_training(model, None, Machine(device, "float32", False), SINGLE_PROCESS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_model_for_a_gpu_has_the_same_loss_and_gradients(on_gpu, norm, bias):
-    plain, fast = (random_model(norm=norm, bias=bias).train() for _ in range(2))
-    idx = random_ids(plain)
-    use_fast_kernels(fast, on_gpu)
-    is_folded = on_gpu and (norm == "rmsnorm" or not bias)
+@pytest.mark.parametrize("changes", [{"bias": False}, {"window": 3}], ids=str)
+def test_an_optimized_model_has_the_same_loss_and_gradients(device, norm, changes):
+    plain, fast = (random_model(norm=norm, **changes).train() for _ in range(2))
+    optimize_as_on(device, fast)
+    is_folded = device == "cuda" and (norm == "rmsnorm" or not plain.config.bias)
     assert isinstance(fast.transformer.h[0].attn.c_attn, FoldedLinear) == is_folded
+    idx = random_ids(plain)
     losses = [model(idx, idx, 0.9) for model in (plain, fast)]
     torch.testing.assert_close(*losses)
     for loss in losses:
@@ -128,22 +131,14 @@ def test_a_model_for_a_gpu_has_the_same_loss_and_gradients(on_gpu, norm, bias):
         torch.testing.assert_close(ours.grad, reference.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_the_kernels_for_a_gpu_read_no_value():
-    model = random_model(bias=False).train().to("meta")
-    use_fast_kernels(model, True)
-    idx = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-    model(idx, idx).backward()
-    assert all(parameter.grad.is_meta for parameter in model.parameters())
-
-
 def test_gradients_of_norms_are_more_exact_in_bfloat16():
     errors = []
-    for on_gpu in (False, True):
+    for device in ("cpu", "cuda"):
         gradients = []
         for dtype in (torch.float32, torch.bfloat16):
             model = random_model(bias=False, n_embd=64, block_size=256).train()
             model.dtype = dtype
-            use_fast_kernels(model, on_gpu)
+            optimize_as_on(device, model)
             idx = random_ids(model)
             model(idx, idx.roll(-1, 1)).backward()
             gradients.append(model.transformer.h[1].ln_2.weight.grad)
@@ -179,10 +174,19 @@ def test_the_fast_loss_is_as_exact_as_the_plain_one(dtype, tolerance, ignored):
         assert fast_cross_entropy(*arguments, targets).item() == plain[0]
 
 
-@pytest.mark.slow
-def test_the_fast_loss_is_one_graph():
-    x, weight, targets = torch.randn(6, 4), torch.randn(5, 4), torch.arange(6) % 5
-    compiled = torch.compile(fast_cross_entropy, backend="aot_eager", fullgraph=True)
-    arguments = x.requires_grad_(), weight.requires_grad_(), targets
-    expected = loss_and_gradients(linear_cross_entropy, *arguments)
-    torch.testing.assert_close(loss_and_gradients(compiled, *arguments), expected)
+# Linear layers
+
+
+@pytest.mark.parametrize("has_mkl", [False, True])
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_layers_depend_on_what_the_cpu_has(has_mkl, has_bfloat16, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    for kind in ("PackedLinear", "FewRowsLinear"):  # which the CPU may not have
+        monkeypatch.setattr(kernels, kind, lambda linear, kind=kind: kind)
+    linear, small = Linear(400, 400), Linear(16, 16)
+    packed = "PackedLinear" if has_mkl else linear
+    assert fast_linear(linear, "float32", None) is packed
+    assert fast_linear(small, "float32", None) is small
+    assert fast_linear(linear, "float32", 3) is ("FewRowsLinear" if has_mkl else linear)
+    assert fast_linear(linear, "bfloat16", 3) is (packed if has_bfloat16 else linear)

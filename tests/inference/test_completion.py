@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folio.data.tokenizer import CharTokenizer
-from folio.hardware import compile
-from folio.hardware.compile import optimize_for_inference
+from folio.hardware import kernels
+from folio.hardware.optimize import optimize_for_inference
 from folio.inference import generate
 from folio.inference.completion import Completion
 from folio.inference.generate import complete, max_batch_size
@@ -82,9 +82,11 @@ def test_threads_are_chosen_by_the_multiplications_of_a_step(trained, monkeypatc
     model, products = tiny.random_model(ngrams=4), []
     expected = model.flops_per_token() / 6
     assert expected < model.num_params() / 2  # most are rows of tables
-    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 0)
+    monkeypatch.setattr(kernels, "MIN_PACKED_WEIGHTS", 0)
     trained.model = optimize_for_inference(model, trained.machine)
-    monkeypatch.setattr(generate, "limit_threads", lambda n: products.append(n) or nullcontext())
+    monkeypatch.setattr(
+        generate, "one_thread_for_small", lambda n: products.append(n) or nullcontext()
+    )
     batch = [make_completion("a", trained.tokenizer) for _ in range(3)]
     list(complete(trained, batch, SamplingParams(max_new_tokens=5)))
     assert set(products) == {3 * expected}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import SHAPES, SWITCHES, random_ids, random_model
 
-from folio.hardware.compile import optimize_for_inference, step_accelerator
 from folio.hardware.device import Machine
+from folio.hardware.optimize import optimize_for_inference, step_accelerator
 from folio.inference.generate import generate
 from folio.inference.sampling import SamplingParams
 

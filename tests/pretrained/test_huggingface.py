@@ -107,9 +107,10 @@ def test_a_checkpoint_of_pretrained_weights_starts_at_step_0():
     assert (checkpoint.progress, checkpoint.settings, checkpoint.path) == (Progress(), {}, path)
     assert checkpoint.config == GPTConfig(**tiny.SMALL, activation="gelu_tanh")
     assert checkpoint.tokenizer == {"kind": "byte"}
-    assert all(w.is_contiguous() and w.dtype == torch.float32 for w in checkpoint.weights.values())
+    weights = checkpoint.weights
+    assert all(w.is_contiguous() and w.dtype == torch.float32 for w in weights.values())
     for name, weight in build_model(checkpoint).state_dict().items():
-        assert weight.data_ptr() == checkpoint.weights[name].data_ptr()  # no copy
+        assert weight.data_ptr() == weights[name].data_ptr()  # no copy
 
 
 def test_names_in_older_files_are_known():

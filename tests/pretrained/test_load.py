@@ -11,9 +11,9 @@ from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.data.dataset import load_tokenizer
 from folio.data.tokenizer import ByteTokenizer
+from folio.distributed.world import SINGLE_PROCESS
 from folio.pretrained import load as initial
 from folio.pretrained.load import checkpoint_tokenizer, load_initial
-from folio.training.setup import make_plan
 
 CKPT = "out/ckpt.pt"
 POSITIONS = "transformer.wpe.weight"
@@ -27,7 +27,7 @@ def flags(init_from=CKPT, **settings):
 
 
 def new_run(**settings):
-    return train.make_run(make_plan(load_settings(train.TrainConfig, flags(**settings))))
+    return train.make_run(load_settings(train.TrainConfig, flags(**settings)), SINGLE_PROCESS)
 
 
 @pytest.fixture
@@ -43,7 +43,6 @@ def run(verse):
     ("init_from", "words"),
     [
         ("resum", "resume"),
-        ("bert", "init_from=bert"),
         ("out/nothing.pt", "init_from=out/nothing.pt"),
         ("../model", "init_from=../model"),
         ("out", "use out/ckpt.pt"),

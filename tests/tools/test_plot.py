@@ -13,8 +13,8 @@ from tiny import write_run
 import train
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
-from folio.hardware.compile import optimize_for_inference
 from folio.hardware.device import Machine
+from folio.hardware.optimize import optimize_for_inference
 from tools.plot import __main__ as plot
 from tools.plot.models import (
     MAX_DRAWN_TOKENS,

@@ -1,6 +1,7 @@
 """Training on the predictions of other models: the loss, runs, and teachers that do not fit."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -12,7 +13,7 @@ from tiny import random_ids, random_model
 import train
 from folio.cli.errors import UserError
 from folio.training import evaluation
-from folio.training.distillation import Distillation, load_teachers
+from folio.training.distillation import Distillation, add_teachers
 
 
 @pytest.fixture
@@ -49,9 +50,8 @@ def test_a_run_evaluates_and_saves_only_the_model(teacher):
     distilled, alone = tiny.load("last.pt"), tiny.load("last.pt", "out-alone")
     assert distilled["model"].keys() == alone["model"].keys()
     assert not tiny.equal(distilled["model"], alone["model"])
-    settings = {"init_from": "resume", "eval_only": True}
-    run = tiny.new_run(teachers="missing", **settings)  # teachers are not read
-    loss = evaluation.split_loss(run, run.dataset.val, 4).item()
+    run = tiny.new_run(init_from="resume", eval_only=True, teachers="not read")
+    loss = evaluation.split_loss(run, "val").item()
     assert loss == pytest.approx(distilled["best_val_loss"])
 
 
@@ -62,7 +62,7 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
     train.main(tiny.flags(stop_at=2, **settings))
     train.main(tiny.flags(init_from="resume", **settings))
     assert tiny.differences("out", "out-whole") == []
-    first, _ = tiny.new_run(out_dir="out-new", **settings).forward.teachers
+    first, _ = tiny.new_run(out_dir="out-new", **settings).loss_fn.teachers
     idx = torch.randint(first.config.vocab_size, (2, 8))
     assert torch.equal(first.train().logits(idx), first.eval().logits(idx))  # without dropout
 
@@ -72,14 +72,12 @@ def test_a_run_with_teachers_resumes_exactly(teacher):
     [
         ({"teachers": "out-teacher,nothing"}, "nothing"),
         ({"block_size": 16}, "block_size=8"),
-        ({"dataset": "other"}, "vocabulary"),
         ({"out_dir": "out-teacher"}, "contains out_dir"),
         ({"dataset": "same-size"}, "vocabulary"),
     ],
     ids=str,
 )
 def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
-    tiny.prepare_verse("other", "Another text, with other characters!\n" * 50)
     tiny.prepare_verse("same-size", tiny.VERSE.replace("S", "Z") * 20)
     with pytest.raises(UserError, match=value):
         tiny.new_run(**({"teachers": "out-teacher"} | settings))
@@ -87,9 +85,10 @@ def test_teachers_that_do_not_fit_are_errors(teacher, settings, value):
 
 def test_fsdp_counts_only_with_several_processes(teacher):
     settings = {"teachers": "out-teacher", "parallel": "fsdp"}
-    assert not tiny.new_run(**settings).plan.is_sharded
+    assert isinstance(tiny.new_run(**settings).loss_fn, Distillation)
+    sharded_model = Mock(unshard=...)
     with pytest.raises(UserError, match="parallel=fsdp"):
-        load_teachers(tiny.settings(**settings), None, None)
+        add_teachers(sharded_model, tiny.settings(**settings), None)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The state of a run: its clock, by --minutes or by steps, and what it saves."""
 
+import re
 import time
 from types import SimpleNamespace
 
@@ -10,9 +11,9 @@ import torch
 import train
 from folio.cli import process
 from folio.cli.errors import UserError
-from folio.distributed.sharding import gather_on_cpu
+from folio.distributed.world import gather_on_cpu
 from folio.training.evaluation import evaluation_cost, is_evaluation_due
-from folio.training.run import Run
+from folio.training.timer import Timer
 from train import learning_rate_at
 
 BUDGET = {"minutes": 1, "max_iters": 1000, "eval_interval": 100, "eval_iters": None}
@@ -30,18 +31,20 @@ def seconds(monkeypatch):
 def simulate(run, seconds, step_s):
     """Acts like train.train, if a step takes so many seconds, and evaluations what Run expects.
 
-    Returns the clock of each step and of each evaluation.
+    Returns Run.schedule_step() of each step and of each evaluation.
     """
-    steps, evaluations, run.timer.step_s = [], [], step_s
+    steps, evaluations = [], []
+    run.timer.start()
     while True:
-        clock = run.clock()
-        if is_evaluation_due(run, clock):
-            seconds.now += step_s * evaluation_cost(run)
-            evaluations.append(clock)
-            run.progress.record({"loss": 1.0, "val_windows": 1}, clock)
+        schedule_step = run.schedule_step()
+        if is_evaluation_due(run, schedule_step):
+            with run.timer.pause():
+                seconds.now += step_s * evaluation_cost(run)
+            evaluations.append(schedule_step)
+            run.progress.record({"loss": 1.0, "val_windows": 1}, schedule_step)
         if run.progress.is_finished(run.settings):
             return steps, evaluations
-        steps.append(clock)
+        steps.append(schedule_step)
         seconds.now += step_s
         run.progress.add_step(1)
 
@@ -53,7 +56,7 @@ def test_a_run_ends_with_its_minutes_and_evaluates_on_the_way(verse, seconds, st
     seconds.now = 3.0  # the start of the process
     steps, evaluations = simulate(run, seconds, step_s)
     if eval_iters is None:
-        seconds.now += step_s * evaluation_cost(run, len(steps))
+        seconds.now += step_s * evaluation_cost(run, final=True)
     assert seconds.now == pytest.approx(60, abs=2 * step_s) or len(steps) == 1000
     assert steps == sorted(steps)
     assert evaluations[-1] == 1000
@@ -68,7 +71,7 @@ def test_evaluations_take_about_a_tenth_of_the_minutes(verse, seconds):
     assert evaluations == pytest.approx([0, 180, 360, 540, 720, 900, 1000], abs=40)
 
 
-def test_without_minutes_the_clock_is_the_step(verse, seconds):
+def test_without_minutes_the_schedule_is_that_of_the_steps(verse, seconds):
     run = tiny.new_run(max_iters=7, eval_interval=3)
     steps, evaluations = simulate(run, seconds, step_s=1000)
     assert steps == list(range(7))
@@ -78,10 +81,10 @@ def test_without_minutes_the_clock_is_the_step(verse, seconds):
 @pytest.fixture
 def steady_time(monkeypatch):
     """Makes each step of a run take 0.1 s, and evaluations no time."""
-    monkeypatch.setattr(Run, "elapsed_s", lambda run: 0.1 * run.progress.step)
+    monkeypatch.setattr(Timer, "elapsed_s", lambda timer: 0.1 * timer.progress.step)
     for module in ("run", "evaluation"):
         name = f"folio.training.{module}.evaluation_cost"
-        monkeypatch.setattr(name, lambda run, steps=None: 0)
+        monkeypatch.setattr(name, lambda run, final=False: 0)
 
 
 def test_a_resumed_run_continues_with_the_minutes_that_are_left(verse, steady_time, capsys):
@@ -98,17 +101,18 @@ def test_a_finished_run_continues_with_more_minutes_or_steps(verse, steady_time,
     def run(**changes):
         short = {"minutes": 0.05, "max_iters": 100, "eval_interval": 10, "init_from": "auto"}
         train.main(tiny.flags(**short | changes))
-        return tiny.load("last.pt")["iter_num"], capsys.readouterr().out.splitlines()[-1]
+        advice = re.findall("^finished at .* increase (.*)", capsys.readouterr().out, re.M)
+        return tiny.load("last.pt")["iter_num"], advice
 
-    assert run()[0] == 30
+    assert run() == (30, [])
     with pytest.MonkeyPatch.context() as patch:  # a process that starts faster
-        patch.setattr(Run, "elapsed_s", lambda run: 0.05 * run.progress.step)
-        assert run() == (30, "finished at step 30; to continue, increase --minutes")
-    assert run(minutes=0.1)[0] == 60
+        patch.setattr(Timer, "elapsed_s", lambda timer: 0.05 * timer.progress.step)
+        assert run() == (30, ["--minutes"])
+    assert run(minutes=0.1) == (60, [])
     evaluated = [event["step"] for event in tiny.log_events() if event["event"] == "val"]
     assert evaluated == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 36, 42, 48, 54, 60]
-    assert run(minutes=None)[0] == 100
-    assert run(minutes=1)[1] == "finished at step 100; to continue, increase --max_iters"
+    assert run(minutes=None) == (100, [])
+    assert run(minutes=1) == (100, ["--max_iters"])
 
 
 def test_minutes_that_are_over_at_the_start_are_an_error_and_the_earlier_run_is_kept(verse):

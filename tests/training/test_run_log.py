@@ -1,7 +1,6 @@
 """Tests of folio/training/run_log.py: the console, log.jsonl, and the progress bar."""
 
 import errno
-import os
 import re
 import sys
 from pathlib import Path
@@ -16,19 +15,14 @@ from folio.cli.errors import UserError
 from folio.training import messages, run_log, timer
 from folio.training.run import open_log
 
-TRAIN = str(Path(train.__file__))
-
 
 def test_console_and_log_have_a_line_for_each_event(verse, capsys):
     Path("rate.py").write_text("learning_rate = 0.02")
     flags = tiny.flags(learning_rate=0.01, seed=4, log_interval=2)
     train.main(["--seed=3", *flags, "rate.py"])  # each setting is printed once
     out, err = capsys.readouterr()
-    settings, data, model, machine = out.splitlines()[:4]
-    assert settings == f"settings: {' '.join(flags)} rate.py"
-    assert data == "dataset: verse, 1,458 training and 162 validation tokens, vocabulary 24"
-    assert re.fullmatch(r"model: 3,\d{3} parameters; 6 steps of 32 tokens", model)
-    assert machine.startswith("machine: cpu (")
+    assert out.startswith(f"settings: {' '.join(flags)} rate.py\ndataset: verse, 1,458 training")
+    assert re.search(r"^model: 3,\d{3} parameters.* 6 steps of 32 tokens\nmachine: cpu", out, re.M)
     steps = re.findall(r"^step (\d+): train loss \d+\.\d{4}, val loss \d+\.\d{4}", out, re.M)
     iters = re.findall(r"^iter (\d+): loss \d+\.\d{4}, time \d+\.\d\dms, mfu [\d.]+%", out, re.M)
     assert steps == ["0", "3", "6"]
@@ -55,7 +49,7 @@ def run(verse):
 def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
     peak = run.machine.peak_flops  # measured with the real clock
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(timer.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timer.time, "monotonic", lambda: clock.now)
     with open_log(run) as log:
         with run.timer.pause():
             clock.now += 1000  # the first evaluation
@@ -70,25 +64,22 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
     first, second = tiny.log_events()[1:]
     assert (first["step"], second["step"]) == (0, 2)
     assert first["tokens_per_s"] == second["tokens_per_s"] == 8  # 32 per step of 4 s
-    flops = run.model.flops_per_token()
-    assert second["mfu"] == pytest.approx(flops * 8 / peak)
+    assert second["mfu"] == pytest.approx(run.model.flops_per_token() * 8 / peak)
     assert (second["tokens"], second["grad_norm"]) == (96, None)
     # 17 steps of 32 / 3 s: three steps of 4 s with two pauses of 10 s so far
     assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 tokens/s, 03:01 left")
 
 
-def test_fewer_threads_are_reported_once(verse, monkeypatch, capsys):
-    messages = iter([None, "fewer threads", *[None] * 4])
-    cores = SimpleNamespace(check=lambda: next(messages))
-    monkeypatch.setattr(train, "SharedCores", lambda machine: cores)
-    train.main(tiny.flags())
+def test_fewer_threads_are_reported_once(run, capsys):
+    run.thread_tuner = Mock()
+    run.thread_tuner.check.side_effect = [None, "fewer threads", *[None] * 18]
+    train.train(run)
     assert capsys.readouterr().out.count("fewer threads\n") == 1
 
 
 def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with open_log(run) as log:
-        monkeypatch.setattr(run_log.tqdm, "write", Mock(side_effect=error))
+        monkeypatch.setattr(run_log.tqdm, "write", Mock(side_effect=OSError(errno.ENOSPC, "full")))
         log.say("line")
 
 
@@ -128,7 +119,6 @@ def test_wandb_receives_the_numbers_of_the_log(verse, monkeypatch):
         step, kind = event.pop("step"), event.pop("event")
         expected.append((step, {f"{kind}/{name}": value for name, value in event.items()}))
     assert logged == expected
-    assert {"train/loss", "train/lr", "train/mfu", "train/tokens_per_s"} < set(logged[1][1])
     run.finish.assert_called_once()
 
 

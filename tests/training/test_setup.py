@@ -5,6 +5,7 @@ import tiny
 
 from folio.checkpoint.format import empty_model
 from folio.cli.errors import UserError
+from folio.distributed.world import SINGLE_PROCESS
 from folio.training import setup
 from model import GPTConfig
 
@@ -13,9 +14,9 @@ def test_weights_gradients_and_moments_that_exceed_the_memory_are_refused(monkey
     config = GPTConfig(vocab_size=65, **tiny.SHAPE)
     count = empty_model(config).num_params()
     monkeypatch.setattr(setup, "memory_bytes", lambda device: 16 * count)
-    setup.check_memory(config, tiny.settings())
+    setup.check_memory(config, tiny.settings(), SINGLE_PROCESS)
     monkeypatch.setattr(setup, "memory_bytes", lambda device: 16 * count - 1)
-    setup.check_memory(config, tiny.settings(optimizer="muon"))  # one moment less
-    setup.check_memory(config, tiny.settings(eval_only=True))
+    setup.check_memory(config, tiny.settings(optimizer="muon"), SINGLE_PROCESS)  # one moment less
+    setup.check_memory(config, tiny.settings(eval_only=True), SINGLE_PROCESS)
     with pytest.raises(UserError, match="the model needs more than"):
-        setup.check_memory(config, tiny.settings())
+        setup.check_memory(config, tiny.settings(), SINGLE_PROCESS)

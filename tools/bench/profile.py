@@ -8,9 +8,8 @@ from collections import Counter
 import torch
 
 from folio.cli.settings import load_settings
-from folio.data.batches import Batches
-from folio.hardware.device import device_type, resolve_device
-from folio.training.setup import make_plan
+from folio.distributed.world import SINGLE_PROCESS
+from folio.hardware.device import resolve_device
 from tools.table import format_table
 from train import TrainConfig, make_run, train_step
 
@@ -37,12 +36,11 @@ def profile_training(arguments):
     On a GPU, operations are kernels.
     """
     settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
-    run = make_run(make_plan(settings))
-    batches = Batches(run.dataset.train, settings, run.world)
+    run = make_run(settings, SINGLE_PROCESS)
 
     def train_steps():
         for step in range(STEPS):
-            train_step(run, batches.at(step), step, settings.learning_rate)
+            train_step(run, step, settings.learning_rate)
         run.machine.synchronize()
 
     if run.machine.cuda_graph:
@@ -52,7 +50,7 @@ def profile_training(arguments):
     print(f"a step takes {step_ms:.2f} ms")
     with torch.profiler.profile() as profiler:
         train_steps()
-    operations = sum_operations(profiler, device_type(run.machine.device) == "cuda")
+    operations = sum_operations(profiler, run.machine.kind == "cuda")
     kinds = Counter()
     for name, ms in operations.items():
         kinds[kind_of(name)] += ms

@@ -10,34 +10,34 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import train
-from folio.data.batches import Batches
-from folio.hardware import compile
-from folio.hardware.compile import CudaGraph, fast_linear, optimize_for_inference, run_compiler
+from folio.hardware import kernels
 from folio.hardware.device import DTYPES, Machine
-from folio.hardware.kernels import use_fast_kernels
+from folio.hardware.optimize import CudaGraph, optimize_for_inference, optimize_for_training
 from folio.inference.completion import sample_text
 from folio.training import evaluation
-from folio.training.setup import make_plan
 from model import ACTIVATIONS, Linear
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.3}, {"position": "rotary"}], ids=str)
+def test_activation_checkpointing_repeats_blocks_with_the_same_result(verse, settings):
+    results = []
+    for is_used in (False, True):
+        run, calls = tiny.new_run(activation_checkpointing=is_used, **settings), []
+        mlp = run.model.transformer.h[0].mlp
+        mlp.register_forward_pre_hook(lambda mlp, _, calls=calls: calls.append(mlp.training))
+        results.append((losses_of_steps(run, count=2), run.model.state_dict()))
+        assert sum(calls) == (4 if is_used else 2)  # the backward passes call the block again
+    assert tiny.equal(*results)
+
 
 # torch.compile
 
 
-def test_a_failing_trial_leaves_the_model_in_training_mode_without_gradients(monkeypatch, capsys):
-    model = random_model()
-    idx = random_ids(model)
-
-    def forward(x, y):  # fails after the backward pass
-        loss = model(x, y)
-        if loss.requires_grad:
-            loss.backward()
-            raise RuntimeError("no graph")
-        return loss
-
-    assert not run_compiler(forward, model, (idx, idx))
-    assert "no graph" in capsys.readouterr().err
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
+def optimize_as_on_a_gpu(loss_fn, batch, machine, *options):
+    gpu = dataclasses.replace(machine, device="cuda")
+    optimize_for_training(loss_fn, batch, gpu, *options)
 
 
 @pytest.mark.slow
@@ -56,9 +56,7 @@ def test_all_blocks_are_compiled_once_before_the_first_step(verse, monkeypatch, 
     train.main(tiny.flags(out_dir="out-teacher", max_iters=1, n_layer=3))
     if "device" in switches:
         switches = {}
-        monkeypatch.setattr(
-            train, "use_fast_kernels", lambda model, _: use_fast_kernels(model, True)
-        )
+        monkeypatch.setattr(train, "optimize_for_training", optimize_as_on_a_gpu)
     from torch._dynamo.testing import CompileCounter  # slow to import
 
     torch._dynamo.reset()  # its limit of graphs is for all tests together
@@ -68,21 +66,14 @@ def test_all_blocks_are_compiled_once_before_the_first_step(verse, monkeypatch, 
         "compile",
         lambda model, dynamic, **_: compile(model, backend=counter, dynamic=dynamic),
     )
-    settings = tiny.settings(
-        n_layer=3,
-        dtype="bfloat16",
-        dropout=0.2,
-        compile=True,
-        **{"gradient_accumulation_steps": 2, **switches},
-    )
+    settings = {"n_layer": 3, "dtype": "bfloat16", "dropout": 0.2, "compile": True}
     assert (len(verse.train) - 1) // 8 % 4  # the last batch of the evaluation is padded
-    run = train.make_run(make_plan(settings))
+    run = tiny.new_run(**settings | {"gradient_accumulation_steps": 2} | switches)
     assert counter.frame_count == graphs
-    if settings.activation_checkpointing:
+    if run.settings.activation_checkpointing:
         assert all(block.forward.func is checkpoint for block in run.model.transformer.h)
-    batches = Batches(run.dataset.train, settings, run.world)
     for step in range(2):
-        train.train_step(run, batches.at(step), step, 1e-3)
+        train.train_step(run, step, 1e-3)
         evaluation.evaluate(run)
         sample_text(run.model, verse.tokenizer, seed=1)  # not compiled
     assert counter.frame_count == graphs
@@ -136,9 +127,9 @@ def graphs(monkeypatch):
 
 def losses_of_steps(run, count=7):
     """Returns the losses and norms of steps with other rates, and of an evaluation after each."""
-    batches, losses = Batches(run.dataset.train, run.settings, run.world), []
+    losses = []
     for step in range(count):
-        values = train.train_step(run, batches.at(step), step, lr=1e-2 / (step + 1))
+        values = train.train_step(run, step, 1e-2 / (step + 1))
         losses.append([*map(float, values), evaluation.evaluate(run)["loss"]])
     return losses
 
@@ -161,7 +152,9 @@ def test_a_graph_of_a_step_repeats_all_that_a_step_does(verse, graphs, settings)
     train.main(tiny.flags(out_dir="out-teacher", max_iters=1))
     expected, run = tiny.new_run(**settings), use_graph(tiny.new_run(**settings))
     assert losses_of_steps(run) == losses_of_steps(expected)
-    assert tiny.equal(run.state_dict(), expected.state_dict())
+    assert tiny.equal(run.model.state_dict(), expected.model.state_dict())
+    for name, optimizer in run.optimizers.items():
+        assert tiny.equal(optimizer.state_dict(), expected.optimizers[name].state_dict())
     [graph] = graphs
     assert len(graph.calls) > 100
 
@@ -196,28 +189,13 @@ def test_a_cuda_graph_of_a_step_is_close_to_the_step(verse, compile, settings):
     assert run.graph.graph
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("compile", [False, True])
-def test_gpu_dropout_depends_on_the_step_only(verse, compile):
-    settings = tiny.settings(device="cuda", dtype="bfloat16", compile=compile, dropout=0.5)
-    run = train.make_run(make_plan(settings))
-    [batch] = Batches(run.dataset.train, settings, run.world).at(0)
-
-    def loss(step):
-        return train.train_step(run, [batch], step, lr=0.0)[0].item()
-
-    warmup = [loss(step) for step in range(5)]
-    assert [loss(step) for step in range(5)] == warmup
-    assert len(set(warmup)) > 1  # two of them can be equal in bfloat16
-
-
 # Inference
 
 LAYERS = [  # dtype, texts at a time, relative error of logits, layer
-    ("float32", 1, 1e-5, compile.FewRowsLinear),
-    ("float32", None, 1e-5, compile.PackedLinear),
-    ("bfloat16", 1, 3e-2, compile.PackedLinear),  # or Linear, if the CPU has no bfloat16
-    ("int8", 1, 5e-2, compile.Int8Linear),
+    ("float32", 1, 1e-5, kernels.FewRowsLinear),
+    ("float32", None, 1e-5, kernels.PackedLinear),
+    ("bfloat16", 1, 3e-2, kernels.PackedLinear),  # or Linear, if the CPU has no bfloat16
+    ("int8", 1, 5e-2, kernels.Int8Linear),
 ]
 HAS_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported
 
@@ -235,7 +213,7 @@ def optimized_model(dtype, texts, **changes):
 @pytest.mark.parametrize(("dtype", "texts", "error", "kind"), LAYERS, ids=str)
 @torch.no_grad()
 def test_layers_for_inference_keep_the_logits(changes, dtype, texts, error, kind, monkeypatch):
-    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 0)
+    monkeypatch.setattr(kernels, "MIN_PACKED_WEIGHTS", 0)
     model = random_model(**changes)
     optimized = optimized_model(dtype, texts, **changes)
     if model.config.n_embd % 16 == 0:
@@ -246,26 +224,3 @@ def test_layers_for_inference_keep_the_logits(changes, dtype, texts, error, kind
         for part in (idx, idx[:1, :rows]):  # whole texts, and few tokens
             logits, expected = optimized.logits(part).float(), model.logits(part)
             assert (logits - expected).norm() < error * expected.norm()
-
-
-@pytest.mark.parametrize("has_mkl", [False, True])
-@pytest.mark.parametrize("has_bfloat16", [False, True])
-def test_layers_depend_on_what_the_cpu_has(has_mkl, has_bfloat16, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: has_mkl)
-    monkeypatch.setattr(torch.ops.mkldnn, HAS_BFLOAT16.__name__, lambda: has_bfloat16)
-    for kind in ("PackedLinear", "FewRowsLinear"):  # which the CPU may not have
-        monkeypatch.setattr(compile, kind, lambda linear, kind=kind: kind)
-    linear = Linear(400, 400)
-    packed = "PackedLinear" if has_mkl else linear
-    assert fast_linear(linear, "float32", None) is packed
-    assert fast_linear(linear, "float32", 3) is ("FewRowsLinear" if has_mkl else linear)
-    assert fast_linear(linear, "bfloat16", 3) is (packed if has_bfloat16 else linear)
-
-
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs MKL")
-def test_only_large_layers_are_packed_in_float32(monkeypatch):
-    monkeypatch.setattr(compile, "MIN_PACKED_WEIGHTS", 16 * 48)
-    block = optimized_model("float32", None).transformer.h[0]
-    layers = [block.mlp.c_fc, block.mlp.c_proj, block.attn.c_attn, block.attn.c_proj]  # 16 x 16
-    kinds = [type(layer) for layer in layers]
-    assert kinds == [compile.PackedLinear] * 3 + [Linear]
