@@ -21,7 +21,7 @@ from folio.training.setup import model_config
 from train import TrainConfig, learning_rate_at
 
 pytestmark = pytest.mark.usefixtures("text_size", "card")
-CONFIG = Path(__file__).parent.parent / "config"
+CONFIG = Path(__file__).parents[2] / "config"
 SHAKESPEARE_CHARACTERS = CharTokenizer("".join(map(chr, range(65))))  # tiny Shakespeare has 65
 
 CARDS = {"T4": (65, 15), "RTX 4090": (165.2, 23.6), "H100": (989, 79)}

@@ -20,7 +20,7 @@ from prepare import PrepareConfig
 from sample import SampleConfig
 from train import TrainConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SETTINGS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
 TOOLS = ("tools.bench", "tools.export", "tools.page", "tools.plot", "tools.sweep")
 
