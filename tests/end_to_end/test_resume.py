@@ -109,6 +109,13 @@ def test_a_killed_run_resumes_from_the_file_file_and_a_longer_log(verse, capsys,
     assert f"resumed out/{file}" in capsys.readouterr().out
 
 
+def test_a_run_stopped_in_its_first_evaluation_makes_it_when_resumed(verse, capsys):
+    stop = interrupted(*tiny.flags(), name="split_loss", calls=1)
+    assert "stopped at step 0, saved in out; to continue" in str(stop)
+    assert_resumed_run_equals_uninterrupted_one()
+    assert "evaluating again" not in capsys.readouterr().out
+
+
 def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
     flags = tiny.flags(eval_iters=None)
     train.main([*flags, "--out_dir=out-whole"])

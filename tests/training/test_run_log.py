@@ -84,15 +84,16 @@ def test_output_on_a_full_disk_loses_only_a_line(run, monkeypatch):
 
 
 def test_progress_bar_replaces_step_lines_on_a_terminal(verse, monkeypatch, capsys):
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", sys.stdout)  # one terminal shows both
     for name in ("COLUMNS", "LINES"):
         monkeypatch.setenv(name, "120")
     train.main(tiny.flags())  # the line of each evaluation redraws the bar
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     assert "iter " not in out
-    assert re.search(r"step 3/6, loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left \|", err)
-    assert "step 6: train loss" in out
+    assert re.search(r"step 3/6, loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left \|", out)
+    assert "\rstep 6: train loss" in out
+    assert re.search(r"\r +\rdone; best val loss", out)  # the bar is cleared
 
 
 @pytest.mark.gpu
