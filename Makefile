@@ -17,11 +17,12 @@ demo: .venv/run
 test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	if command -v npx >/dev/null; then cd tools/page && npx --yes @biomejs/biome@2.6.8 ci; fi
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/run: requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv

@@ -7,6 +7,7 @@ Shapes: B batch, T tokens, C = n_embd, H = n_head, D = C / H (head size), V = vo
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,7 +99,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         self.qk_norm = NORMS[config.norm] if config.qk_norm else None  # None in GPT-2
-        self.kernel = F.scaled_dot_product_attention
+        self.kernel: Callable = F.scaled_dot_product_attention
 
     def forward(self, x, rotation=None, attend=None):
         """x: (B, T, C) -> (B, T, C). See RotaryEmbedding for `rotation`, GPT.trunk for `attend`."""
@@ -174,7 +175,8 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        modules = {"wte": Embedding(config.vocab_size, config.n_embd)}  # of tokens
+        modules: dict[str, nn.Module] = {}
+        modules["wte"] = Embedding(config.vocab_size, config.n_embd)  # of tokens
         if config.position == "learned":
             modules["wpe"] = Embedding(config.block_size, config.n_embd)  # of positions
         if config.preceding_tokens:  # not in GPT-2
@@ -332,7 +334,7 @@ def swiglu_widths(n_embd):
     return 2 * width, width
 
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,

@@ -96,7 +96,9 @@ class PrepareConfig:
     @property
     def kind(self):
         """The kind or the path of the tokenizer."""
-        default = "char" if self.input is not None else PROVIDED_DATASETS.get(self.dataset, "char")
+        default = "char"
+        if self.dataset is not None and self.input is None:
+            default = PROVIDED_DATASETS.get(self.dataset, default)
         return self.tokenizer or default
 
 
@@ -108,7 +110,7 @@ from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
 from folio.data.sources import TABLE_SUFFIXES, find_sources
-from folio.data.tokenizer import BLANK_LINE, TOKENIZERS
+from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, Tokenizer
 from folio.data.writer import write_dataset
 
 
@@ -229,7 +231,7 @@ def check_folder(folder, corpus, settings):
 # Tokenizers
 
 
-def find_tokenizer(settings):
+def find_tokenizer(settings) -> Tokenizer | type[Tokenizer]:
     """Returns the class of a kind of tokenizer, or the tokenizer in a path.
 
     Raises UserError if other settings do not fit it.
@@ -258,7 +260,7 @@ def load_tokenizer_of(path):
     return checkpoint_tokenizer(load_initial(path))
 
 
-def estimate_characters(sample, tokenizer, settings):
+def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer], settings):
     """Returns the number of characters with about max_tokens tokens, as many as in a sample."""
     if isinstance(tokenizer, type):
         tokenizer = tokenizer.from_texts([sample], settings.vocab_size)

@@ -155,7 +155,7 @@ def train_runs(runs, jobs):
     saved their state, and raises Interrupted.
     """
     waiting, failed, jobs = list(runs), [], min(jobs, len(runs))
-    workers = {}  # {number below jobs: (folder, Popen)}
+    workers: dict[int, tuple[Path, Popen]] = {}  # by number, below jobs
     with process.StopSignal("waiting until the runs are saved") as stop:
         try:
             while (waiting or workers) and not stop:

@@ -166,7 +166,8 @@ def _read(path, mapped):
             raise
         reason = f"{cause_of(error)}; copy or download it again, or use the run's other checkpoint"
         if isinstance(error, pickle.UnpicklingError):  # torch's message suggests executing it
-            name = re.search(r"GLOBAL (\S+)|$", str(error))[1] or "objects"
+            match = re.search(r"GLOBAL (\S+)", str(error))
+            name = match[1] if match else "objects"
             reason = f"it contains {name}, not only plain data and tensors; nothing was executed"
             if name.startswith(HARMLESS_MODULES):
                 reason += "; docs/from-nanogpt.md has code that converts it"
@@ -200,10 +201,9 @@ def _parse_progress(content, path):
         names = ("evaluated_schedule_step", "evaluated_step", "best_step")
         defaults = dict.fromkeys(names, evaluated)
         defaults["tokens"] = step * math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)
-        for field in dataclasses.fields(Progress):
-            default = defaults.get(field.name, field.default)
-            value = content.get(PROGRESS_KEYS.get(field.name, field.name), default)
-            values[field.name] = field.type(value)  # nanoGPT's loss is a tensor
+        for name, default in dataclasses.asdict(Progress()).items():
+            value = content.get(PROGRESS_KEYS.get(name, name), defaults.get(name, default))
+            values[name] = type(default)(value)  # nanoGPT's loss is a tensor
     return Progress(**values)
 
 

@@ -25,7 +25,7 @@ def write_atomically(*paths):
     every path keeps its old content; if the machine fails soon after them, it may have either.
     Raises UserError if the files cannot be written.
     """
-    paths = [Path(path) for path in paths]
+    paths = tuple(Path(path) for path in paths)
     with os_errors("write", " and ".join(map(str, paths))), ExitStack() as stack:
         files = []
         for path in map(temporary_path, paths):

@@ -56,7 +56,7 @@ def changed_settings(settings):
 
 def command_line(arguments):
     """Returns the texts of parsed arguments. Of several flags for a setting, only the last."""
-    texts = {}
+    texts: dict[str | Path, str] = {}
     for name, value in arguments:
         texts.pop(name, None)
         texts[name] = str(name) if isinstance(name, Path) else f"--{name}={value}"
@@ -280,7 +280,8 @@ def _help_text(settings_class):
     positional_name = _positional_name(settings_class)
     if positional_name:
         arguments = f"[--name=value ...] [--] [{positional_name.upper()} ...]"
-    lines = [f"usage: {script_name()} [--version] {arguments}", "", inspect.getdoc(settings_class)]
+    usage = f"usage: {script_name()} [--version] {arguments}"
+    lines = [usage, "", inspect.getdoc(settings_class) or ""]
     for name, field in _fields_by_name(settings_class).items():
         if name == positional_name:
             continue

@@ -57,8 +57,8 @@ class Corpus:
     val_fraction: float | None = None
     test_fraction: float = 0.0
     max_characters: int | None = None
-    split_ends: dict | None = None
-    _bucket_starts: np.ndarray | None = None  # characters in the buckets before each one
+    split_ends: dict = field(default_factory=dict)
+    _bucket_starts: np.ndarray = field(init=False, repr=False)  # characters before each bucket
 
     @property
     def description(self):

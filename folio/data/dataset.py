@@ -114,7 +114,7 @@ def load_dataset(name):
             raise _unusable(path, "it does not match meta.json")
         fingerprint[split] = crc
     train_bytes = meta["train"]["bytes"] if meta else len(splits["train"])
-    return Dataset(name, *splits.values(), tokenizer, fingerprint, train_bytes)
+    return Dataset(name, splits["train"], splits["val"], tokenizer, fingerprint, train_bytes)
 
 
 def load_tokenizer(name):
@@ -140,7 +140,7 @@ def _read_meta(folder):
     check_types(table, {"vocab_size": int}, path)
     itos, size = table.get("itos"), table["vocab_size"]
     with foreign_errors(f"{path} cannot be used: itos", LookupError, TypeError):
-        tokens = [itos[i] if itos else None for i in range(size)]
+        tokens = [itos[i] if itos else "" for i in range(size)]
     if not all(isinstance(token, str) for token in tokens) or not any(tokens):
         tokens = [f"{i} " for i in range(size)]  # texts of this dataset are lists of ids
     is_list = any(len(token) != 1 for token in tokens)

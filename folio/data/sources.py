@@ -141,8 +141,9 @@ def _read_table(source):
     except RowError as error:
         raise UserError(f"{source.name}, row {number:,} {error}, or leave the row out") from error
     except (csv.Error, json.JSONDecodeError) as error:
-        is_json = isinstance(error, json.JSONDecodeError)  # its line number is always 1
-        cause = f"{error.msg}; each line must be a JSON object" if is_json else error
+        cause = str(error)
+        if isinstance(error, json.JSONDecodeError):  # its line number is always 1
+            cause = f"{error.msg}; each line must be a JSON object"
         raise UserError(f"{source.name}, row {number:,} is damaged ({cause})") from error
 
 
@@ -238,7 +239,7 @@ def find_sources(name, text_key):
     paths = sorted(_find_files(name))
     if not paths:
         raise UserError(f"there are no files {name}; hidden files are skipped")
-    unique = {}  # of several links to a file, one is read
+    unique: dict[str, Source] = {}  # of several links to a file, one is read
     for path in paths:
         if not os.path.isfile(path):
             raise UserError(f"{path} is missing or not a regular file")

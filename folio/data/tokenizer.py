@@ -17,7 +17,7 @@ END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 DEFAULT_BPE_VOCAB_SIZE = 2048
 GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
-TOKENIZERS = {}  # {kind: class}
+TOKENIZERS: dict[str, type["Tokenizer"]] = {}  # by kind
 
 
 class Tokenizer:
@@ -40,18 +40,21 @@ class Tokenizer:
     definition: content of the tokenizer.json that contains it, or None.
     """
 
-    end, end_text = None, END_OF_TEXT
+    kind: str
+    vocab_size: int
+    end: int | None = None
+    end_text = END_OF_TEXT
     start = "\n"
     unit = "token"
     is_offered, is_trained = True, False
-    matching = None
-    definition = None
+    matching: str | None = None
+    definition: str | None = None
 
     def __init_subclass__(cls):
         TOKENIZERS[cls.kind] = cls
 
     @classmethod
-    def from_texts(cls, texts, vocab_size=None, characters=None):
+    def from_texts(cls, texts, vocab_size=None, characters=None) -> "Tokenizer":
         """Returns the tokenizer for a corpus.
 
         Args:

@@ -4,7 +4,7 @@ import json
 import os
 import zlib
 from collections import Counter, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -77,7 +77,8 @@ def batch_pieces(pieces):
 
 def encode_pieces(tokenizer, allow_special, pieces):
     """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
-    arrays, num_bytes = defaultdict(list), Counter()
+    arrays: dict[str, list[np.ndarray]] = defaultdict(list)
+    num_bytes: Counter[str] = Counter()
     for split, separated, text in pieces:
         if separated and tokenizer.end is None:
             arrays[split].append(tokenizer.encode(BLANK_LINE))
@@ -93,7 +94,8 @@ def map_in_threads(function, items):
 
     At most two more calls than threads are unfinished, so that memory does not grow.
     """
-    pending, num_threads = deque(), min(os.cpu_count() or 1, MAX_THREADS)
+    pending: deque[Future] = deque()
+    num_threads = min(os.cpu_count() or 1, MAX_THREADS)
     with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
             if len(pending) == num_threads + 2:

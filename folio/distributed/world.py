@@ -83,9 +83,9 @@ class World:
             yield
         except UserError as error:
             own_error = str(error)
-        for rank, error in enumerate(self.all_gather_object(own_error)):
-            if error:
-                raise UserError(f"rank {rank}: {error}" if rank else error)
+        for rank, message in enumerate(self.all_gather_object(own_error)):
+            if message:
+                raise UserError(f"rank {rank}: {message}" if rank else message)
 
     def check_same(self, settings, inputs):
         """Raises UserError unless all processes pass equal settings and {name: plain data}."""

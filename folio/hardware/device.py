@@ -185,8 +185,8 @@ class ThreadTuner:
             self.retry_s = min(2 * self.retry_s, CORES_RETRY_S[1])
             if fewer < self.reported:
                 self.reported = fewer
-                threads = f"{fewer} of {self.most} threads"
-                return f"other programs use the cores: continuing with {threads}"
+                used = f"{fewer} of {self.most} threads"
+                return f"other programs use the cores: continuing with {used}"
         elif threads < self.most and now >= self.retry_at:
             torch.set_num_threads(min(2 * threads, self.most))
         return None

@@ -72,7 +72,7 @@ def compile_methods(model, machine):
     """
     mode = "max-autotune-no-cudagraphs" if machine.compile == "max-autotune" else None
     # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.
-    options = {"cpp_wrapper": True} if machine.kind == "cpu" and not mode else None
+    options: dict | None = {"cpp_wrapper": True} if machine.kind == "cpu" and not mode else None
 
     @cache
     def compiled(method):

@@ -147,8 +147,9 @@ def write_pretrained(folder, checkpoint, tokenizer):
     config, weights = checkpoint.config, build_model(checkpoint).state_dict()
     if config.tie_weights:
         del weights[HEAD_WEIGHT]
+    code_files: tuple[Path, ...] = ()
     if _fits_gpt2(config):
-        fields, tensors, code_files = _gpt2_fields(config), _to_gpt2(weights), ()
+        fields, tensors = _gpt2_fields(config), _to_gpt2(weights)
     else:
         tensors = {NAME_PREFIX + name: weight for name, weight in weights.items()}
         fields, code_files = FOLIO_FIELDS | asdict(config), CODE_FILES

@@ -61,11 +61,11 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
         positions = torch.arange(T, device=input_ids.device)
         mask = causal_mask(positions[past:], positions, self.config.window)
 
-        def attend(layer, q, k, v):
+        def attend_to_cache(layer, q, k, v):
             k, v = past_key_values.update(k, v, layer)
             return F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype))
 
-        attend = attend if past_key_values is not None else None
+        attend = attend_to_cache if past_key_values is not None else None
         logits = self.gpt.lm_head(self.gpt.trunk(input_ids, positions[past:], attend))
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)

@@ -48,7 +48,7 @@ class Distillation(nn.Module):
     @torch.no_grad()
     def predict(self, idx):
         """Returns the mean probabilities of the teachers: (B, T) -> (B * T, vocab_size) float32."""
-        total = 0
+        total = torch.zeros((), device=idx.device)
         for teacher in self.teachers:  # one at a time, to save memory
             total = total + F.softmax(teacher.logits(idx).flatten(0, 1).float(), dim=-1)
         return total / len(self.teachers)

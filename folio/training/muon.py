@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self):
+    def step(self):  # type: ignore[override]  # without a closure, which no caller passes
         for group in self.param_groups:
             parameters, lr = group["params"], group["lr"]
             if self.found_inf is not None:

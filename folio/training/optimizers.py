@@ -38,7 +38,7 @@ def make_optimizers(model, settings, world=SINGLE_PROCESS):
         group["lr"] = torch.zeros((), device=device)
     betas, capturable = (settings.beta1, settings.beta2), device.type == "cuda"
     adamw = torch.optim.AdamW(groups, betas=betas, fused=True, capturable=capturable)
-    optimizers = {"adamw": adamw}
+    optimizers: dict[str, torch.optim.Optimizer] = {"adamw": adamw}
     if hidden:
         dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
         lr = torch.zeros((), device=device)
@@ -91,7 +91,7 @@ def _restore(optimizer, saved, names, refusal):
     """Loads a state_dict of full tensors, which has `names` for each parameter."""
     groups = saved["param_groups"]
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    indices = set(), parameters.keys()  # before and after the first step
+    indices = set[int](), parameters.keys()  # before and after the first step
     if saved["state"].keys() not in indices or len(groups) != len(optimizer.param_groups):
         raise UserError(f"{refusal}: it belongs to other parameters")
     state = {}

@@ -48,11 +48,11 @@ class Run:
         self.graph = None  # a CudaGraph of update_weights, which train_step makes
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
         if self.resumed:
-            self._adjust_progress()
+            self._adjust_progress(self.resumed.settings)
 
-    def _adjust_progress(self):
-        """Fits the progress of a resumed run to more minutes, and to the loss of its best model."""
-        settings, progress, saved = self.settings, self.progress, self.resumed.settings
+    def _adjust_progress(self, saved):
+        """Fits the progress to more minutes than in the saved settings, and to the best model."""
+        settings, progress = self.settings, self.progress
         if (settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
             earlier = progress.evaluated_schedule_step
             progress.evaluated_schedule_step = min(earlier, self.schedule_step())

@@ -83,12 +83,12 @@ def model_config(settings, tokenizer, checkpoint=None):
 def _differences(checkpoint, config, settings, dataset, free):
     """Returns the differences from a checkpoint as texts, except in the `free` settings."""
     saved = {"optimizer": "adamw", "dataset": settings.dataset} | checkpoint.settings  # nanoGPT's
-    old = dataclasses.asdict(checkpoint.config) | {"optimizer": saved["optimizer"]}
-    new = dataclasses.asdict(config) | {"optimizer": settings.optimizer}
+    old_values = dataclasses.asdict(checkpoint.config) | {"optimizer": saved["optimizer"]}
+    values = dataclasses.asdict(config) | {"optimizer": settings.optimizer}
     differences = [
-        f"{name} is {old[name]} in the checkpoint and {new[name]} in the settings"
-        for name in new
-        if new[name] != old[name] and name not in free
+        f"{name} is {old_values[name]} in the checkpoint and {values[name]} in the settings"
+        for name in values
+        if values[name] != old_values[name] and name not in free
     ]
     if checkpoint.tokenizer not in (None, dataset.tokenizer.to_dict()):
         old, new = checkpoint_tokenizer(checkpoint).name, dataset.tokenizer.name

@@ -40,13 +40,13 @@ def measure_alternately(commands, runs, measure):
     `commands` are {name: command}. measure(command, number) returns the figures of a run, {} if it
     failed. Only figures that all runs of a command have are returned.
     """
-    figures = {name: [] for name in commands}
+    figures: dict[str, list[dict]] = {name: [] for name in commands}
     for number in range(runs):
         for name, command in commands.items():
             of_run = measure(command, number)
             print(f"run {number + 1} of {name}: {format_figures(of_run) or 'failed'}", flush=True)
             figures[name].append(of_run)
-    medians = {name: {} for name in commands}
+    medians: dict[str, dict] = {name: {} for name in commands}
     for name, of_runs in figures.items():
         for figure in set.intersection(*map(set, of_runs)):
             medians[name][figure] = median(run[figure] for run in of_runs)

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import time
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def profile_training(arguments):
     with torch.profiler.profile() as profiler:
         train_steps()
     operations = sum_operations(profiler, run.machine.kind == "cuda")
-    kinds = Counter()
+    kinds: Any = Counter()  # of milliseconds; its type allows only int
     for name, ms in operations.items():
         kinds[kind_of(name)] += ms
     # On a CPU, the profiler makes operations slower, so that there can be no rest.
@@ -73,7 +74,7 @@ def time_steps(train_steps):
 
 def sum_operations(profiler, on_gpu):
     """Returns the milliseconds per step of each operation in a profile."""
-    operations = Counter()
+    operations: Any = Counter()
     for event in profiler.key_averages():
         is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
         if on_gpu and is_kernel and not event.is_user_annotation:  # a name for several kernels

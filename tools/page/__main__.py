@@ -68,7 +68,8 @@ def describe_run(run_dir):
 
 def describe_training(run_dir, checkpoint, parameters, unit):
     """Returns a line. The loss is that of the final evaluation if there is one."""
-    progress, [*_, last] = checkpoint.progress, [{}, *run_dir.read_events()]
+    progress, events = checkpoint.progress, run_dir.read_events()
+    last = events[-1] if events else {}
     loss = last["loss"] if last.get("event") == "final" else progress.best_val_loss
     facts = [f"{parameters:,} parameters"]
     if dataset := checkpoint.settings.get("dataset"):

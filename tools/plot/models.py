@@ -60,7 +60,7 @@ def draw_attention(trained, ids, title, layer=None):
     figure = Figure(figsize=size, layout="constrained")
     part = f"last {len(drawn)} of {len(ids)} tokens" if len(drawn) < len(ids) else "prompt"
     figure.suptitle(f"{title}\n{part} {tokenizer.decode(drawn)[:60]!r}", fontsize=10, **TOKEN_STYLE)
-    left, right = figure.subfigures(1, 2, width_ratios=[columns, 1])
+    [[left, right]] = figure.subfigures(1, 2, squeeze=False, width_ratios=[columns, 1])
     maps = left.subplots(rows, columns, squeeze=False)
     colors = {"cmap": "Blues", "vmin": 0, "vmax": weights[layers].max()}  # one scale for all heads
     for (row, head), axes in np.ndenumerate(maps):
