@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +185,7 @@ class GPT(nn.Module):
         modules["drop"] = nn.Dropout(config.dropout)
         modules["h"] = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         modules["ln_f"] = make_norm(config)
-        self.transformer = nn.ModuleDict(modules)
+        self.transformer: Any = nn.ModuleDict(modules)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight  # both are (V, C)
@@ -494,7 +495,7 @@ class LocalContext(nn.Module):
 
 # Checks of GPTConfig
 
-CHOICES = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
+CHOICES: dict = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
 
 
 def check_config(config):

@@ -145,7 +145,7 @@ def main(argv=None):
     print(f"train: python train.py {arguments}")
 
 
-def write_test(corpus, path):
+def write_test(corpus: Corpus, path):
     """Writes the test text of a Corpus, with a blank line between its documents."""
     with write_atomically(path) as [file]:
         for piece in corpus.read():
@@ -171,7 +171,7 @@ def training_arguments(name, kind, tokens):
 # What the user names, and what may not be replaced
 
 
-def find_corpus(name, settings):
+def find_corpus(name, settings) -> Corpus:
     """Returns the Corpus of a dataset. Raises UserError if its files do not fit the settings."""
     sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
     if settings.val_input is not None:
@@ -206,7 +206,7 @@ def select_sources(name, address, split, settings):
     return find_sources(address, text_key)
 
 
-def check_folder(folder, corpus, settings):
+def check_folder(folder, corpus: Corpus, settings):
     """Raises UserError if a folder has files of the user, a different program or a different text.
 
     Deletes the test text of an earlier dataset.
@@ -248,7 +248,7 @@ def find_tokenizer(settings) -> Tokenizer | type[Tokenizer]:
     return tokenizer_class or load_tokenizer_of(settings.kind)
 
 
-def load_tokenizer_of(path):
+def load_tokenizer_of(path) -> Tokenizer:
     """Returns the tokenizer of a checkpoint, of a tokenizer.json or of a folder with one."""
     from folio.pretrained.load import checkpoint_tokenizer, load_initial  # slow: imports torch
     from folio.pretrained.tokenizer_files import TOKENIZER_FILE, read_tokenizer
@@ -267,7 +267,7 @@ def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer], settings
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 
-def training_texts(corpus):
+def training_texts(corpus: Corpus):
     """Yields evenly spread parts of the training split, of MAX_BPE_CHARACTERS or less together."""
     stride = 1 + corpus.split_ends["train"] // MAX_BPE_CHARACTERS
     texts = (piece.text for piece in corpus.read() if piece.split == "train")

@@ -86,11 +86,12 @@ class SampleConfig:
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
 from folio.cli.files import read_prompt, read_text, unescape
+from folio.data.tokenizer import Tokenizer
 from folio.hardware.device import resolve_device
 from folio.inference.completion import Completion
 from folio.inference.generate import complete, max_batch_size
 from folio.inference.scoring import score_text
-from folio.inference.trained_model import load_trained
+from folio.inference.trained_model import TrainedModel, load_trained
 from folio.pretrained.load import load_best
 
 SEPARATOR = "---------------"
@@ -110,7 +111,7 @@ def main(argv=None):
         print_samples(trained, prompts, stop_texts, settings)
 
 
-def load_model(settings, num_prompts):
+def load_model(settings, num_prompts) -> TrainedModel:
     """Returns the TrainedModel, which is prepared for the number of texts at a time."""
     checkpoint = load_best(settings.init_from, settings.out_dir)
     num_texts = num_prompts * settings.num_samples
@@ -127,7 +128,7 @@ def load_model(settings, num_prompts):
 # Samples
 
 
-def print_samples(trained, prompts, stop_texts, settings):
+def print_samples(trained: TrainedModel, prompts, stop_texts, settings):
     """Continues each prompt num_samples times, in batches; with --stream, one text at a time."""
     completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
     size = 1 if settings.stream else max_batch_size(trained.model.config, settings.device)
@@ -150,7 +151,7 @@ def print_samples(trained, prompts, stop_texts, settings):
     print(f"{speed}; first token {first_token_s:.2f} s after the start", file=sys.stderr)
 
 
-def make_completions(tokenizer, prompts, stop_texts, settings):
+def make_completions(tokenizer: Tokenizer, prompts, stop_texts, settings):
     """Yields num_samples empty completions per prompt, with consecutive seeds."""
     prompts = [prompt or tokenizer.start for prompt in prompts]
     encoded = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
@@ -159,7 +160,7 @@ def make_completions(tokenizer, prompts, stop_texts, settings):
             yield Completion(prompt, ids, settings.seed + number, tokenizer, stop_texts)
 
 
-def print_completion(completion, settings):
+def print_completion(completion: Completion, settings):
     """Prints a finished completion, or the rest of it if its beginning has been printed."""
     if settings.json:
         names = ("prompt", "text", "seed", "ids", "logprobs", "stopped")
@@ -182,7 +183,7 @@ def print_tokens(pieces, logprobs):
 # Other modes
 
 
-def converse(trained, stop_texts, settings):
+def converse(trained: TrainedModel, stop_texts, settings):
     """Reads prompts and continues each; an empty prompt continues the text. Ctrl-C ends a text."""
     with suppress(ImportError):  # not available on Windows
         import readline  # noqa: F401, gives input() a history
@@ -210,7 +211,7 @@ def converse(trained, stop_texts, settings):
             return
 
 
-def print_score(trained, text, settings):
+def print_score(trained: TrainedModel, text, settings):
     """Prints the loss, perplexity and bits per byte of a text; with --logprobs, also its tokens."""
     stride, allow_special = settings.context_stride, settings.allow_special
     ids, logprobs, totals = score_text(trained, text, stride, allow_special)

@@ -129,7 +129,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from folio.data.dataset import load_dataset
-from folio.distributed.world import process_group, replicate, set_gradient_sync, shard_model
+from folio.distributed.world import World, process_group, replicate, set_gradient_sync, shard_model
 from folio.hardware.device import resolve_device
 from folio.hardware.optimize import CudaGraph, optimize_for_training
 from folio.inference.completion import sample_text
@@ -152,7 +152,7 @@ def main(argv=None):
         del run  # freeing DDP after its process group can wait forever
 
 
-def make_run(settings, world):
+def make_run(settings, world: World) -> Run:
     """Returns the Run that the settings describe. Reads files, but writes none.
 
     Raises UserError, in all processes, if settings, text, checkpoint and machine do not fit.
@@ -214,7 +214,7 @@ def make_run(settings, world):
     return Run(settings, dataset, machine, world, model, loss_fn, optimizers, scaler, resumed)
 
 
-def train(run):
+def train(run: Run):
     """Trains until the schedule ends, patience is exhausted, stop_at or a stop signal."""
     settings, progress = run.settings, run.progress
     # Here, Ctrl-C raises nothing: is_stopped() becomes true, and the loop saves the state and ends.
@@ -266,14 +266,14 @@ def train(run):
         log.end()
 
 
-def print_sample(run, log):
+def print_sample(run: Run, log):
     """Prints a text that the model generates."""
     with run.timer.pause():
         text = sample_text(run.model, run.dataset.tokenizer, run.settings.seed)
         log.say(f"sample at step {run.progress.step}:\n{text}\n")
 
 
-def micro_batches(run, step):
+def micro_batches(run: Run, step):
     """Yields this process's micro-batches of a step: inputs and targets, (B, T) int64 each.
 
     The micro-batches of a run are numbered, and the seed and the number determine the text of each.
@@ -286,7 +286,7 @@ def micro_batches(run, step):
         yield run.dataset.train.batch(settings.seed, number, B, T)
 
 
-def train_step(run, step, lr):
+def train_step(run: Run, step, lr):
     """Makes one step. Returns the mean loss of its micro-batches, and the gradient's norm or None.
 
     Both are scalar tensors and cover all processes. They are not read here, because reading waits
@@ -307,7 +307,7 @@ def train_step(run, step, lr):
     return run.graph(*next(batches))  # the only one; see setup.graph_flops
 
 
-def update_weights(run, batches, needs_norm=True):
+def update_weights(run: Run, batches, needs_norm=True):
     """Makes one step with the optimizers' learning rates. Returns the same as train_step."""
     settings, scaler, count = run.settings, run.scaler, run.micro_batches_per_process
 

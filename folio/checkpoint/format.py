@@ -70,7 +70,7 @@ class Checkpoint:
         return f"{self.path}: step {step}" if step else str(self.path)
 
     @torch.no_grad()
-    def load_into(self, model):
+    def load_into(self, model: GPT):
         """Sets the parameters of a GPT, sharded or not, to the weights, and drops these.
 
         They share memory if their dtype and device are the same. Raises UserError if the names or
@@ -95,7 +95,7 @@ class Checkpoint:
 # Writing
 
 
-def save_checkpoint(path, checkpoint):
+def save_checkpoint(path, checkpoint: Checkpoint):
     """Writes a checkpoint atomically. Raises UserError if writing fails."""
     model_args, defaults = dataclasses.asdict(checkpoint.config), dataclasses.asdict(GPTConfig())
     for name in model_args.keys() - set(NANOGPT_ARGS):
@@ -123,7 +123,7 @@ def save_checkpoint(path, checkpoint):
 # Reading
 
 
-def load_checkpoint(path, optimizers=True):
+def load_checkpoint(path, optimizers=True) -> Checkpoint:
     """Reads a checkpoint, with tensors on the CPU. Nothing in the file is executed.
 
     The file is read once to verify its checksums. With optimizers=False, tensors are then mapped
@@ -224,7 +224,7 @@ def _parse_config(args, weights, path):
         return match_head(config, weights)
 
 
-def match_head(config, weights):
+def match_head(config: GPTConfig, weights) -> GPTConfig:
     """Returns the GPTConfig of weights: without tied weights if they have a head of their own."""
     head, embedding = weights.get(HEAD_WEIGHT), weights.get(EMBEDDING_WEIGHT)
     if not config.tie_weights or head is None or embedding is None:
@@ -235,13 +235,13 @@ def match_head(config, weights):
 # Use
 
 
-def empty_model(config, device="cpu"):
+def empty_model(config: GPTConfig, device="cpu") -> GPT:
     """Returns a GPT with uninitialized weights on a device."""
     with torch.device(device):
         return GPT(config)
 
 
-def build_model(checkpoint):
+def build_model(checkpoint: Checkpoint) -> GPT:
     """Returns the checkpoint's GPT on the CPU. See Checkpoint.load_into."""
     model = empty_model(checkpoint.config)
     use_fast_kernels(model)

@@ -19,7 +19,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from folio.checkpoint.format import load_checkpoint, save_checkpoint
+from folio.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, os_errors
 from folio.cli.files import move_aside, replace_by_link
 
@@ -64,11 +64,11 @@ class RunDir:
 
     # Reading
 
-    def load_best(self):
+    def load_best(self) -> Checkpoint:
         """Returns the best checkpoint, without optimizer state."""
         return self._load(self.best, optimizers=False)
 
-    def load_newest(self, required=True, optimizers=True):
+    def load_newest(self, required=True, optimizers=True) -> Checkpoint | None:
         """Returns the newest checkpoint, or None if there is none and it is not required."""
         if not (required or self.exists()):
             return None
@@ -90,7 +90,7 @@ class RunDir:
 
     # Writing
 
-    def begin(self, settings, resumed=None):
+    def begin(self, settings, resumed: Checkpoint | None = None):
         """Prepares the folder for a run that starts or resumes.
 
         Returns the folder to which an earlier run was moved, or None.
@@ -127,7 +127,7 @@ class RunDir:
                     events.append(event)
         return events
 
-    def save(self, checkpoint, best, keep=False):
+    def save(self, checkpoint: Checkpoint, best, keep=False):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.
 
         If `keep`, first writes ckpt-STEP.pt, without optimizer state. Raises UserError if writing

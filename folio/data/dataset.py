@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from folio.cli.errors import UserError, check_types, foreign_errors, os_errors, suggest
-from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, from_dict
+from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, Tokenizer, from_dict
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -42,7 +42,7 @@ class Dataset:
     name: str
     train: Any
     val: Any
-    tokenizer: Any
+    tokenizer: Tokenizer
     fingerprint: dict
     train_bytes: int
 
@@ -90,7 +90,7 @@ def meta_checksum(meta):
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def load_dataset(name):
+def load_dataset(name) -> Dataset:
     """Returns the Dataset in data/NAME, folio's or nanoGPT's.
 
     Raises UserError if a file is missing, damaged or does not match the others. Only the size and
@@ -117,7 +117,7 @@ def load_dataset(name):
     return Dataset(name, splits["train"], splits["val"], tokenizer, fingerprint, train_bytes)
 
 
-def load_tokenizer(name):
+def load_tokenizer(name) -> Tokenizer:
     """Returns the tokenizer of data/NAME: from meta.json, nanoGPT's meta.pkl, or else GPT-2's."""
     return _read_meta(dataset_folder(name))[1]
 

@@ -300,7 +300,7 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.decode_single_token_bytes(token)
 
 
-def from_dict(data):
+def from_dict(data) -> Tokenizer:
     """Returns the tokenizer that `to_dict` described. Raises UserError for invalid data."""
     refusal = f"the tokenizer is damaged or unknown; known kinds: {', '.join(TOKENIZERS)}"
     with foreign_errors(refusal, AttributeError, KeyError, TypeError, ValueError):

@@ -11,14 +11,15 @@ import numpy as np
 
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder, write_atomically
+from folio.data.corpus import Corpus
 from folio.data.dataset import FORMAT, SPLITS, meta_checksum
-from folio.data.tokenizer import BLANK_LINE
+from folio.data.tokenizer import BLANK_LINE, Tokenizer
 
 MIN_BATCH_CHARACTERS = 2**19
 MAX_THREADS = 32  # a machine with more cores may lend only some of them
 
 
-def write_dataset(folder, corpus, tokenizer, allow_special=False):
+def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=False):
     """Writes the tokens of a Corpus that has been scanned, without its test text, in their order.
 
     They do not depend on the number of cores. The files are written beside those of an old dataset,
@@ -75,7 +76,7 @@ def batch_pieces(pieces):
         yield batch
 
 
-def encode_pieces(tokenizer, allow_special, pieces):
+def encode_pieces(tokenizer: Tokenizer, allow_special, pieces):
     """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
     arrays: dict[str, list[np.ndarray]] = defaultdict(list)
     num_bytes: Counter[str] = Counter()

@@ -159,7 +159,7 @@ def _read_world(device):
 # DDP
 
 
-def replicate(loss_fn, world):
+def replicate(loss_fn, world: World):
     """Returns a module, wrapped in DDP if there are several processes that do not shard it.
 
     DDP averages gradients, which are views of its buffers: set them to zero, not to None, which
@@ -185,7 +185,7 @@ def set_gradient_sync(loss_fn, enabled):
 # FSDP (Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel")
 
 
-def shard_model(model, world):
+def shard_model(model, world: World):
     """Moves a GPT from the CPU to the devices of the processes, each of which keeps a shard.
 
     Before a block computes, its parameters are gathered in the dtype of the activations. Gradients

@@ -97,7 +97,7 @@ class Machine:
             torch.accelerator.synchronize(self.device)
 
 
-def set_up_machine(device, dtype, compile, step_flops=None):
+def set_up_machine(device, dtype, compile, step_flops=None) -> Machine:
     """Returns the Machine for a resolved device and settings that may be "auto".
 
     Also makes the device the current one, allows TF32 for float32 products, where the device has
@@ -160,7 +160,7 @@ class ThreadTuner:
     program uses it, the others spin, and take the time of the core that it needs.
     """
 
-    def __init__(self, machine):
+    def __init__(self, machine: Machine):
         # Compiled code has a fixed number of threads.
         self.is_used = machine.kind == "cpu" and not machine.compile
         self.most = self.reported = torch.get_num_threads()

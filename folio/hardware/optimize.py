@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from folio.cli.errors import cause_of, is_out_of_memory
+from folio.hardware.device import Machine
 from folio.hardware.kernels import (
     FUSIBLE,
     Dropout,
@@ -22,12 +23,12 @@ from folio.hardware.kernels import (
     fast_linear,
     fold_norm,
 )
-from model import NORMS, CausalSelfAttention
+from model import GPT, NORMS, CausalSelfAttention
 
 # Training
 
 
-def optimize_for_training(loss_fn, batch, machine, world, activation_checkpointing=False):
+def optimize_for_training(loss_fn, batch, machine: Machine, world, activation_checkpointing=False):
     """Makes a loss function faster in training: a GPT, or a module whose attribute `model` is one.
 
     With activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
@@ -53,7 +54,7 @@ def optimize_for_training(loss_fn, batch, machine, world, activation_checkpointi
             torch.compiler.set_stance("force_eager")
 
 
-def use_fast_kernels(model):
+def use_fast_kernels(model: GPT):
     """Makes a GPT use the attention and dropout of folio/hardware/kernels.py, in place."""
     for module in list(model.modules()):
         if isinstance(module, CausalSelfAttention):
@@ -63,7 +64,7 @@ def use_fast_kernels(model):
                 setattr(module, name, Dropout(child.p).train(child.training))
 
 
-def compile_methods(model, machine):
+def compile_methods(model, machine: Machine):
     """Compiles the `compiled_methods` of a model's modules, in place. Returns whether it succeeds.
 
     Modules of a class share the code, so that a GPT compiles one block instead of all. The first
@@ -123,7 +124,7 @@ def continue_on_failure(action):
 
 
 @torch.no_grad()
-def optimize_for_inference(model, machine, rows=None):
+def optimize_for_inference(model: GPT, machine: Machine, rows=None) -> GPT:
     """Makes a GPT faster for inference, in place, and unfit for training. Returns the model.
 
     Removes dropout and, on a CPU, replaces linear layers by others for the dtype of the machine,
@@ -150,7 +151,7 @@ def identity(x):
     return x
 
 
-def step_accelerator(machine):
+def step_accelerator(machine: Machine):
     """Returns a function accelerate(step, *arguments), or None if the machine has no use for it.
 
     It returns a faster version of `step` for tensors with the shapes of the arguments.

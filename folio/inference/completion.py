@@ -1,14 +1,15 @@
 """Continuations of prompts as text: incremental decoding and stop texts."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
+from folio.data.tokenizer import Tokenizer
 from folio.distributed.world import unshard
 from folio.hardware.kernels import disable_cudnn_attention
 from folio.inference.generate import generate
 from folio.inference.sampling import SamplingParams
+from model import GPT
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Completion:
     prompt: str
     prompt_ids: list
     seed: int
-    tokenizer: Any
+    tokenizer: Tokenizer
     stop_texts: list = field(default_factory=list)  # texts that end the continuation
     ids: list = field(default_factory=list)  # of the continuation
     logprobs: list = field(default_factory=list)
@@ -71,7 +72,7 @@ class Completion:
         return new
 
 
-def sample_text(model, tokenizer, seed):
+def sample_text(model: GPT, tokenizer: Tokenizer, seed):
     """Returns a short sample of a model in training."""
     prompt = tokenizer.encode(tokenizer.start).tolist()
     params = SamplingParams(temperature=0.8, top_k=200, max_new_tokens=200)

@@ -19,7 +19,8 @@ from folio.hardware.device import one_thread_for_small
 from folio.hardware.memory import memory_bytes
 from folio.hardware.optimize import step_accelerator
 from folio.inference.sampling import sample_next, uniforms
-from model import causal_mask
+from folio.inference.trained_model import TrainedModel
+from model import GPT, GPTConfig, causal_mask
 
 TOKENS_PER_PASS = 2**14  # limits the activations of a forward pass
 TOKENS_PER_SYNC = 16  # reading results waits for the device
@@ -27,7 +28,7 @@ MAX_BATCH_SIZE = 1024  # more are not much faster, and nothing is printed before
 BATCH_MEMORY_FRACTION = 1 / 4  # more texts take several batches
 
 
-def complete(trained, completions, params, stream=False):
+def complete(trained: TrainedModel, completions, params, stream=False):
     """Generates the continuations of a batch of Completions with a TrainedModel.
 
     `params` are SamplingParams or a SampleConfig. Yields whenever tokens were added; after every
@@ -64,7 +65,7 @@ def complete(trained, completions, params, stream=False):
 
 
 @torch.inference_mode()
-def generate(model, prompts, seeds, params, vocab_size=None, accelerate=None):
+def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=None):
     """Yields the next token of each text, step by step: ids (B,) int64, log-probabilities (B,).
 
     The model sees at most the last block_size tokens of each text. When the context of a row is
@@ -103,7 +104,7 @@ def generate(model, prompts, seeds, params, vocab_size=None, accelerate=None):
         context.append(ids)
 
 
-def max_batch_size(config, device):
+def max_batch_size(config: GPTConfig, device):
     """Returns for how many texts the cache and the logits fit into a share of the memory."""
     cache = 2 * config.n_layer * config.block_size * config.n_embd
     logits = 8 * config.vocab_size  # and the tensors of sampling
@@ -112,7 +113,7 @@ def max_batch_size(config, device):
     return min(max(1, size), MAX_BATCH_SIZE)
 
 
-def stride_of(model, context_stride):
+def stride_of(model: GPT, context_stride):
     """Returns the number of tokens that a full context drops. Default: half of block_size."""
     size = model.config.block_size
     return min(context_stride or max(1, size // 2), size)
@@ -132,7 +133,7 @@ class Context:
     keys, values: for each layer (B, H, width, D). Those of the newest tokens are not computed yet.
     """
 
-    def __init__(self, model, prompts, params, fixed_shapes):
+    def __init__(self, model: GPT, prompts, params, fixed_shapes):
         """Keeps the last block_size tokens of each prompt, with room for max_new_tokens more.
 
         If `fixed_shapes` is true, decode_one() has the same shapes in all steps.

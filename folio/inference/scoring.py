@@ -8,9 +8,11 @@ import torch.nn.functional as F
 
 from folio.cli.errors import UserError
 from folio.inference.generate import TOKENS_PER_PASS, check_finite, stride_of
+from folio.inference.trained_model import TrainedModel
+from model import GPT
 
 
-def score_text(trained, text, context_stride=None, allow_special=False):
+def score_text(trained: TrainedModel, text, context_stride=None, allow_special=False):
     """Returns the ids of a text, their log-probabilities for a TrainedModel in nats, and totals.
 
     The first log-probability is None. The totals are "tokens", "loss" (nats per token),
@@ -36,7 +38,7 @@ def score_text(trained, text, context_stride=None, allow_special=False):
 
 
 @torch.inference_mode()
-def token_nll(model, ids, context_stride=None, vocab_size=None):
+def token_nll(model: GPT, ids, context_stride=None, vocab_size=None):
     """Returns the negative log-likelihood of each token but the first: (N,) -> (N - 1,), nats.
 
     Windows of block_size advance by the stride (see stride_of); the last one ends with the text.

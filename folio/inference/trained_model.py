@@ -1,30 +1,33 @@
 """A trained model with its tokenizer, loaded for inference."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from folio.checkpoint.format import build_model
+from folio.checkpoint.format import Checkpoint, build_model
 from folio.cli.errors import UserError
+from folio.data.tokenizer import Tokenizer
 from folio.hardware.device import DTYPES, Machine, ThreadTuner, device_type, set_up_machine
 from folio.hardware.optimize import optimize_for_inference
 from folio.pretrained.load import checkpoint_tokenizer
+from model import GPT
 
 
 @dataclass
 class TrainedModel:
     """A model with its tokenizer, ready for inference."""
 
-    model: Any  # GPT
-    tokenizer: Any
+    model: GPT
+    tokenizer: Tokenizer
     machine: Machine
 
     def __post_init__(self):
         self.cores = ThreadTuner(self.machine)
 
 
-def load_trained(checkpoint, device="cpu", dtype="float32", compile=False, texts=None):
+def load_trained(
+    checkpoint: Checkpoint, device="cpu", dtype="float32", compile=False, texts=None
+) -> TrainedModel:
     """Returns the TrainedModel of a Checkpoint. Raises UserError if it cannot be loaded.
 
     `texts` is the number of texts that will be generated at a time; None: many.

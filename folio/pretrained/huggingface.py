@@ -24,6 +24,7 @@ from folio.checkpoint.format import (
 )
 from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
 from folio.cli.files import check_lfs, read_text, write_atomically
+from folio.data.tokenizer import Tokenizer
 from folio.pretrained.tokenizer_files import TOKENIZER_FILE, make_tokenizer_files, read_tokenizer
 from model import GPTConfig
 
@@ -63,7 +64,7 @@ MASK_SUFFIXES = (".attn.bias", ".attn.masked_bias")  # constant tensors in older
 # Reading
 
 
-def read_pretrained(folder):
+def read_pretrained(folder) -> Checkpoint:
     """Returns the model of a folder as a Checkpoint at step 0, in contiguous float32 on the CPU.
 
     Raises UserError if the folder is damaged, or its model or tokenizer is not supported. Whether
@@ -138,7 +139,7 @@ def _read_tensors(path):
 # Writing
 
 
-def write_pretrained(folder, checkpoint, tokenizer):
+def write_pretrained(folder, checkpoint: Checkpoint, tokenizer: Tokenizer):
     """Writes a checkpoint and its tokenizer to a new or empty folder.
 
     Returns the name of the class that transformers loads. Raises UserError if the folder is not

@@ -4,12 +4,12 @@ import os
 import re
 from pathlib import Path
 
-from folio.checkpoint.format import load_checkpoint
+from folio.checkpoint.format import Checkpoint, load_checkpoint
 from folio.checkpoint.run_dir import BEST, RunDir
 from folio.cli.errors import UserError, suggest
 from folio.data.dataset import load_tokenizer
 from folio.data.downloads import open_hub
-from folio.data.tokenizer import from_dict
+from folio.data.tokenizer import Tokenizer, from_dict
 from folio.pretrained.huggingface import read_pretrained
 
 HUB_MODELS = {  # {nanoGPT's name: id on the hub}
@@ -19,22 +19,22 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 RESUME_NAMES = ("resume", "auto")
 
 
-def load_best(init_from, out_dir):
+def load_best(init_from, out_dir) -> Checkpoint:
     """Returns the Checkpoint to sample from: a run's best for "resume", or as load_initial."""
     if init_from in ("scratch", "auto"):
         raise UserError(f"init_from={init_from} has no trained weights: use resume or a model")
     return RunDir(out_dir).load_best() if init_from == "resume" else load_initial(init_from)
 
 
-def load_initial(init_from):
+def load_initial(init_from) -> Checkpoint:
     """Returns the Checkpoint, without optimizer state, in a file or a Hugging Face folder.
 
     Other names are those of models on the hub. Raises UserError if there is none.
     """
     if os.path.isdir(init_from):
-        checkpoint = os.path.join(init_from, BEST)
-        if os.path.isfile(checkpoint):
-            raise UserError(f"{init_from} is a run directory: use {checkpoint}")
+        best = os.path.join(init_from, BEST)
+        if os.path.isfile(best):
+            raise UserError(f"{init_from} is a run directory: use {best}")
         return read_pretrained(init_from)
     if os.path.isfile(init_from):
         return load_checkpoint(init_from, optimizers=False)
@@ -47,14 +47,14 @@ def load_initial(init_from):
     return checkpoint
 
 
-def crop(checkpoint, block_size):
+def crop(checkpoint: Checkpoint, block_size):
     """Reduces the embedding of learned positions, if there is one, to `block_size` rows."""
     weights, name = checkpoint.weights, "transformer.wpe.weight"
     if name in weights:
         weights[name] = weights[name][:block_size].clone()  # saving a view saves all its storage
 
 
-def checkpoint_tokenizer(checkpoint):
+def checkpoint_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Returns the tokenizer of a checkpoint. nanoGPT's have none: theirs is that of the dataset."""
     dataset, size = checkpoint.settings.get("dataset", "openwebtext"), checkpoint.config.vocab_size
     saved = checkpoint.tokenizer

@@ -21,6 +21,7 @@ from folio.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     GPT2Tokenizer,
+    Tokenizer,
 )
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -32,7 +33,7 @@ GPT2_VOCABULARY_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d
 # Writing
 
 
-def make_tokenizer_files(tokenizer):
+def make_tokenizer_files(tokenizer: Tokenizer):
     """Returns {name: text} of the files that AutoTokenizer.from_pretrained reads."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # uses tokenizer.json as it is
@@ -50,7 +51,7 @@ def make_tokenizer_files(tokenizer):
 # Reading
 
 
-def read_tokenizer(path):
+def read_tokenizer(path) -> Tokenizer:
     """Returns the tokenizer in a tokenizer.json.
 
     Raises UserError if it is missing, damaged or not supported.

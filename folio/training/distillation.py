@@ -15,7 +15,9 @@ from torch import nn
 from folio.checkpoint.format import build_model
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
+from folio.data.tokenizer import Tokenizer
 from folio.distributed.world import is_sharded
+from model import GPT
 
 TEACHERS_WEIGHT = 0.7
 
@@ -25,7 +27,7 @@ class Distillation(nn.Module):
 
     compiled_methods = ("loss",)
 
-    def __init__(self, model, teachers):
+    def __init__(self, model: GPT, teachers):
         super().__init__()
         self.model = model
         self.teachers = nn.ModuleList(teachers).requires_grad_(False)
@@ -54,7 +56,7 @@ class Distillation(nn.Module):
         return total / len(self.teachers)
 
 
-def add_teachers(model, settings, tokenizer):
+def add_teachers(model: GPT, settings, tokenizer: Tokenizer):
     """Returns the Distillation of a GPT, or the GPT itself without settings.teachers.
 
     The teachers are the best models of these runs, on the GPT's device and in its dtype. Raises

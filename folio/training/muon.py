@@ -6,7 +6,7 @@ from collections import defaultdict
 import torch
 import torch.nn.functional as F
 
-from folio.distributed.world import SINGLE_PROCESS, full_tensor, is_sharded, shard_like
+from folio.distributed.world import SINGLE_PROCESS, World, full_tensor, is_sharded, shard_like
 
 NEWTON_SCHULZ_STEPS = 5
 MOMENTUM = 0.95
@@ -30,7 +30,7 @@ class Muon(torch.optim.Optimizer):
     found_inf = None
     _step_supports_amp_scaling = True  # GradScaler sets found_inf
 
-    def __init__(self, params, lr, weight_decay, dtype, world=SINGLE_PROCESS):
+    def __init__(self, params, lr, weight_decay, dtype, world: World = SINGLE_PROCESS):
         """`params` are matrices, sharded or not. `dtype` is that of the matrix products.
 
         `lr` is a scalar tensor on their device.
@@ -90,7 +90,7 @@ def orthogonalize(x):
 # Matrices of a shape, together and divided over processes
 
 
-def orthogonalize_together(matrices, world):
+def orthogonalize_together(matrices, world: World):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
     Their parts have one shape, see part_shape, and form a stack. Each process computes n of them;

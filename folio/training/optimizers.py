@@ -3,15 +3,17 @@
 import torch
 from torch import nn
 
+from folio.checkpoint.format import Checkpoint
 from folio.cli.errors import UserError, check_types
-from folio.distributed.world import SINGLE_PROCESS, full_tensor, shard_like
+from folio.distributed.world import SINGLE_PROCESS, World, full_tensor, shard_like
 from folio.training.muon import MOMENTUM, Muon
+from model import GPT
 
 STATE_NAMES = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 EMBEDDING_LR_SCALE = 10.0  # chosen empirically
 
 
-def make_optimizers(model, settings, world=SINGLE_PROCESS):
+def make_optimizers(model: GPT, settings, world: World = SINGLE_PROCESS):
     """Returns {"adamw": AdamW}, or {"adamw": AdamW, "muon": Muon} for optimizer="muon".
 
     Biases and the weights of norms are not decayed (Loshchilov and Hutter 2019). Each parameter
@@ -67,7 +69,7 @@ def clip_gradients(model, max_norm):
     return norm
 
 
-def load_optimizers(optimizers, scaler, checkpoint):
+def load_optimizers(optimizers, scaler, checkpoint: Checkpoint):
     """Loads a checkpoint's moments, learning rates and loss scale, and drops the moments.
 
     Other hyperparameters are kept. Raises UserError if the state belongs to other optimizers or

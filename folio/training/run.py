@@ -191,7 +191,7 @@ class Run:
 
 
 @contextmanager
-def open_log(run):
+def open_log(run: Run):
     """A context in which a run writes to its folder, which it locks. Yields its RunLog. Collective.
 
     Raises UserError if another process has the lock, if Weights & Biases cannot start, or if

@@ -3,14 +3,17 @@
 import dataclasses
 from functools import cache
 
-from folio.checkpoint.format import empty_model
+from folio.checkpoint.format import Checkpoint, empty_model
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError, foreign_errors
 from folio.cli.settings import changed_settings
-from folio.hardware.device import set_up_machine
+from folio.data.dataset import Dataset
+from folio.data.tokenizer import Tokenizer
+from folio.distributed.world import World
+from folio.hardware.device import Machine, set_up_machine
 from folio.hardware.memory import memory_bytes
 from folio.pretrained.load import RESUME_NAMES, checkpoint_tokenizer, crop, load_initial
-from model import GPTConfig
+from model import GPT, GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
@@ -23,7 +26,7 @@ MEMORY_ADVICE = (
 # Model
 
 
-def load_start(settings):
+def load_start(settings) -> Checkpoint | None:
     """Returns the Checkpoint that a run continues or starts from; None for random weights."""
     if settings.init_from == "scratch":
         return None
@@ -32,7 +35,7 @@ def load_start(settings):
     return load_initial(settings.init_from)
 
 
-def choose_model(settings, dataset, checkpoint=None):
+def choose_model(settings, dataset: Dataset, checkpoint: Checkpoint | None = None):
     """Returns (settings, GPTConfig) of a run that starts from a Checkpoint or from random weights.
 
     The model is the checkpoint's, except for settings that were given. When resuming, other
@@ -70,7 +73,7 @@ def _check_checkpoint(checkpoint, config, settings, dataset):
         raise UserError(f"{checkpoint.path} does not match the settings: {text}; {advice}")
 
 
-def model_config(settings, tokenizer, checkpoint=None):
+def model_config(settings, tokenizer: Tokenizer, checkpoint=None) -> GPTConfig:
     """Returns the GPTConfig for the settings and the tokenizer's vocabulary."""
     names = MODEL_SETTINGS | {"dropout"}
     vocab_size = tokenizer.padded_vocab_size
@@ -104,7 +107,7 @@ def _differences(checkpoint, config, settings, dataset, free):
 # Machine
 
 
-def choose_machine(settings, config, world):
+def choose_machine(settings, config: GPTConfig, world: World) -> Machine:
     """Returns the Machine of a run.
 
     Raises UserError if the model or the work of a step does not fit the devices of the processes.
@@ -117,12 +120,12 @@ def choose_machine(settings, config, world):
 
 
 @cache
-def model_shape(config):
+def model_shape(config: GPTConfig) -> GPT:
     """Returns a GPT without values, on the meta device, whose sizes can be counted."""
     return empty_model(config, "meta")
 
 
-def graph_flops(config, settings, world):
+def graph_flops(config: GPTConfig, settings, world: World):
     """Returns the FLOPs of a step if it can be a CUDA graph, else None.
 
     It cannot be one with several processes (they communicate), several micro-batches (a run can
@@ -135,7 +138,7 @@ def graph_flops(config, settings, world):
     return model_shape(config).flops_per_token() * settings.tokens_per_step
 
 
-def check_parallel(settings, machine, world):
+def check_parallel(settings, machine: Machine, world: World):
     """Raises UserError if the processes cannot share the work of a step equally."""
     count, size = settings.gradient_accumulation_steps, world.size
     if count % size:
@@ -147,7 +150,7 @@ def check_parallel(settings, machine, world):
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 
 
-def check_memory(config, settings, world):
+def check_memory(config: GPTConfig, settings, world: World):
     """Raises UserError if weights, gradients and moments exceed the memory of one device.
 
     AdamW has two moments per parameter, Muon one. Activations are not counted.

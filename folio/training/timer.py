@@ -3,13 +3,15 @@
 import time
 from contextlib import contextmanager
 
+from folio.checkpoint.progress import Progress
 from folio.cli import process
+from folio.hardware.device import Machine
 
 
 class Timer:
     """Measures how long a run and its steps take. Pauses, such as evaluations, are not steps."""
 
-    def __init__(self, machine, progress):
+    def __init__(self, machine: Machine, progress: Progress):
         self.machine, self.progress = machine, progress
         self.start()
 
