@@ -110,7 +110,7 @@ from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
 from folio.data.sources import TABLE_SUFFIXES, find_sources
-from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, Tokenizer
+from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, CharTokenizer, Tokenizer
 from folio.data.writer import write_dataset
 
 
@@ -128,7 +128,8 @@ def main(argv=None):
         corpus.max_characters = estimate_characters(corpus.sample(), tokenizer, settings)
     characters = corpus.scan()  # finds the boundaries of the splits, too
     if isinstance(tokenizer, type):
-        tokenizer = tokenizer.from_texts(training_texts(corpus), settings.vocab_size, characters)
+        texts = [characters] if tokenizer is CharTokenizer else training_texts(corpus)
+        tokenizer = tokenizer.from_texts(texts, settings.vocab_size)
     meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     print(
         f"{folder}: {corpus.split_ends['val']:,} characters of {corpus.description}, "
@@ -236,14 +237,14 @@ def find_tokenizer(settings) -> Tokenizer | type[Tokenizer]:
 
     Raises UserError if other settings do not fit it.
     """
-    kinds = {kind: each for kind, each in TOKENIZERS.items() if each.is_offered}
-    tokenizer_class = kinds.get(settings.kind)
+    kinds = [kind for kind in TOKENIZERS if kind != "list"]  # which is not made from a text
+    tokenizer_class = TOKENIZERS[settings.kind] if settings.kind in kinds else None
     if not tokenizer_class and not os.path.exists(settings.kind):
         known = ", ".join(kinds)
         raise UserError(f"--tokenizer must be {known} or an existing path, not {settings.kind}")
     if settings.allow_special and tokenizer_class and tokenizer_class.end is None:
         raise UserError("--allow_special needs --tokenizer=bpe, gpt2 or a path")
-    if settings.vocab_size and not (tokenizer_class and tokenizer_class.is_trained):
+    if settings.vocab_size and settings.kind != "bpe":
         raise UserError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {settings.kind}")
     return tokenizer_class or load_tokenizer_of(settings.kind)
 

@@ -144,8 +144,8 @@ def new_tokenizer(kind, text, vocab_size=300):
     """Returns a tokenizer for a text like prepare.py."""
     if kind == "list":
         return ListTokenizer(sorted({*text, text[:2]}))
-    train = text[: int(0.9 * len(text))]
-    return TOKENIZERS[kind].from_texts([train], vocab_size, text)
+    texts = [text] if kind == "char" else [text[: int(0.9 * len(text))]]
+    return TOKENIZERS[kind].from_texts(texts, vocab_size)
 
 
 def error_of(function, *args):

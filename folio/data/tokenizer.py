@@ -32,12 +32,6 @@ class Tokenizer:
     end: id of the end-of-text token, or None. That of the class: of a tokenizer made from texts.
     end_text: its text.
     start: default prompt.
-    unit: what messages call a token.
-    is_offered: whether prepare.py can make it, with `from_texts`.
-    is_trained: whether its vocabulary size can be chosen.
-    matching: how it finds tokens, for other programs: "longest" (the longest text that fits),
-        "merges" (of bytes), or None if they cannot do it.
-    definition: content of the tokenizer.json that contains it, or None.
     """
 
     kind: str
@@ -45,22 +39,15 @@ class Tokenizer:
     end: int | None = None
     end_text = END_OF_TEXT
     start = "\n"
-    unit = "token"
-    is_offered, is_trained = True, False
-    matching: str | None = None
-    definition: str | None = None
 
     def __init_subclass__(cls):
         TOKENIZERS[cls.kind] = cls
 
     @classmethod
-    def from_texts(cls, texts, vocab_size=None, characters=None) -> "Tokenizer":
-        """Returns the tokenizer for a corpus.
+    def from_texts(cls, texts, vocab_size=None) -> "Tokenizer":
+        """Returns the tokenizer for an iterable of texts.
 
-        Args:
-            texts: iterable of training texts, not necessarily all.
-            vocab_size: number of tokens, if `is_trained`. None: the default.
-            characters: a string with all characters of the corpus. None: they are those of `texts`.
+        `vocab_size` is the number of tokens of a trained tokenizer. None: the default.
         """
         return cls()
 
@@ -130,8 +117,6 @@ class CharTokenizer(Tokenizer):
     """One token per character (Unicode code point)."""
 
     kind = "char"
-    unit = "character"
-    matching = "longest"
 
     def __init__(self, characters):
         """`characters` is a string, indexed by id."""
@@ -142,10 +127,8 @@ class CharTokenizer(Tokenizer):
         self._ids[code_points(characters)] = np.arange(self.vocab_size)
 
     @classmethod
-    def from_texts(cls, texts, vocab_size=None, characters=None):
-        if characters is None:
-            characters = "".join(texts)
-        return cls("".join(sorted(set(characters))))
+    def from_texts(cls, texts, vocab_size=None):
+        return cls("".join(sorted(set("".join(texts)))))
 
     def to_dict(self):
         return {"kind": self.kind, "characters": self.characters}
@@ -177,8 +160,6 @@ class ListTokenizer(Tokenizer):
     """
 
     kind = "list"
-    is_offered = False
-    matching = "longest"
 
     def __init__(self, tokens):
         """`tokens` is a list of strings, indexed by id. Raises ValueError if it has no token."""
@@ -211,8 +192,6 @@ class ByteTokenizer(Tokenizer):
 
     kind = "byte"
     vocab_size = 256
-    unit = "byte"
-    matching = "merges"
 
     def to_definition(self):
         return bpe.define_merges(list(map(self.token_bytes, range(256))))
@@ -229,8 +208,6 @@ class BPETokenizer(Tokenizer):
 
     kind = "bpe"
     end = 0
-    is_trained = True
-    matching = "merges"
 
     def __init__(self, definition, end_text=END_OF_TEXT):
         """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
@@ -241,7 +218,7 @@ class BPETokenizer(Tokenizer):
         self.vocab_size, self.end = len(self._token_bytes), added_ids.get(end_text)
 
     @classmethod
-    def from_texts(cls, texts, vocab_size=None, characters=None):
+    def from_texts(cls, texts, vocab_size=None):
         """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
         return cls(bpe.train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
 
@@ -268,7 +245,6 @@ class GPT2Tokenizer(Tokenizer):
     vocab_size = 50257
     padded_vocab_size = 50304  # as in nanoGPT; multiples of 64 are faster on GPUs
     end = 50256
-    matching = "merges"
 
     @cached_property
     def _encoding(self):

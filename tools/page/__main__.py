@@ -53,13 +53,14 @@ def describe_run(run_dir):
     """Returns what the page knows of a run, for JSON. Its weights are those of the best model."""
     checkpoint = run_dir.load_best()
     tokenizer, model = checkpoint_tokenizer(checkpoint), build_model(checkpoint)
+    unit = {"char": "character", "byte": "byte"}.get(tokenizer.kind, "token")
     weights = []
     for name, parameter in model.named_parameters():
         matrix = parameter.detach().float().numpy().reshape(len(parameter), -1)
         weights.append([name, len(matrix), b64encode(encode(matrix)).decode()])
     return {
         "name": run_dir.folder.resolve().name,
-        "facts": describe_training(run_dir, checkpoint, model.num_params(), tokenizer.unit),
+        "facts": describe_training(run_dir, checkpoint, model.num_params(), unit),
         "config": asdict(checkpoint.config),
         "tokenizer": describe_tokenizer(tokenizer),
         "weights": weights,
@@ -90,16 +91,16 @@ def encode(matrix):
 
 def describe_tokenizer(tokenizer):
     """Returns the tokens, and how text.js finds those of a text."""
-    if tokenizer.matching is None:
-        raise UserError(f"the page cannot use a tokenizer of kind {tokenizer.kind}")
     data = {"start": tokenizer.start, "end": tokenizer.end}
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    if tokenizer.matching == "longest":
+    if tokenizer.kind in ("char", "list"):
         return data | {"tokens": [token.decode(errors="surrogatepass") for token in tokens]}
+    if tokenizer.kind not in ("byte", "bpe", "gpt2"):
+        raise UserError(f"the page cannot use a tokenizer of kind {tokenizer.kind}")
     characters = byte_characters()
     data["tokens"] = ["".join(characters[byte] for byte in token) for token in tokens]
     data |= {"byte_characters": characters, "is_split": True}
-    if tokenizer.definition is not None:
+    if tokenizer.kind == "bpe":
         definition = json.loads(tokenizer.definition)
         is_simple = all(token["special"] for token in definition["added_tokens"])
         names = set(data["tokens"])
