@@ -8,7 +8,7 @@ import re
 import sys
 from functools import cache
 
-from folio.cli.errors import UserError, check_types, foreign_errors, import_optional
+from folio.cli.errors import foreign_errors, import_optional
 
 MIN_PIECE_CHARACTERS, MAX_PIECE_CHARACTERS = 2**16, 2**17
 # After a match, a text can be cut without a change of its tokens: a line end between two characters
@@ -95,21 +95,16 @@ def define_characters(characters):
 
 def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
-    from_str = import_optional("tokenizers", "a BPE tokenizer").Tokenizer.from_str
-    refusal = "the BPE tokenizer cannot be used"
-    with foreign_errors(refusal, TypeError, ValueError, RecursionError):
+    library = import_optional("tokenizers", "a BPE tokenizer")
+    with foreign_errors("the BPE tokenizer cannot be used", Exception):  # JSON may hold anything
         fields = json.loads(definition)
-    parts = ("normalizer", "pre_tokenizer", "decoder")
-    check_types(fields, {"model": dict, **dict.fromkeys(parts, dict | None)}, refusal)
-    for name in parts:
-        kind = (fields.get(name) or {}).get("type")
-        if kind not in (None, "ByteLevel", "Fuse"):  # can crash or take exponential time
-            raise UserError(f"{refusal}: {name} {kind} is not supported")
-    fields |= dict.fromkeys(("truncation", "padding", "post_processor"))
-    fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
-    definition = json.dumps(fields)
-    with foreign_errors(refusal, Exception):  # the library has no type for its errors
-        return from_str(definition)
+        for name in ("normalizer", "pre_tokenizer", "decoder"):
+            kind = (fields.get(name) or {}).get("type")
+            if kind not in (None, "ByteLevel", "Fuse"):  # can crash or take exponential time
+                raise ValueError(f"{name} {kind} is not supported")
+        fields |= dict.fromkeys(("truncation", "padding", "post_processor"))
+        fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
+        return library.Tokenizer.from_str(json.dumps(fields))
 
 
 def encode_text(encoder, text, allow_special):
