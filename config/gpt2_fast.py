@@ -14,15 +14,11 @@ from folio.hardware.memory import max_micro_batch
 
 _data = load_dataset(dataset)
 _train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
-if _vocab_size != 50_257:
+if _vocab_size != 50_257 or _train_tokens < 10_000_000:  # the model memorizes a shorter text
     raise ValueError(
-        f"config/gpt2_fast.py is for GPT-2's 50,257 tokens, but dataset {dataset} has "
-        f"{_vocab_size:,}: use config/own_text.py, or prepare it with --tokenizer=gpt2"
-    )
-if _train_tokens < 10_000_000:
-    raise ValueError(
-        f"dataset {dataset} has {_train_tokens:,} training tokens; config/gpt2_fast.py needs "
-        "10,000,000, or its model memorizes them: use config/own_text.py"
+        "config/gpt2_fast.py needs 10,000,000 tokens and GPT-2's vocabulary of 50,257, but dataset "
+        f"{dataset} has {_train_tokens:,} and {_vocab_size:,}: use config/own_text.py, or prepare "
+        "a longer text with --tokenizer=gpt2"
     )
 
 out_dir = "out-gpt2-fast"
@@ -48,21 +44,19 @@ momentum_warmup_iters = 300  # 0.06
 lr_decay_start = 0.3  # a constant rate, then a linear decay: 0.14 compared with a cosine
 min_lr = 0.0
 warmup_iters = 0
-weight_decay = 0.1
 grad_clip = 0.0  # the size of Muon's updates does not depend on the gradient's
 
-# A run reads at most 2.6 billion tokens, about 20 per parameter of GPT-2 (Hoffmann et al. 2022,
-# "Training Compute-Optimal Large Language Models"). It reads a smaller text four times, which is
-# nearly as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
+# At most 20 tokens per parameter of GPT-2 (Hoffmann et al. 2022, "Training Compute-Optimal Large
+# Language Models"). Reading a text four times is nearly as good as new text (Muennighoff et al.
+# 2023, "Scaling Data-Constrained Language Models").
 _tokens = min(2.6e9, 4 * _train_tokens)
 
 # The best number of tokens per step grows with that of the run (Bergsma et al. 2025, "Power
 # Lines"): 524,288 for 2.6 billion, as in published records, and 131,072 for 0.1 billion.
 _run_tokens = _tokens
 if minutes:
-    _peak = set_up_machine(device, "auto", False).peak_flops  # per second
-    _flops_per_token = 855e6
-    _run_tokens = min(_tokens, 60 * minutes * 0.4 * _peak / _flops_per_token)  # 0.4: as measured
+    _flops = 0.4 * set_up_machine(device, "auto", False).peak_flops  # per second, as measured
+    _run_tokens = min(_tokens, 60 * minutes * _flops / 855e6)  # 855e6 for each token
 _sequences = 2 ** max(0, round(math.log2(512 * (_run_tokens / 2.6e9) ** 0.383)))  # per step
 batch_size = min(_sequences, max_micro_batch(device))
 gradient_accumulation_steps = _sequences // batch_size

@@ -4,9 +4,8 @@
 #     python prepare.py --input=FILE_OR_FOLDER --dataset=NAME
 #     python train.py config/own_text.py --dataset=NAME --out_dir=out-NAME --minutes=5
 #
-# config/shakespeare_char_fast.py explains the techniques. This preset has less weight decay and
-# mostly shorter n-grams, which is better for other texts. docs/lab-notebook.md has the texts on
-# which the formulas were chosen, and others on which they were tested.
+# shakespeare_char_fast.py explains the techniques. docs/lab-notebook.md has the texts on which the
+# formulas were chosen, and others on which they were tested.
 
 import math
 
@@ -35,7 +34,6 @@ min_lr = 0.0
 warmup_iters = 0
 weight_decay = 0.3
 beta1 = 0.8
-beta2 = 0.95
 grad_clip = 0.0
 gradient_accumulation_steps = 1
 
@@ -82,10 +80,8 @@ else:  # 3.3 M parameters, 2.9 M of them in tables of n-grams
 block_size = 256 if _has_large_vocabulary else 1024
 window = 64
 
-# A GPU trains the largest model for which the time suffices for 20 tokens per parameter (Hoffmann
-# et al. 2022, "Training Compute-Optimal Large Language Models") and the text has 10, counting each
-# time that it is read. Repeated text is at first worth nearly as much as new text (Muennighoff et
-# al. 2023, "Scaling Data-Constrained Language Models"). Not measured on a GPU yet.
+# A GPU trains the largest model for which the time suffices for 20 tokens per parameter and the
+# text has 10, counting each time that it is read; gpt2_fast.py names the papers. Not measured yet.
 _larger_models = (  # layers, heads, width, tokens per step
     (6, 6, 384, 16_384),
     (8, 8, 512, 32_768),
@@ -95,9 +91,8 @@ if device != "cpu":
     _flops = 0.2 * _machine.peak_flops * 60 * _minutes  # a fifth of the peak, an estimate
     for _layers, _heads, _width, _step_tokens in _larger_models:
         _parameters = 12 * _layers * _width**2 + _vocab_size * _width  # in matrix products
-        _tokens_in_time = _flops / (6 * _parameters)
-        _tokens_in_text = _passes * _train_tokens
-        if _tokens_in_time >= 20 * _parameters and _tokens_in_text >= 10 * _parameters:
+        _has_time = _flops / (6 * _parameters) >= 20 * _parameters
+        if _has_time and _passes * _train_tokens >= 10 * _parameters:
             n_layer, n_head, n_embd = _layers, _heads, _width
             learning_rate = 6e-3 * (256 / _width) ** 0.5
             block_size = 1024

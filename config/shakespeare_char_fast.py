@@ -1,11 +1,8 @@
-# Character-level Shakespeare with techniques that are newer than GPT-2.
-# Prepare the data first: python prepare.py
-#
-# On two CPU cores, it takes one to five minutes, shakespeare_char_quick.py a fifth of that.
+# Character-level Shakespeare with techniques that are newer than GPT-2, in one to five minutes on
+# two CPU cores. Prepare the data first: python prepare.py
 #
 # A number beside a setting is how much it lowers the validation loss after the same number of
-# steps on a CPU. Seeds differ by 0.01, so smaller differences are not significant.
-# docs/lab-notebook.md has the measurements.
+# steps on a CPU; docs/lab-notebook.md has the measurements. Seeds differ by 0.01.
 
 out_dir = "out-shakespeare-char-fast"
 dataset = "shakespeare_char"
@@ -14,9 +11,8 @@ log_interval = 10
 # Information about the preceding characters, without matrix products.
 ngrams = 6  # 0.04 compared with 4 after 300 steps
 
-# Distant characters predict little, so attention is limited to a window. A longer context then
-# takes no more time, and fewer characters are predicted from a short one: 0.015 compared with full
-# attention over contexts of 256 in batches of 8 (mean of six seeds).
+# Distant characters predict little, so attention is limited to a window, and the context can be
+# longer: 0.015 compared with full attention over contexts of 256.
 block_size = 1024
 window = 64
 
@@ -31,7 +27,6 @@ min_lr = 0.0  # 0.02 compared with learning_rate / 10: Muon's updates do not shr
 warmup_iters = 0  # 100 steps make no difference
 train_temperature = 0.9  # models that read a small text several times are overconfident
 beta1 = 0.7
-beta2 = 0.95
 grad_clip = 0.0  # the size of Muon's updates does not depend on the gradient's
 
 batch_size = 4

@@ -1,8 +1,5 @@
-# Character-level Shakespeare in less than a minute on two CPU cores.
-# Prepare the data first: python prepare.py
-#
-# shakespeare_char_fast.py explains the techniques. A run of few steps learns most with a small
-# model, and memorizes little, so it needs less weight decay.
+# shakespeare_char_fast.py in less than a minute: few steps learn most with a small model, and
+# memorize little, so it needs less weight decay. Prepare the data first: python prepare.py
 
 out_dir = "out-shakespeare-char-quick"
 dataset = "shakespeare_char"
@@ -28,7 +25,6 @@ warmup_iters = 0
 train_temperature = 0.9
 weight_decay = 0.2
 beta1 = 0.7
-beta2 = 0.95
 grad_clip = 0.0
 
 batch_size = 4
