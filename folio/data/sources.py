@@ -13,7 +13,6 @@ import os
 import re
 import zlib
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from itertools import dropwhile
 from pathlib import Path
 
@@ -29,9 +28,9 @@ TABLE_SUFFIXES = (  # .json is last, because repositories of datasets have other
     *(suffix + packed for suffix in ROW_SUFFIXES for packed in ("", ".gz", ".zst")),
 )
 COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
-DOCUMENTATION = (  # of tables: in a clone of the hub's, and the files of datasets.save_to_disk
-    "readme*", "license*", "*.md", "dataset_info.json", "state.json", "cache-*.arrow"
-)  # fmt: skip
+DOCUMENTATION = re.compile(  # of tables: in a clone of the hub's, and of datasets.save_to_disk
+    r"(?i)readme.*|license.*|.*\.md|dataset_info\.json|state\.json|cache-.*\.arrow"
+)
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
@@ -236,11 +235,8 @@ def find_sources(name, text_key):
     an error when it is read. A .json file among texts is a text. Raises UserError if there are no
     files.
     """
-    paths = sorted(_find_files(name))
-    if not paths:
-        raise UserError(f"there are no files {name}; hidden files are skipped")
     unique: dict[str, Source] = {}  # of several links to a file, one is read
-    for path in paths:
+    for path in sorted(_find_files(name)):
         if not os.path.isfile(path):
             raise UserError(f"{path} is missing or not a regular file")
         unique.setdefault(os.path.realpath(path), Source(path, text_key))
@@ -249,6 +245,8 @@ def find_sources(name, text_key):
         raise UserError(f"{name} has several splits: use --input={name}/train")
     if os.path.isdir(name):
         sources = _select_sources(sources)
+    if not sources:
+        raise UserError(f"there are no files {name}; hidden and binary files are skipped")
     json_sources = [source for source in sources if source.suffix == ".json"]
     if json_sources and not all(source.suffix for source in sources):  # such as source code
         print(f"reading {len(json_sources):,} .json files as text, because there are other texts")
@@ -277,7 +275,7 @@ def _find_files(name):
 def _select_sources(sources):
     """Returns the texts and tables among the Sources of a folder, and prints what is left out."""
     selected = [source for source in sources if not _is_binary(source)]
-    documents = [source for source in selected if not _is_documentation(source)]
+    documents = [source for source in selected if not DOCUMENTATION.fullmatch(source.path.name)]
     if documents and all(source.suffix for source in documents):
         selected = documents
     kept = set(selected)
@@ -295,7 +293,3 @@ def _is_binary(source):
     with source.errors(), source.open() as file:
         start = file.read(2**13)
     return b"\0" in start and not start.startswith(UTF_16_MARKS)
-
-
-def _is_documentation(source):
-    return any(fnmatch(source.path.name.lower(), pattern) for pattern in DOCUMENTATION)

@@ -246,9 +246,11 @@ def test_documentation_and_metadata_of_tables_are_left_out(capsys):
         find_sources("in", "text")
 
 
-@pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "x" * 300, "http://a"])
+@pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "png", "x" * 300, "http://a"])
 def test_a_name_without_regular_files_is_refused(name):
     Path("in").mkdir()
+    Path("png").mkdir()
+    Path("png/a.png").write_bytes(b"\0")
     Path("in/broken").symlink_to("missing")
     with pytest.raises(UserError, match=name.replace("*", ".").replace("//", "/+")):
         names_of(name)
