@@ -140,8 +140,9 @@ def main(argv=None):
         path = folder / "test.txt"
         write_test(corpus, path)
         print(f"test: python sample.py --out_dir=out-{name} --score={path}")
-    if corpus.empty_rows:
-        print(f"left out {corpus.empty_rows:,} rows without text")
+    num_empty_rows = sum(len(source.empty_rows) for source in corpus.all_sources)
+    if num_empty_rows:
+        print(f"left out {num_empty_rows:,} rows without text")
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
 

@@ -74,11 +74,6 @@ class Corpus:
     def all_sources(self):
         return [*self.val_sources, *self.sources]
 
-    @property
-    def empty_rows(self):
-        """The number of rows of tables without text, which reading has left out."""
-        return sum(len(source.empty_rows) for source in self.all_sources)
-
     def sha256(self):
         """Returns the hash of the source, or that of the hashes of several."""
         hashes = [source.sha256() for source in self.all_sources]
