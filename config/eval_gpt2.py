@@ -1,5 +1,4 @@
 # Evaluates OpenAI's gpt2, 124 M parameters, on 500 batches of each split; writes nothing.
-# For another dataset with GPT-2's tokens, add --dataset=NAME.
 
 init_from = "gpt2"
 eval_only = True

@@ -1,6 +1,5 @@
-# nanoGPT's recipe for finetuning GPT-2 on tiny Shakespeare. Prepare the data first:
-#
-#     python prepare.py --dataset=shakespeare
+# nanoGPT's recipe for finetuning GPT-2 on tiny Shakespeare.
+# Prepare the data first: python prepare.py --dataset=shakespeare
 #
 # The largest GPT-2 needs 25 GB for weights, gradients and moments, and more for activations. The
 # smaller ones are --init_from=gpt2, gpt2-medium and gpt2-large.
