@@ -92,7 +92,7 @@ def _run(function, *args, memory_advice=MEMORY_ADVICE):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
         return 128 + SIGPIPE
     finally:
-        _set_handlers(_exit)
+        _set_handlers(signal.SIG_DFL)  # nothing would catch an exception
 
 
 def _set_up_streams():
@@ -152,10 +152,6 @@ def _set_handlers(handler):
 
 def _interrupt(number, _):
     raise Interrupted(number)
-
-
-def _exit(number, _):
-    os._exit(128 + number)  # an exception would print a traceback, as nothing catches it
 
 
 class StopSignal:
