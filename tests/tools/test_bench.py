@@ -23,7 +23,6 @@ from tools.bench.measure import (
     measure_alternately,
     read_figures,
 )
-from tools.bench.profile import kind_of
 
 NANOGPT = """tokens per iteration will be: 1,330
 step 0: train loss 4.2000, val loss 4.1000
@@ -88,27 +87,9 @@ def test_training_is_measured_and_profiled(verse, capsys):
     assert not Path("out").exists()
     out = capsys.readouterr().out
     assert re.search(r"^a step takes [\d.]+ ms", out, re.M)
-    assert len(re.findall(r"^\| (products|attention) +\| +[\d.]+ \| +[\d.]+% \|", out, re.M)) == 2
-    assert "| aten::mm " in out
-    assert "| optimizer, clipping " in out
+    assert re.search(r"^ +aten::mm +[\d.]+% ", out, re.M)
     with pytest.raises(UserError, match="--script=train only"):
         bench.main(["--profile", "--script=sample"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("loss", "triton_red_fused__log_softmax__to_copy_nll_loss_5 aten::nll_loss_forward"),
-        ("attention", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop fmha_cutlassF_bf16"),
-        ("products", "nvjet_tst_128x256_64x4_h_bz_NTT sm90_xmma_gemm_bf16 aten::addmm aten::bmm"),
-        ("optimizer, clipping", "multi_tensor_apply_kernel<FusedAdam aten::linalg_vector_norm"),
-        ("casts, copies", "Memcpy(DtoD) direct_copy_kernel_cuda triton_poi_fused__to_copy_t_3"),
-        ("elementwise, norms", "triton_per_fused__to_copy_add_native_layer_norm_2 aten::gelu"),
-        ("other", "aten::view"),
-    ],
-)  # fmt: skip
-def test_kernels_have_kinds(kind, names):
-    assert {kind_of(name) for name in names.split()} == {kind}
 
 
 # The suite
