@@ -60,18 +60,16 @@ def compare_commands(settings):
         if settings.vs:  # runs first, because it is the command that may be mistyped
             commands["other"] = shlex.split(settings.vs), settings.vs_dir
         commands["folio"] = folio, "."
-        medians = measure.measure_alternately(
+        measured = measure.measure_alternately(
             commands, settings.runs, lambda command, _: measure.measure_command(*command)
         )
     print(f"\nmedians of {settings.runs} alternating runs; {measure.describe_machine()}\n")
     print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
     if settings.vs:
         print(f"    other: {settings.vs}")
-    rows = [["", "folio", "other", "folio / other"] if settings.vs else ["", "folio"]]
-    for figure, (title, _) in measure.FIGURES.items():
-        if any(figure in figures for figures in medians.values()):
-            rows.append(measure.make_row(title, figure, medians))
-    print("", *format_table(rows), sep="\n")
+    figures = measure.FIGURES.items()
+    rows = [measure.make_row(title, figure, measured) for figure, (title, _) in figures]
+    print("", *format_table([measure.HEADER, *rows]), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from folio.cli.errors import UserError, os_errors
 from folio.cli.settings import ROOT
 
 PROGRAMS = ("folio", "other")
+HEADER = ["", *PROGRAMS, "folio / other"]
 FIGURES = {  # figure: (its name in a table, format)
     "step_ms": ("ms/step", ".2f"),
     "tokens_per_s": ("tokens/s", ",.0f"),
@@ -35,37 +36,38 @@ LOSS = r"step[ :]\d+.* val[ _]loss[ :](\d+\.?\d*)"  # of folio, nanoGPT or modde
 
 
 def measure_alternately(commands, runs, measure):
-    """Measures commands alternately, and returns {name: medians of its figures, {figure: value}}.
+    """Measures commands, {program: command}, alternately. Returns {program: figures of each run}.
 
-    `commands` are {name: command}. measure(command, number) returns the figures of a run, {} if it
-    failed. Only figures that all runs of a command have are returned.
+    measure(command, number) returns the figures of a run, {figure: value}, {} if it failed.
     """
-    figures: dict[str, list[dict]] = {name: [] for name in commands}
+    measured = {program: [] for program in commands}
     for number in range(runs):
-        for name, command in commands.items():
-            of_run = measure(command, number)
-            print(f"run {number + 1} of {name}: {format_figures(of_run) or 'failed'}", flush=True)
-            figures[name].append(of_run)
-    medians: dict[str, dict] = {name: {} for name in commands}
-    for name, of_runs in figures.items():
-        for figure in set.intersection(*map(set, of_runs)):
-            medians[name][figure] = median(run[figure] for run in of_runs)
-    return medians
+        for program, command in commands.items():
+            figures = measure(command, number)
+            print(f"run {number + 1} of {program}: {format_figures(figures)}", flush=True)
+            measured[program].append(figures)
+    return measured
 
 
 def format_figures(figures):
     """Returns figures, {figure: value}, as a line."""
     parts = FIGURES.items()
-    return "; ".join(f"{name} {figures[key]:{f}}" for key, (name, f) in parts if key in figures)
+    texts = [f"{name} {figures[key]:{f}}" for key, (name, f) in parts if key in figures]
+    return "; ".join(texts) or "failed"
 
 
-def make_row(title, figure, medians):
-    """Returns the cells of a table: a title, the figure of each program, and the ratio of two."""
-    values = [medians[program].get(figure) for program in PROGRAMS if program in medians]
-    cells = ["-" if value is None else format(value, FIGURES[figure][1]) for value in values]
-    if len(values) == 2:
-        cells.append(f"{values[0] / values[1]:.3f}" if all(values) else "")
-    return [title, *cells]
+def make_row(title, figure, measured):
+    """Returns the cells of a table: a title, the median of each program, and the ratio of two."""
+    cells, medians = [title], []
+    for program in PROGRAMS:
+        values = [figures[figure] for figures in measured.get(program, []) if figure in figures]
+        if values:
+            medians.append(median(values))
+            cells.append(format(medians[-1], FIGURES[figure][1]))
+        else:
+            cells.append("-")
+    ratio = f"{medians[0] / medians[1]:.3f}" if len(medians) == 2 and all(medians) else ""
+    return [*cells, ratio]
 
 
 def measure_command(command, folder=".", output=None):

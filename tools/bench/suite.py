@@ -2,7 +2,6 @@
 
     python -m tools.bench.suite --vs_dir=../nanoGPT
     python -m tools.bench.suite --vs_dir=../nanoGPT --parts=step,losses
-    python -m tools.bench.suite --dry_run=True
 
 suite.toml has the rows. What the commands print is read as in tools.bench, and appended to
 out-suite/output.txt. After each run, its figures are written to out-suite/runs.json. Runs of this
@@ -45,7 +44,6 @@ class SuiteConfig:
     parts: str = setting(",".join(DEFAULT_PARTS), f"parts of suite.toml: {', '.join(PARTS)}")
     runs: int = setting(3, "runs of each command", "[1, inf)")
     minutes: float = setting(math.inf, "begin no row after this time", "(0, inf]")
-    dry_run: bool = setting(False, "only print the commands")
 
     def __post_init__(self):
         if unknown := set(self.parts.split(",")) - PARTS.keys():
@@ -56,15 +54,10 @@ def main(argv=None):
     settings = load_settings(SuiteConfig, argv)
     parts = settings.parts.split(",")
     rows = [(part, *row) for part in parts for row in PARTS[part]]
-    if settings.dry_run:
-        for part, _, _, *templates in rows:
-            for template in templates:
-                print(f"{part}: {expand(template, settings.vs_dir)}")
-        return
     if TABLE["gpu"].keys() & set(parts):
         write_random_tokens(Path("data", "random_tokens"))
         write_random_tokens(Path(settings.vs_dir, "data", "random_tokens"))
-    table = [["", *measure.PROGRAMS, "ratio"]]
+    table = [measure.HEADER]
     end = time.monotonic() + 60 * settings.minutes
     for part, name, figure, *templates in rows:
         if time.monotonic() > end:
@@ -74,9 +67,9 @@ def main(argv=None):
         commands = [expand(template, settings.vs_dir) for template in templates]
         programs = dict(zip(measure.PROGRAMS, commands, strict=False))
         runs = settings.runs if figure else 1
-        medians = measure.measure_alternately(programs, runs, measure_once)
+        measured = measure.measure_alternately(programs, runs, measure_once)
         if figure:  # other rows prepare these
-            table.append(measure.make_row(name, figure, {"other": {}} | medians))
+            table.append(measure.make_row(name, figure, measured))
     print("", measure.describe_machine(), "", *format_table(table), sep="\n")
 
 
@@ -118,13 +111,12 @@ def expand(template, nanogpt):
 
 
 def write_random_tokens(folder):
-    """Writes a dataset of random token ids in nanoGPT's format. Each id is a character."""
+    """Writes a dataset of random token ids in nanoGPT's format."""
     folder.mkdir(exist_ok=True)
     ids = np.random.default_rng(0).integers(VOCAB_SIZE, size=2**21, dtype=np.uint16)
     ids.tofile(folder / "train.bin")
     ids[: 2**17].tofile(folder / "val.bin")
-    meta = {"vocab_size": VOCAB_SIZE, "itos": {i: chr(i) for i in range(VOCAB_SIZE)}}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": VOCAB_SIZE}))
 
 
 if __name__ == "__main__":
