@@ -67,8 +67,7 @@ def compare_commands(settings):
     print(f"    folio: {settings.script}.py {shlex.join(settings.arguments)}")
     if settings.vs:
         print(f"    other: {settings.vs}")
-    figures = measure.FIGURES.items()
-    rows = [measure.make_row(title, figure, measured) for figure, (title, _) in figures]
+    rows = [measure.make_row(figure, figure, measured) for figure in measure.FORMATS]
     print("", *format_table([measure.HEADER, *rows]), sep="\n")
 
 

@@ -17,13 +17,13 @@ from folio.cli.settings import ROOT
 
 PROGRAMS = ("folio", "other")
 HEADER = ["", *PROGRAMS, "folio / other"]
-FIGURES = {  # figure: (its name in a table, format)
-    "step_ms": ("ms/step", ".2f"),
-    "tokens_per_s": ("tokens/s", ",.0f"),
-    "val_loss": ("best val loss", ".4f"),
-    "compile_s": ("compilation, s", ".0f"),
-    "seconds": ("whole process, s", ".2f"),
-    "gpu_memory_gib": ("GPU memory, GiB", ".2f"),
+FORMATS = {  # of figures in a table
+    "step_ms": ".2f",
+    "tokens_per_s": ",.0f",
+    "val_loss": ".4f",  # the best
+    "compile_s": ".0f",
+    "seconds": ".2f",  # of the whole process
+    "gpu_memory_gib": ".2f",
 }
 PATTERNS = {  # "iter" lines count from step 10 on, because the first steps are a warmup
     "step_ms": r"iter \d{2,}: loss \d+\.?\d*, time (\d+\.?\d*)ms",
@@ -44,16 +44,10 @@ def measure_alternately(commands, runs, measure):
     for number in range(runs):
         for program, command in commands.items():
             figures = measure(command, number)
-            print(f"run {number + 1} of {program}: {format_figures(figures)}", flush=True)
+            values = [f"{name} {value:.6g}" for name, value in figures.items()]
+            print(f"run {number + 1} of {program}: {', '.join(values) or 'failed'}", flush=True)
             measured[program].append(figures)
     return measured
-
-
-def format_figures(figures):
-    """Returns figures, {figure: value}, as a line."""
-    parts = FIGURES.items()
-    texts = [f"{name} {figures[key]:{f}}" for key, (name, f) in parts if key in figures]
-    return "; ".join(texts) or "failed"
 
 
 def make_row(title, figure, measured):
@@ -63,7 +57,7 @@ def make_row(title, figure, measured):
         values = [figures[figure] for figures in measured.get(program, []) if figure in figures]
         if values:
             medians.append(median(values))
-            cells.append(format(medians[-1], FIGURES[figure][1]))
+            cells.append(format(medians[-1], FORMATS[figure]))
         else:
             cells.append("-")
     ratio = f"{medians[0] / medians[1]:.3f}" if len(medians) == 2 and all(medians) else ""
