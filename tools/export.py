@@ -16,11 +16,7 @@ class ExportConfig:
     """Write a trained model as a Hugging Face folder, for transformers and llama.cpp."""
 
     out_dir: str = setting("out", "run directory")
-    to: str | None = setting(None, "new folder to write")
-
-    def __post_init__(self):
-        if not self.to:
-            raise ValueError("specify the folder to write: --to=FOLDER")
+    to: str = setting("exported", "new folder to write")
 
 
 process.start(__name__, ExportConfig)  # --help must not wait for torch

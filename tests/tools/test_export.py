@@ -26,7 +26,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=5, do_sample=Fals
 
 
 def export_run():
-    export.main(["--out_dir=out", "--to=exported"])
+    export.main(["--out_dir=out"])
     return Path("exported")
 
 
