@@ -75,15 +75,10 @@ def load_optimizers(optimizers, scaler, checkpoint: Checkpoint):
     Other hyperparameters are kept. Raises UserError if the state belongs to other optimizers or
     parameters.
     """
-    saved = checkpoint.optimizers
-    if not saved:
-        raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
-    refusal = f"{checkpoint.path}: the optimizer state does not fit"
-    if saved.keys() != optimizers.keys():
-        raise UserError(f"{refusal}: it belongs to {' and '.join(saved)}")
+    refusal = f"cannot resume from {checkpoint.path}, whose optimizer state does not fit"
+    check_types(checkpoint.optimizers, dict.fromkeys(optimizers, dict), refusal)
     for name, optimizer in optimizers.items():
-        check_types(saved[name], {"state": dict, "param_groups": list}, refusal)
-        _restore(optimizer, saved[name], STATE_NAMES[name], refusal)
+        _restore(optimizer, checkpoint.optimizers[name], STATE_NAMES[name], refusal)
     checkpoint.optimizers = {}
     if checkpoint.scaler:
         scaler.load_state_dict(checkpoint.scaler)
@@ -91,21 +86,18 @@ def load_optimizers(optimizers, scaler, checkpoint: Checkpoint):
 
 def _restore(optimizer, saved, names, refusal):
     """Loads a state_dict of full tensors, which has `names` for each parameter."""
-    groups = saved["param_groups"]
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    indices = set[int](), parameters.keys()  # before and after the first step
-    if saved["state"].keys() not in indices or len(groups) != len(optimizer.param_groups):
-        raise UserError(f"{refusal}: it belongs to other parameters")
+    check_types(saved, {"state": dict, "param_groups": list}, refusal)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {}
-    for index, tensors in saved["state"].items():
+    for number, parameter in enumerate(parameters if saved["state"] else ()):  # after a step
+        tensors = saved["state"].get(number)
         check_types(tensors, dict.fromkeys(names, torch.Tensor), refusal)
-        state[index], parameter = dict(tensors), parameters[index]
+        state[number] = dict(tensors)
         for name in set(names) - {"step"}:
             if tensors[name].shape != parameter.shape:
                 raise UserError(f"{refusal}: it belongs to parameters of other shapes")
-            state[index][name] = shard_like(parameter, tensors[name])
+            state[number][name] = shard_like(parameter, tensors[name])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=False):
         check_types(saved_group, {"lr": int | float | torch.Tensor}, refusal)
-        lr = float(saved_group["lr"])
-        group["lr"].fill_(lr)  # in case the state is saved before the next step
+        group["lr"].fill_(saved_group["lr"])  # in case the state is saved before the next step

@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-from folio.cli.errors import UserError, cause_of
+from folio.cli.errors import foreign_errors, import_optional
 from folio.cli.process import SIGPIPE
 from folio.cli.settings import names_affecting
 from folio.hardware.memory import peak_memory_gib
@@ -168,15 +168,11 @@ def start_wandb(settings, run_settings):
 
     Raises UserError if it cannot start.
     """
-    try:
-        import wandb
-
+    wandb = import_optional("wandb", "wandb_log")
+    with foreign_errors("wandb_log cannot start; set it to False", Exception):
         return wandb.init(
             project=settings.wandb_project,
             name=settings.wandb_run_name,
             config=run_settings,
             dir=settings.out_dir,
         )
-    except Exception as error:  # the package and the network can raise anything
-        advice = "run pip install wandb, or set wandb_log=False"
-        raise UserError(f"wandb_log cannot start: {cause_of(error)}; {advice}") from error
