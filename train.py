@@ -246,7 +246,6 @@ def train(run: Run):
 
             loss, grad_norm = train_step(run, step, lr)
             if loss is not None:  # no stop signal between two micro-batches
-                log.count_step()
                 if step % settings.log_interval == 0:
                     loss, grad_norm = float(loss), float(grad_norm)  # waits for the device
                     run.check_step(loss, grad_norm)

@@ -13,11 +13,13 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from warnings import catch_warnings
 
 import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from folio.cli.errors import RankError, UserError, cause_of, is_out_of_memory
 from folio.cli.process import is_launched
@@ -249,18 +251,10 @@ def gather_on_cpu(state, is_main=True):
     Tied weights, which are one object, stay tied. Sharded tensors are gathered one by one, which
     all processes must do, but only rank 0 keeps them.
     """
-    gathered = {}
 
-    def gather(value):
-        if isinstance(value, dict):
-            return {key: gather(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [gather(item) for item in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in gathered:
-            full = full_tensor(value.detach())
-            gathered[id(value)] = full.cpu() if is_main else None
-        return gathered[id(value)]
+    @cache
+    def gather(tensor):
+        full = full_tensor(tensor.detach())
+        return full.cpu() if is_main else None
 
-    return gather(state)
+    return tree_map_only(torch.Tensor, gather, state)

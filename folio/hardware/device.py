@@ -1,4 +1,4 @@
-"""Device, data type and peak speed of the machine, and what `auto` means for each setting."""
+"""Device, data type, memory and peak speed of the machine, and what `auto` means."""
 
 import ctypes
 import glob

@@ -49,11 +49,19 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
             # Only as many sharded matrices as there are processes exist in full at a time.
             most = self.world.size if is_sharded(parameters[0]) else len(parameters)
-            for indices in group_indices([part_shape(p) for p in parameters], most):
-                matrices = [full_tensor(directions[i].to(self.dtype)) for i in indices]
-                updates = orthogonalize_together(matrices, self.world)
-                for i, update in zip(indices, updates, strict=True):
-                    parameters[i].addcmul_(shard_like(parameters[i], update), -UPDATE_RMS * lr)
+            groups = defaultdict(list)
+            for pair in zip(parameters, directions, strict=True):
+                groups[part_shape(pair[0])].append(pair)
+            for pairs in groups.values():
+                for start in range(0, len(pairs), most):
+                    self._update(pairs[start : start + most], lr)
+
+    def _update(self, pairs, lr):
+        """Updates parameters with their directions, which orthogonalize_together allows."""
+        matrices = [full_tensor(direction.to(self.dtype)) for _, direction in pairs]
+        updates = orthogonalize_together(matrices, self.world)
+        for (parameter, _), update in zip(pairs, updates, strict=True):
+            parameter.addcmul_(shard_like(parameter, update), -UPDATE_RMS * lr)
 
     def _add_momentum(self, group):
         """Adds the gradients to the momentum. Returns Nesterov's directions."""
@@ -97,12 +105,13 @@ def orthogonalize_together(matrices, world: World):
     the last ones are padded with zeros.
     """
     parts = [part for matrix in matrices for part in split_attention(matrix)]
-    # No more rows than columns, for a smaller Gram matrix.
-    stack = torch.stack([part.T if is_tall(part) else part for part in parts])
+    shape = part_shape(matrices[0])
+    stack = torch.stack([part if part.shape == shape else part.T for part in parts])
     n = math.ceil(len(parts) / world.size)
     padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(parts)))
     stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
-    results = iter([x.T if is_tall(part) else x for x, part in zip(stack, parts, strict=False)])
+    pairs = zip(stack, parts, strict=False)  # without the padding
+    results = iter([x if part.shape == shape else x.T for x, part in pairs])
     return [torch.cat([next(results) for _ in split_attention(matrix)]) for matrix in matrices]
 
 
@@ -115,22 +124,10 @@ def split_attention(matrix):
     return matrix.chunk(3) if rows == 3 * columns else (matrix,)
 
 
-def is_tall(matrix):
-    return matrix.shape[0] > matrix.shape[1]
-
-
 def part_shape(matrix):
-    """Returns the shape of the parts of a matrix in the stack of orthogonalize_together."""
+    """Returns the shape of the parts of a matrix in the stack of orthogonalize_together.
+
+    They have no more rows than columns there, for a smaller Gram matrix.
+    """
     rows, columns = matrix.shape
     return (columns, columns) if rows == 3 * columns else (min(rows, columns), max(rows, columns))
-
-
-def group_indices(keys, most):
-    """Returns lists of the indices of equal keys, each with `most` indices or fewer."""
-    groups = defaultdict(list)
-    for i, key in enumerate(keys):
-        groups[key].append(i)
-    lists = []
-    for indices in groups.values():
-        lists += [indices[start : start + most] for start in range(0, len(indices), most)]
-    return lists

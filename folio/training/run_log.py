@@ -1,6 +1,7 @@
 """The log of a training run: on the console, in log.jsonl and in Weights & Biases."""
 
 import math
+import shlex
 import shutil
 import sys
 
@@ -11,7 +12,12 @@ from folio.cli.process import SIGPIPE
 from folio.cli.settings import names_affecting
 from folio.hardware.memory import peak_memory_gib
 from folio.training.evaluation import format_losses
-from folio.training.messages import print_end
+
+MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
+MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
+MIN_FALL_SHARE = 2 / 3  # of the training loss's fall in this half
+MAX_GAP_GROWTH_NATS = 0.1  # in this half, of the gap between the losses
+MANY_PASSES = 2  # over the training text
 
 
 class RunLog:
@@ -97,11 +103,25 @@ class RunLog:
     def end(self):
         """Prints the loss of the best model, advice, and how to use the model."""
         self.bar.close()
-        print_end(self.run, self.best_loss or self.run.progress.best_val_loss)
-
-    def count_step(self):
-        """Advances the progress bar. Called after each step."""
-        self._print(self.bar.update)
+        run, progress, settings = self.run, self.run.progress, self.settings
+        if progress.is_patience_exhausted(settings):
+            since = f"no improvement since step {progress.best_step}"
+            print(f"stopped at step {progress.step}: {since}")
+        elif progress.step < settings.max_iters:
+            print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
+        loss = self.best_loss or progress.best_val_loss
+        kept = "newest" if settings.always_save_checkpoint else "best"
+        best = f"best val loss {loss:.4f} at step {progress.best_step}"
+        print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+        if (peak := peak_memory_gib(run.machine.device)) is not None:
+            print(f"peak memory: {peak:.2f} GiB")
+        events = [event for event in run.run_dir.read_events() if event["event"] == "val"]
+        same = [event for event in events if event.get("val_windows") == progress.val_windows]
+        if advice := advice_on(same, settings, progress.tokens / len(run.dataset.train)):
+            text, changes = advice
+            flags = [f"--{name}={value}" for name, value in changes.items()]
+            print(f"{text}: {' '.join(flags)}" if flags else text)
+        print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
 
     def step(self, loss, grad_norm, lr):
         """Reports a step with the speed since the last report. Waits for the device."""
@@ -130,7 +150,8 @@ class RunLog:
             left_s = min(left_s, max(0, 60 * self.settings.minutes - self.run.timer.elapsed_s()))
         self.bar.total = steps + round(left_s / per_step)
         speed = f"{values['tokens_per_s']:,.0f} tokens/s, {tqdm.format_interval(left_s)} left"
-        self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
+        self.bar.set_description_str(f", loss {loss:.4f}, {speed}", refresh=False)
+        self._print(self.bar.update, steps - self.bar.n)
         if not self.on_terminal:
             speed = speed if mfu is None else f"mfu {100 * mfu:.2f}%, {speed}"
             self.say(f"iter {steps - 1}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
@@ -176,3 +197,36 @@ def start_wandb(settings, run_settings):
             config=run_settings,
             dir=settings.out_dir,
         )
+
+
+def advice_on(evaluations, settings, epochs):
+    """Returns what a log shows, and the settings that would improve the model, as a dict.
+
+    It is empty if the log does not decide. Returns None with fewer than 3 `evaluations`, their
+    events in the log, of which the first is before any training. That the validation loss falls at
+    the end says little, because a decaying learning rate always has this effect. If it falls as
+    the training loss does, the model still learns what holds for other texts, too. If the gap
+    between them grows in many `epochs`, it memorizes; whether more steps help is then open.
+    """
+    if len(evaluations) < 3:
+        return None
+    best, last = min(evaluations, key=lambda event: event["loss"]), evaluations[-1]
+    rise = last["loss"] - best["loss"]
+    if rise > MAX_LOSS_RISE_NATS and last["train_loss"] > best["train_loss"]:
+        text = f"both losses have risen since step {best['step']:,}; use a lower learning rate"
+        return text, {"learning_rate": settings.learning_rate / 2}
+    if rise > MAX_LOSS_RISE_NATS:
+        text = f"the validation loss has risen by {rise:.2f} since step {best['step']:,}"
+        dropout = round(min(settings.dropout + 0.1, 0.5), 3)
+        return f"{text} (overfitting); use more text or more dropout", {"dropout": dropout}
+    losses = f"training loss {last['train_loss']:.2f}, validation loss {last['loss']:.2f}"
+    text = f"{epochs:.2g} passes over the text, {losses}"
+    earlier = evaluations[len(evaluations) // 2]
+    train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
+    if fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
+        names = ("minutes", "max_iters", "lr_decay_iters")
+        changes = {name: 2 * getattr(settings, name) for name in names if getattr(settings, name)}
+        return f"{text}; longer training would help most", changes
+    if epochs >= MANY_PASSES and train_fall - fall > MAX_GAP_GROWTH_NATS:
+        text += " (memorization); more text would help most"
+    return text, {}

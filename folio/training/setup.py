@@ -1,7 +1,6 @@
 """Checks of a run's inputs: that settings, text, checkpoint and machine fit. They write nothing."""
 
 import dataclasses
-from functools import cache
 
 from folio.checkpoint.format import Checkpoint, empty_model
 from folio.checkpoint.run_dir import RunDir
@@ -13,7 +12,7 @@ from folio.distributed.world import World
 from folio.hardware.device import Machine, set_up_machine
 from folio.hardware.memory import memory_bytes
 from folio.pretrained.load import RESUME_NAMES, checkpoint_tokenizer, crop, load_initial
-from model import GPT, GPTConfig
+from model import GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
 MODEL_SETTINGS = {field.name for field in dataclasses.fields(GPTConfig)} - {"vocab_size", "dropout"}
@@ -112,20 +111,15 @@ def choose_machine(settings, config: GPTConfig, world: World) -> Machine:
 
     Raises UserError if the model or the work of a step does not fit the devices of the processes.
     """
-    device, step_flops = world.device or settings.device, graph_flops(config, settings, world)
+    shape = empty_model(config, "meta")  # without values
+    device, step_flops = world.device or settings.device, graph_flops(shape, settings, world)
     machine = set_up_machine(device, settings.dtype, settings.compile, step_flops)
     check_parallel(settings, machine, world)
-    check_memory(config, settings, world)
+    check_memory(shape, settings, world)
     return machine
 
 
-@cache
-def model_shape(config: GPTConfig) -> GPT:
-    """Returns a GPT without values, on the meta device, whose sizes can be counted."""
-    return empty_model(config, "meta")
-
-
-def graph_flops(config: GPTConfig, settings, world: World):
+def graph_flops(model, settings, world):
     """Returns the FLOPs of a step if it can be a CUDA graph, else None.
 
     It cannot be one with several processes (they communicate), several micro-batches (a run can
@@ -135,7 +129,7 @@ def graph_flops(config: GPTConfig, settings, world: World):
     is_single = settings.gradient_accumulation_steps == 1 and not world.is_launched
     if not is_single or settings.activation_checkpointing or settings.momentum_warmup_iters:
         return None
-    return model_shape(config).flops_per_token() * settings.tokens_per_step
+    return model.flops_per_token() * settings.tokens_per_step
 
 
 def check_parallel(settings, machine: Machine, world: World):
@@ -150,7 +144,7 @@ def check_parallel(settings, machine: Machine, world: World):
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 
 
-def check_memory(config: GPTConfig, settings, world: World):
+def check_memory(model, settings, world):
     """Raises UserError if weights, gradients and moments exceed the memory of one device.
 
     AdamW has two moments per parameter, Muon one. Activations are not counted.
@@ -160,7 +154,7 @@ def check_memory(config: GPTConfig, settings, world: World):
     if not available or settings.eval_only or is_sharded:
         return
     values = 3 if settings.optimizer == "muon" else 4
-    needed = 4 * values * model_shape(config).num_params()
+    needed = 4 * values * model.num_params()
     if needed > available:
         raise UserError(
             f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "

@@ -12,7 +12,7 @@ import tiny
 
 import train
 from folio.cli.errors import UserError
-from folio.training import messages, run_log, timer
+from folio.training import run_log, timer
 from folio.training.run import open_log
 
 
@@ -55,7 +55,6 @@ def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, cap
             clock.now += 1000  # the first evaluation
         for _ in range(3):
             clock.now += 4
-            log.count_step()
             if run.progress.step % 2 == 0:
                 log.step(2.5, float("inf"), lr=0.1)
             run.progress.add_step(32)
@@ -154,15 +153,15 @@ def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text
         for number, (train_loss, loss) in enumerate(zip(train_losses, val_losses, strict=True))
     ]
     settings = tiny.settings(dropout=0.2, max_iters=310, minutes=2)
-    line, advised_changes = messages.advice_on(evaluations, settings, epochs)
+    line, advised_changes = run_log.advice_on(evaluations, settings, epochs)
     assert re.search(text, line)
     assert advised_changes == changes
-    assert messages.advice_on(evaluations[:2], settings, epochs) is None
+    assert run_log.advice_on(evaluations[:2], settings, epochs) is None
 
 
 def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch, capsys):
     advise = Mock(return_value=("ADVICE", {"max_iters": 8, "minutes": 5}))
-    monkeypatch.setattr(messages, "advice_on", advise)
+    monkeypatch.setattr(run_log, "advice_on", advise)
     train.main(tiny.flags(max_iters=3))
     assert "\nADVICE: --max_iters=8 --minutes=5\n" in capsys.readouterr().out
     train.main(tiny.flags(max_iters=6, init_from="resume"))

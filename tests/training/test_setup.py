@@ -11,12 +11,12 @@ from model import GPTConfig
 
 
 def test_weights_gradients_and_moments_that_exceed_the_memory_are_refused(monkeypatch):
-    config = GPTConfig(vocab_size=65, **tiny.SHAPE)
-    count = empty_model(config).num_params()
+    model = empty_model(GPTConfig(vocab_size=65, **tiny.SHAPE), "meta")
+    count = model.num_params()
     monkeypatch.setattr(setup, "memory_bytes", lambda device: 16 * count)
-    setup.check_memory(config, tiny.settings(), SINGLE_PROCESS)
+    setup.check_memory(model, tiny.settings(), SINGLE_PROCESS)
     monkeypatch.setattr(setup, "memory_bytes", lambda device: 16 * count - 1)
-    setup.check_memory(config, tiny.settings(optimizer="muon"), SINGLE_PROCESS)  # one moment less
-    setup.check_memory(config, tiny.settings(eval_only=True), SINGLE_PROCESS)
+    setup.check_memory(model, tiny.settings(optimizer="muon"), SINGLE_PROCESS)  # one moment less
+    setup.check_memory(model, tiny.settings(eval_only=True), SINGLE_PROCESS)
     with pytest.raises(UserError, match="the model needs more than"):
-        setup.check_memory(config, tiny.settings(), SINGLE_PROCESS)
+        setup.check_memory(model, tiny.settings(), SINGLE_PROCESS)

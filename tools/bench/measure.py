@@ -40,7 +40,7 @@ def measure_alternately(commands, runs, measure):
 
     measure(command, number) returns the figures of a run, {figure: value}, {} if it failed.
     """
-    measured = {program: [] for program in commands}
+    measured: dict[str, list] = {program: [] for program in commands}
     for number in range(runs):
         for program, command in commands.items():
             figures = measure(command, number)
