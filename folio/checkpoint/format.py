@@ -21,9 +21,9 @@ from folio import __version__
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import (
     UserError,
+    as_user_error,
     cause_of,
     check_types,
-    foreign_errors,
     is_out_of_memory,
     os_errors,
 )
@@ -115,7 +115,7 @@ def save_checkpoint(path, checkpoint: Checkpoint):
         content[PROGRESS_KEYS.get(name, name)] = value
     with (
         write_atomically(path) as [file],
-        foreign_errors(f"cannot write {path}; is the disk full?", RuntimeError),
+        as_user_error(f"cannot write {path}; is the disk full?", RuntimeError),
     ):
         torch.save(content, file.name)  # an error of a file object would abort the process
 
@@ -195,7 +195,7 @@ def _parse(content, path):
 def _parse_progress(content, path):
     """Returns the Progress in a file. What nanoGPT's files lack follows from the step."""
     settings, values = content.get("config", {}), {}
-    with foreign_errors(f"{path}: the progress of the run is damaged", TypeError, ValueError):
+    with as_user_error(f"{path}: the progress of the run is damaged", TypeError, ValueError):
         step = int(content.get("iter_num", 0))
         evaluated = content.get("evaluated", step)  # nanoGPT saves after an evaluation
         names = ("evaluated_schedule_step", "evaluated_step", "best_step")
@@ -219,7 +219,7 @@ def _parse_config(args, weights, path):
     args.setdefault("bias", any(name.endswith(".bias") for name in weights))
     if EMBEDDING_WEIGHT in weights:
         args.setdefault("vocab_size", len(weights[EMBEDDING_WEIGHT]))
-    with foreign_errors(f"{path}: model_args", ArithmeticError, TypeError, ValueError):
+    with as_user_error(f"{path}: model_args", ArithmeticError, TypeError, ValueError):
         config = GPTConfig(**{name: value for name, value in args.items() if name in known})
         return match_head(config, weights)
 

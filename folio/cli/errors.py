@@ -84,7 +84,7 @@ def os_errors(verb, path):
 
 
 @contextmanager
-def foreign_errors(message, *types):
+def as_user_error(message, *types):
     """A context that turns errors of these types into UserErrors: 'MESSAGE (CAUSE)'."""
     try:
         yield

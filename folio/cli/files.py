@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from folio.cli.errors import UserError, foreign_errors, os_errors
+from folio.cli.errors import UserError, as_user_error, os_errors
 
 LOCK_FILE = ".lock"
 LFS_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
@@ -110,7 +110,7 @@ def read_text(name):
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     command = f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(name))} > NEW_FILE"
     refusal = f"{source} is not UTF-8 text; if it is WINDOWS-1252: {command}"
-    with foreign_errors(refusal, UnicodeDecodeError):
+    with as_user_error(refusal, UnicodeDecodeError):
         return unify_line_ends(raw.decode().removeprefix("\ufeff"))
 
 

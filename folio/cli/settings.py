@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType
 
 from folio import __version__
-from folio.cli.errors import UserError, foreign_errors, script_name, suggest
+from folio.cli.errors import UserError, as_user_error, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 LITERALS = {bool: [True, False], NoneType: [None]}  # the values of these types
@@ -202,7 +202,7 @@ def check_value(field, value, label):
         value = float(value)
     if not (type(value) in options or repr(value) in map(repr, options)):  # 1 == True
         raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
-    with foreign_errors(f"{label} is not UTF-8 text", UnicodeEncodeError):
+    with as_user_error(f"{label} is not UTF-8 text", UnicodeEncodeError):
         str(value).encode()  # fails for bytes of a command line in another encoding
     bounds = field.metadata["bounds"]
     if bounds and value is not None and not _is_within(value, bounds):

@@ -8,7 +8,7 @@ import re
 import sys
 from functools import cache
 
-from folio.cli.errors import foreign_errors, import_optional
+from folio.cli.errors import as_user_error, import_optional
 
 MIN_PIECE_CHARACTERS, MAX_PIECE_CHARACTERS = 2**16, 2**17
 # After a match, a text can be cut without a change of its tokens: a line end between two characters
@@ -96,7 +96,7 @@ def define_characters(characters):
 def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
     library = import_optional("tokenizers", "a BPE tokenizer")
-    with foreign_errors("the BPE tokenizer cannot be used", Exception):  # JSON may hold anything
+    with as_user_error("the BPE tokenizer cannot be used", Exception):  # JSON may hold anything
         fields = json.loads(definition)
         for name in ("normalizer", "pre_tokenizer", "decoder"):
             kind = (fields.get(name) or {}).get("type")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from folio.cli.errors import UserError, check_types, foreign_errors, os_errors, suggest
+from folio.cli.errors import UserError, as_user_error, check_types, os_errors, suggest
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, Tokenizer, from_dict
 
 FORMAT = 1
@@ -139,7 +139,7 @@ def _read_meta(folder):
     table = _parse(path, lambda raw: _PlainUnpickler(io.BytesIO(raw)).load())
     check_types(table, {"vocab_size": int}, path)
     itos, size = table.get("itos"), table["vocab_size"]
-    with foreign_errors(f"{path} cannot be used: itos", LookupError, TypeError):
+    with as_user_error(f"{path} cannot be used: itos", LookupError, TypeError):
         tokens = [itos[i] if itos else "" for i in range(size)]
     if not all(isinstance(token, str) for token in tokens) or not any(tokens):
         tokens = [f"{i} " for i in range(size)]  # texts of this dataset are lists of ids
@@ -151,7 +151,7 @@ def _parse(path, parse):
     """Returns parse(content of a file). Raises UserError if that is not possible."""
     with os_errors("read", path):
         raw = path.read_bytes()
-    with foreign_errors(f"{path} cannot be used", Exception):  # the content may be anything
+    with as_user_error(f"{path} cannot be used", Exception):  # the content may be anything
         return parse(raw)
 
 

@@ -11,7 +11,7 @@ import re
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from folio.cli.errors import UserError, foreign_errors, import_optional
+from folio.cli.errors import UserError, as_user_error, import_optional
 from folio.cli.files import lock_folder, write_atomically
 from folio.data.dataset import DATA_FOLDER
 from folio.data.sources import TABLE_SUFFIXES, Source
@@ -50,7 +50,7 @@ def load_shakespeare():
         f"cannot download tiny Shakespeare: put {SHAKESPEARE_URL} at {path}, or use your own text "
         "with --input=FILE --dataset=NAME, or --dataset=pydocs"
     )
-    with foreign_errors(refusal, OSError):  # the type of all errors of requests
+    with as_user_error(refusal, OSError):  # the type of all errors of requests
         response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
         response.raise_for_status()
         if hashlib.sha256(response.content).hexdigest() != SHAKESPEARE_SHA256:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
 
-from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
+from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
 from folio.cli.files import check_lfs, unify_line_ends
 from folio.data.bpe import find_last_cut
 from folio.data.encoding import explain_encoding
@@ -73,7 +73,7 @@ class Source:
     def errors(self):
         """A context that turns errors of reading the file into UserErrors."""
         try:
-            damage = foreign_errors(f"{self.name} is damaged", EOFError, zlib.error)
+            damage = as_user_error(f"{self.name} is damaged", EOFError, zlib.error)
             with os_errors("read", self.name), damage:
                 yield
         except UnicodeDecodeError as error:
@@ -208,7 +208,7 @@ def _read_arrow(source):
     from pyarrow import parquet
 
     types = (pyarrow.ArrowException, UnicodeDecodeError)
-    with foreign_errors(f"{source.name} cannot be read", *types), open(source.path, "rb") as file:
+    with as_user_error(f"{source.name} cannot be read", *types), open(source.path, "rb") as file:
         if source.suffix == ".parquet":
             table = parquet.ParquetFile(file)
             has_columns = set(source.columns) <= set(table.schema_arrow.names)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from folio.cli.errors import UserError, foreign_errors
+from folio.cli.errors import UserError, as_user_error
 from folio.data import bpe
 
 UNICODE_CODE_POINTS = 0x110000
@@ -213,7 +213,7 @@ class BPETokenizer(Tokenizer):
         """`definition` is the content of a tokenizer.json. Raises UserError if it is invalid."""
         self.definition, self.end_text = definition, end_text
         self._encoder = bpe.load_encoder(definition)
-        with foreign_errors("the BPE tokenizer is damaged", KeyError, ValueError):
+        with as_user_error("the BPE tokenizer is damaged", KeyError, ValueError):
             self._token_bytes, added_ids = bpe.read_vocabulary(self._encoder)
         self.vocab_size, self.end = len(self._token_bytes), added_ids.get(end_text)
 
@@ -254,7 +254,7 @@ class GPT2Tokenizer(Tokenizer):
             "tiktoken cannot download GPT-2's vocabulary: connect to the network once, or set "
             "TIKTOKEN_CACHE_DIR to a folder that contains its files"
         )
-        with foreign_errors(refusal, OSError, ValueError):  # a ValueError: other content
+        with as_user_error(refusal, OSError, ValueError):  # a ValueError: other content
             return tiktoken.get_encoding("gpt2")
 
     def to_definition(self):
@@ -279,7 +279,7 @@ class GPT2Tokenizer(Tokenizer):
 def from_dict(data) -> Tokenizer:
     """Returns the tokenizer that `to_dict` described. Raises UserError for invalid data."""
     refusal = f"the tokenizer is damaged or unknown; known kinds: {', '.join(TOKENIZERS)}"
-    with foreign_errors(refusal, AttributeError, KeyError, TypeError, ValueError):
+    with as_user_error(refusal, AttributeError, KeyError, TypeError, ValueError):
         parameters = dict(data)
         return TOKENIZERS[parameters.pop("kind")](**parameters)
 

@@ -22,7 +22,7 @@ from folio.checkpoint.format import (
     build_model,
     match_head,
 )
-from folio.cli.errors import UserError, foreign_errors, import_optional, os_errors
+from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
 from folio.cli.files import check_lfs, read_text, write_atomically
 from folio.data.tokenizer import Tokenizer
 from folio.pretrained.tokenizer_files import TOKENIZER_FILE, make_tokenizer_files, read_tokenizer
@@ -89,7 +89,7 @@ def read_pretrained(folder) -> Checkpoint:
 def _read_config(path):
     """Returns the GPTConfig in a config.json, and whether the model is of type gpt2."""
     content_errors = ArithmeticError, AttributeError, KeyError, TypeError, ValueError
-    with foreign_errors(f"{path} describes no supported model", *content_errors):
+    with as_user_error(f"{path} describes no supported model", *content_errors):
         values = json.loads(read_text(path))
         kind, names = values.get("model_type"), {name: name for name in asdict(GPTConfig())}
         if kind == "gpt2":
@@ -132,7 +132,7 @@ def _read_tensors(path):
     library = import_optional("safetensors", path)
     from safetensors.torch import load_file
 
-    with foreign_errors(f"cannot read {path}", OSError, library.SafetensorError):
+    with as_user_error(f"cannot read {path}", OSError, library.SafetensorError):
         return load_file(path)
 
 

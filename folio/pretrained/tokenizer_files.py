@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 
-from folio.cli.errors import UserError, foreign_errors
+from folio.cli.errors import UserError, as_user_error
 from folio.cli.files import read_text
 from folio.data.bpe import load_encoder
 from folio.data.tokenizer import (
@@ -73,7 +73,7 @@ def _end_text(folder):
     path = folder / CONFIG_FILE
     if not path.is_file():
         return END_OF_TEXT
-    with foreign_errors(f"{path.name} cannot be read", AttributeError, ValueError):
+    with as_user_error(f"{path.name} cannot be read", AttributeError, ValueError):
         token = json.loads(read_text(path)).get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else END_OF_TEXT

@@ -7,7 +7,7 @@ import sys
 
 from tqdm import tqdm
 
-from folio.cli.errors import foreign_errors, import_optional
+from folio.cli.errors import as_user_error, import_optional
 from folio.cli.process import SIGPIPE
 from folio.cli.settings import names_affecting
 from folio.hardware.memory import peak_memory_gib
@@ -190,7 +190,7 @@ def start_wandb(settings, run_settings):
     Raises UserError if it cannot start.
     """
     wandb = import_optional("wandb", "wandb_log")
-    with foreign_errors("wandb_log cannot start; set it to False", Exception):
+    with as_user_error("wandb_log cannot start; set it to False", Exception):
         return wandb.init(
             project=settings.wandb_project,
             name=settings.wandb_run_name,

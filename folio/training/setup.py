@@ -4,7 +4,7 @@ import dataclasses
 
 from folio.checkpoint.format import Checkpoint, empty_model
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.errors import UserError, foreign_errors
+from folio.cli.errors import UserError, as_user_error
 from folio.cli.settings import changed_settings
 from folio.data.dataset import Dataset
 from folio.data.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def model_config(settings, tokenizer: Tokenizer, checkpoint=None) -> GPTConfig:
     vocab_size = tokenizer.padded_vocab_size
     if checkpoint and tokenizer.fits(checkpoint.config.vocab_size):
         vocab_size = checkpoint.config.vocab_size
-    with foreign_errors("the settings do not describe a valid model", ValueError):
+    with as_user_error("the settings do not describe a valid model", ValueError):
         return GPTConfig(vocab_size=vocab_size, **{name: getattr(settings, name) for name in names})
 
 
