@@ -129,7 +129,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from folio.data.dataset import load_dataset
-from folio.distributed.world import World, process_group, replicate, set_gradient_sync, shard_model
+from folio.distributed.world import process_group, replicate, set_gradient_sync, shard_model
 from folio.hardware.device import resolve_device
 from folio.hardware.optimize import CudaGraph, optimize_for_training
 from folio.inference.completion import sample_text
@@ -152,7 +152,7 @@ def main(argv=None):
         del run  # freeing DDP after its process group can wait forever
 
 
-def make_run(settings, world: World) -> Run:
+def make_run(settings, world) -> Run:
     """Returns the Run that the settings describe. Reads files, but writes none.
 
     Raises UserError, in all processes, if settings, text, checkpoint and machine do not fit.
