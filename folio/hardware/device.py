@@ -20,7 +20,7 @@ DTYPES = {  # of activations
     "float16": torch.float16,
     "int8": torch.bfloat16,  # sample.py: weights of linear layers are int8
 }
-MIN_CORES_SHARE = 0.8  # of the time in which threads can run, the time that they have a core
+MIN_CORES_SHARE = 0.8  # of the runnable time of threads, in which they got a core
 CORES_CHECK_INTERVAL_S = 3
 CORES_RETRY_S = 30, 600  # before more threads are tried: at first, and at most; it doubles
 MAX_GRAPH_S = 2e-3  # of a step at peak speed; real steps take at least twice as long
