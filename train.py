@@ -203,10 +203,10 @@ def make_run(settings, world) -> Run:
         with world.share_errors():
             load_optimizers(optimizers, scaler, resumed)
 
-    # loss_fn(x, y, temperature) is the model, whose forward pass returns the loss, or wraps it.
+    # loss_fn(x, y, temperature) is the model, or wraps it; its forward pass returns the loss.
     with world.share_errors():
         loss_fn = add_teachers(model, settings, dataset.tokenizer)
-    # In place. The compiler runs now, with the first batch, and not in the first step.
+    # Changes it in place. The compiler runs here, on the first batch, and not in the first step.
     x, y = dataset.train.batch(settings.seed, 0, settings.batch_size, settings.block_size)
     batch = x, y, settings.train_temperature
     optimize_for_training(loss_fn, batch, machine, world, settings.activation_checkpointing)
@@ -246,6 +246,7 @@ def train(run: Run):
 
             loss, grad_norm = train_step(run, step, lr)
             if loss is not None:  # no stop signal between two micro-batches
+                log.count_step()
                 if step % settings.log_interval == 0:
                     loss, grad_norm = float(loss), float(grad_norm)  # waits for the device
                     run.check_step(loss, grad_norm)

@@ -97,8 +97,14 @@ def combine_values(argv):
     The setting that is named last varies fastest. Equal combinations count once. Raises UserError
     like load_settings, or if no setting of train.py has several values.
     """
-    names, choices = [], []
-    for argument in argv:
+    names, choices, remaining = [], [], list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--"):
+            choices.append([argument])
+            continue
+        if "=" not in argument and "," in "".join(remaining[:1]):
+            argument += "=" + remaining.pop(0)  # --seed 1,2
         name, equals, text = argument.removeprefix("--").partition("=")
         if name == "out_dir":  # presets may set it
             raise UserError(
@@ -125,9 +131,9 @@ def combine_values(argv):
 
 
 def has_finished(folder, settings, fingerprint):
-    """Returns whether an earlier sweep has trained a run to its end.
+    """Returns whether an earlier sweep has trained a run to its end, and evaluated it.
 
-    Raises UserError if the folder contains a run with other settings or another dataset.
+    Raises UserError if the folder contains a run with other settings or a different dataset.
     """
     earlier = RunDir(folder).load_newest(required=False, optimizers=False)
     if not earlier:
@@ -135,14 +141,17 @@ def has_finished(folder, settings, fingerprint):
     names = names_affecting(TrainConfig, "results") & earlier.settings.keys()
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
-    refusal = f"{folder} contains another run; choose another --sweep_dir:"
+    refusal = f"{folder} contains a different run; choose a different --sweep_dir:"
     for name in sorted(names):
         old, new = earlier.settings[name], getattr(settings, name)
         if new not in (old, "auto"):
             raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")
     if earlier.data != fingerprint:
         raise UserError(f"{refusal} the content of dataset {settings.dataset} has changed")
-    return earlier.progress.is_finished(settings)
+    has_evaluated = not settings.has_final_evaluation
+    for event in RunDir(folder).read_events()[-1:]:
+        has_evaluated = has_evaluated or event["event"] == "final"
+    return earlier.progress.is_finished(settings) and has_evaluated
 
 
 # Workers, which are processes of train.py

@@ -93,7 +93,7 @@ def lock_folder(folder, timeout_s=0):
             lock = FileLock(folder / LOCK_FILE).acquire(timeout=timeout_s)
         except Timeout:
             raise UserError(
-                f"another process is writing to {folder}: wait for it, or choose another folder"
+                f"another process is writing to {folder}: wait for it, or choose a different folder"
             ) from None
     with lock:
         yield

@@ -8,7 +8,7 @@ import re
 import sys
 from functools import cache
 
-from folio.cli.errors import as_user_error, import_optional
+from folio.cli.errors import as_user_error, check_types, import_optional
 
 MIN_PIECE_CHARACTERS, MAX_PIECE_CHARACTERS = 2**16, 2**17
 # After a match, a text can be cut without a change of its tokens: a line end between two characters
@@ -97,8 +97,9 @@ def load_encoder(definition):
     """Returns the library's tokenizer. Raises UserError if the definition is invalid."""
     library = import_optional("tokenizers", "a BPE tokenizer")
     with as_user_error("the BPE tokenizer cannot be used", Exception):  # JSON may hold anything
-        fields = json.loads(definition)
-        for name in ("normalizer", "pre_tokenizer", "decoder"):
+        fields, parts = json.loads(definition), ("normalizer", "pre_tokenizer", "decoder")
+        check_types(fields, {"model": dict, **dict.fromkeys(parts, dict | None)}, "its content")
+        for name in parts:
             kind = (fields.get(name) or {}).get("type")
             if kind not in (None, "ByteLevel", "Fuse"):  # can crash or take exponential time
                 raise ValueError(f"{name} {kind} is not supported")

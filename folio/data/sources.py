@@ -282,8 +282,9 @@ def _select_sources(sources):
     names = [source.path.name for source in sources if source not in kept]
     if names:
         more = ", …" if len(names) > 3 else ""
+        noun = "file" if len(names) == 1 else "files"
         kinds = "(binary, or documentation of tables)"
-        print(f"left out {len(names):,} files {kinds}: {', '.join(names[:3])}{more}")
+        print(f"left out {len(names):,} {noun} {kinds}: {', '.join(names[:3])}{more}")
     return selected
 
 

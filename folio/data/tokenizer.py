@@ -17,6 +17,10 @@ END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
 DEFAULT_BPE_VOCAB_SIZE = 2048
 GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+GPT2_REFUSAL = (
+    "tiktoken cannot download GPT-2's vocabulary: connect to the network once, or set "
+    "TIKTOKEN_CACHE_DIR to a folder that contains its files"
+)
 TOKENIZERS: dict[str, type["Tokenizer"]] = {}  # by kind
 
 
@@ -250,17 +254,14 @@ class GPT2Tokenizer(Tokenizer):
     def _encoding(self):
         import tiktoken  # imported here because the other tokenizers do not need it
 
-        refusal = (
-            "tiktoken cannot download GPT-2's vocabulary: connect to the network once, or set "
-            "TIKTOKEN_CACHE_DIR to a folder that contains its files"
-        )
-        with as_user_error(refusal, OSError, ValueError):  # a ValueError: other content
+        with as_user_error(GPT2_REFUSAL, OSError, ValueError):  # a ValueError: other content
             return tiktoken.get_encoding("gpt2")
 
     def to_definition(self):
         from tiktoken.load import read_file_cached  # imported here because it is slow
 
-        lines = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # without the version
+        with as_user_error(GPT2_REFUSAL, OSError, ValueError):
+            lines = read_file_cached(GPT2_MERGES_URL).decode().splitlines()[1:]  # 0: the version
         merges = [tuple(line.split(" ")) for line in lines]
         tokens = list(map(self.token_bytes, range(self.vocab_size)))
         return bpe.define_merges(tokens, merges, END_OF_TEXT)

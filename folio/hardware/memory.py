@@ -1,4 +1,4 @@
-"""Device memory: how much there is."""
+"""Device memory: how much there is, how much a run has used, and what fits into it."""
 
 import math
 import os
@@ -10,9 +10,6 @@ import torch
 from folio.hardware.device import device_type
 
 CONTAINER_LIMITS = "/sys/fs/cgroup"
-
-
-# Available memory
 
 
 def memory_bytes(device):

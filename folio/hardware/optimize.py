@@ -1,4 +1,4 @@
-"""Makes a finished GPT faster or smaller, in place: for training, and for inference.
+"""Makes a GPT faster or smaller, in place: for training, and for inference.
 
 Results do not change, except by rounding. Parameters keep their names and values.
 """

@@ -92,12 +92,13 @@ def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=Non
         ids = sample_next(logits, uniform, params, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
+    fast_step = None
     for uniform in islice(uniforms(seeds, device), params.max_new_tokens):
         context.prefill()  # in the first step, and when contexts have dropped tokens
         tail, position = context.newest()
-        if accelerate:  # before the first step
-            step, accelerate = accelerate(step, tail, position, uniform), None
-        ids, logprobs = step(tail, position, uniform)
+        if accelerate and not fast_step:
+            fast_step = accelerate(step, tail, position, uniform)
+        ids, logprobs = (fast_step or step)(tail, position, uniform)
         yield ids, logprobs
         if present is not None:
             present.scatter_(1, ids[:, None], True)

@@ -1,7 +1,7 @@
 """Evaluations of a run: when they are due, over which windows, what they cost and return.
 
-The windows are fixed, so that the losses of a run can be compared. Without eval_iters, these shares
-decide how much text an evaluation covers, and how much time it takes:
+The windows are fixed, so that the losses of a run can be compared. The constants below decide how
+much text an evaluation covers, unless eval_iters does, and how much time evaluations may take.
 """
 
 import math
@@ -9,10 +9,10 @@ import math
 import numpy as np
 import torch
 
-# Batches per batch that is trained on until the next evaluation; finally, per batch of the run.
+# Batches of an evaluation, as a share of the training batches between two evaluations.
 TRAIN_SHARE = 1 / 20
 VAL_SHARE = 1 / 10
-FINAL_VAL_SHARE = 1 / 5
+FINAL_VAL_SHARE = 1 / 5  # as a share of all training batches of the run
 
 # Time. A forward pass takes a third of the time of a training step, so that evaluations take 5% of
 # the time of training, and the final one at most 7% more.
@@ -113,7 +113,7 @@ def count_windows(run, split, final=False):
         interval = settings.eval_interval * settings.gradient_accumulation_steps
         batches = interval * (VAL_SHARE if split == "val" else TRAIN_SHARE)
         if final and split == "val":
-            steps = run.progress.step or settings.max_iters  # before any step: with eval_only
+            steps = settings.max_iters if settings.eval_only else run.progress.step
             trained = steps * settings.gradient_accumulation_steps
             batches = max(batches, trained * FINAL_VAL_SHARE)
     whole = (len(getattr(run.dataset, split)) - 1) // settings.block_size

@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
                     self._update(pairs[start : start + most], lr)
 
     def _update(self, pairs, lr):
-        """Updates parameters with their directions, which orthogonalize_together allows."""
+        """Updates (parameter, direction) pairs, whose matrices must have one part_shape."""
         matrices = [full_tensor(direction.to(self.dtype)) for _, direction in pairs]
         updates = orthogonalize_together(matrices, self.world)
         for (parameter, _), update in zip(pairs, updates, strict=True):

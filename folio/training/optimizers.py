@@ -75,6 +75,8 @@ def load_optimizers(optimizers, scaler, checkpoint: Checkpoint):
     Other hyperparameters are kept. Raises UserError if the state belongs to other optimizers or
     parameters.
     """
+    if not checkpoint.optimizers:
+        raise UserError(f"{checkpoint.path} has no optimizer state to resume from")
     refusal = f"cannot resume from {checkpoint.path}, whose optimizer state does not fit"
     check_types(checkpoint.optimizers, dict.fromkeys(optimizers, dict), refusal)
     for name, optimizer in optimizers.items():
@@ -88,8 +90,11 @@ def _restore(optimizer, saved, names, refusal):
     """Loads a state_dict of full tensors, which has `names` for each parameter."""
     check_types(saved, {"state": dict, "param_groups": list}, refusal)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    has_groups = len(saved["param_groups"]) == len(optimizer.param_groups)
+    if len(saved["state"]) not in (0, len(parameters)) or not has_groups:  # 0: before a step
+        raise UserError(f"{refusal}: it belongs to other parameters")
     state = {}
-    for number, parameter in enumerate(parameters if saved["state"] else ()):  # after a step
+    for number, parameter in enumerate(parameters if saved["state"] else ()):
         tensors = saved["state"].get(number)
         check_types(tensors, dict.fromkeys(names, torch.Tensor), refusal)
         state[number] = dict(tensors)
@@ -98,6 +103,6 @@ def _restore(optimizer, saved, names, refusal):
                 raise UserError(f"{refusal}: it belongs to parameters of other shapes")
             state[number][name] = shard_like(parameter, tensors[name])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         check_types(saved_group, {"lr": int | float | torch.Tensor}, refusal)
         group["lr"].fill_(saved_group["lr"])  # in case the state is saved before the next step

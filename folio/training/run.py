@@ -48,16 +48,20 @@ class Run:
         self.graph = None  # a CudaGraph of update_weights, which train_step makes
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
         if self.resumed:
-            self._adjust_progress(self.resumed.settings)
+            self._reopen_schedule(self.resumed.settings.get("minutes"))
+            if not self.settings.always_save_checkpoint and self.progress.best_step >= 0:
+                self._check_best()
 
-    def _adjust_progress(self, saved):
-        """Fits the progress to more minutes than in the saved settings, and to the best model."""
-        settings, progress = self.settings, self.progress
-        if (settings.minutes or math.inf) > (saved.get("minutes") or math.inf):
+    def _reopen_schedule(self, earlier_minutes):
+        """With more minutes, the evaluation at their former end becomes one in between."""
+        progress = self.progress
+        if (self.settings.minutes or math.inf) > (earlier_minutes or math.inf):
             earlier = progress.evaluated_schedule_step
             progress.evaluated_schedule_step = min(earlier, self.schedule_step())
-        if settings.always_save_checkpoint or progress.best_step < 0:
-            return
+
+    def _check_best(self):
+        """Begins the search for the best model again if that of a resumed run is lost."""
+        progress = self.progress
         try:
             self._load_best()
         except UserError as error:

@@ -7,7 +7,7 @@ import sys
 
 from tqdm import tqdm
 
-from folio.cli.errors import as_user_error, import_optional
+from folio.cli.errors import as_user_error
 from folio.cli.process import SIGPIPE
 from folio.cli.settings import names_affecting
 from folio.hardware.memory import peak_memory_gib
@@ -31,7 +31,7 @@ class RunLog:
 
     def __init__(self, run):
         self.run, self.settings = run, run.settings
-        self.best_loss = None  # of the final evaluation
+        self.final_loss = None  # of the final evaluation
         self.tokens_per_step = run.settings.tokens_per_step
         self.flops_per_token = run.model.flops_per_token()
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
@@ -69,7 +69,8 @@ class RunLog:
         if run.resumed:
             self._report_changes(run.resumed)
         if run.progress.is_finished(settings):
-            self.say(f"finished at step {run.progress.step}; to continue, increase {self._limit()}")
+            advice = f"to train longer, increase {self._limit()}"
+            self.say(f"finished at step {run.progress.step}; {advice}")
 
     def _report_changes(self, resumed):
         """Reports the settings that differ from those of the resumed Checkpoint."""
@@ -96,7 +97,7 @@ class RunLog:
         self.say(format_losses(self.run.progress.step, losses))
 
     def final_evaluation(self, losses):
-        progress, self.best_loss = self.run.progress, losses["loss"]
+        progress, self.final_loss = self.run.progress, losses["loss"]
         self._log("final", tokens=progress.tokens, **losses)
         self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
 
@@ -109,7 +110,7 @@ class RunLog:
             print(f"stopped at step {progress.step}: {since}")
         elif progress.step < settings.max_iters:
             print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
-        loss = self.best_loss or progress.best_val_loss
+        loss = progress.best_val_loss if self.final_loss is None else self.final_loss
         kept = "newest" if settings.always_save_checkpoint else "best"
         best = f"best val loss {loss:.4f} at step {progress.best_step}"
         print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
@@ -122,6 +123,10 @@ class RunLog:
             flags = [f"--{name}={value}" for name, value in changes.items()]
             print(f"{text}: {' '.join(flags)}" if flags else text)
         print(f"generate text: python sample.py --out_dir={shlex.quote(settings.out_dir)}")
+
+    def count_step(self):
+        """Advances the progress bar. Called after each step."""
+        self._print(self.bar.update)
 
     def step(self, loss, grad_norm, lr):
         """Reports a step with the speed since the last report. Waits for the device."""
@@ -150,8 +155,7 @@ class RunLog:
             left_s = min(left_s, max(0, 60 * self.settings.minutes - self.run.timer.elapsed_s()))
         self.bar.total = steps + round(left_s / per_step)
         speed = f"{values['tokens_per_s']:,.0f} tokens/s, {tqdm.format_interval(left_s)} left"
-        self.bar.set_description_str(f", loss {loss:.4f}, {speed}", refresh=False)
-        self._print(self.bar.update, steps - self.bar.n)
+        self._print(self.bar.set_description_str, f", loss {loss:.4f}, {speed}", refresh=False)
         if not self.on_terminal:
             speed = speed if mfu is None else f"mfu {100 * mfu:.2f}%, {speed}"
             self.say(f"iter {steps - 1}: loss {loss:.4f}, time {1000 * seconds:.2f}ms, {speed}")
@@ -189,8 +193,10 @@ def start_wandb(settings, run_settings):
 
     Raises UserError if it cannot start.
     """
-    wandb = import_optional("wandb", "wandb_log")
-    with as_user_error("wandb_log cannot start; set it to False", Exception):
+    advice = "run pip install wandb, or set wandb_log=False"
+    with as_user_error(f"wandb_log cannot start: {advice}", Exception):  # it can raise anything
+        import wandb
+
         return wandb.init(
             project=settings.wandb_project,
             name=settings.wandb_run_name,

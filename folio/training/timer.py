@@ -52,6 +52,6 @@ class Timer:
         return per_step
 
     def wall_step_s(self):
-        """Called at the end of a step. Returns the mean time of a step and its share of pauses."""
+        """Called at the end of a step. Returns the mean time of steps, with their pauses."""
         steps = self.progress.step + 1 - self.first_step
         return (time.monotonic() - self.started_at) / steps

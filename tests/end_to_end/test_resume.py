@@ -125,7 +125,7 @@ def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
         train.main([*flags, "--init_from=resume"])
         assert tiny.differences("out", "out-whole") == []
         assert tiny.log_events()[-1]["event"] == "final"
-        assert "finished at step 6; to continue, increase --max_it" in capsys.readouterr().out
+        assert "finished at step 6; to train longer, increase --max_" in capsys.readouterr().out
 
 
 def test_a_run_that_has_kept_the_newest_model_can_keep_the_best_from_now_on(verse, monkeypatch):

@@ -97,7 +97,7 @@ def test_patience_ends_a_run_and_ckpt_is_the_best_state(verse, monkeypatch, caps
     assert f"done; best val loss 2.0000 at step 3; the {kept} model is in out/ckpt.pt" in lines
     assert lines[-1] == "generate text: python sample.py --out_dir=out"
     train.main([*flags, "--max_iters=30"])
-    assert "finished at step 9; to continue, increase --patience\n" in capsys.readouterr().out
+    assert "finished at step 9; to train longer, increase --patience\n" in capsys.readouterr().out
 
 
 def test_samples_at_intervals_and_the_end_do_not_change_training(verse, capsys):

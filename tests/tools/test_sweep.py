@@ -50,7 +50,7 @@ def combine(*argv):
         ),
         (["--seed=5,6,7", "a.py"], "seed=3"),
         (["a.py", "--seed=5,6"], "seed=5 seed=6"),
-        (["--patience=None,3"], "patience=None patience=3"),
+        (["--patience", "None,3"], "patience=None patience=3"),
         (["--dropout=0.1,0.10,0.2"], "dropout=0.1 dropout=0.2"),
         (["--dataset=a b,a/b"], "dataset=a%20b dataset=a%2Fb"),
     ],

@@ -1,4 +1,4 @@
-"""The state of a run: its clock, by --minutes or by steps, and what it saves."""
+"""The state of a run: its schedule, by --minutes or by steps, and what it saves."""
 
 import re
 import time
