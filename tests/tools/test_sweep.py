@@ -160,6 +160,14 @@ def test_runs_are_compared_and_only_failed_ones_repeated(verse, capsys):
         sweep.main([*argv, "--n_layer=3,4"])
 
 
+def test_a_run_without_its_final_evaluation_has_not_finished(verse):
+    train.main(tiny.flags(eval_iters=None))
+    log, settings = Path("out/log.jsonl"), tiny.settings(eval_iters=None)
+    assert sweep.has_finished("out", settings, verse.fingerprint)
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # as after Ctrl-C in it
+    assert not sweep.has_finished("out", settings, verse.fingerprint)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(2)")
 def test_the_runs_of_a_killed_sweep_end(verse):
