@@ -123,8 +123,10 @@ class Run:
     # Saving
 
     def settings_used(self):
-        """Returns the settings as a dict, with the values that the machine has chosen."""
+        """Returns the settings as a dict, with the values that were used for them."""
         chosen = {"dtype": self.machine.dtype, "compile": self.machine.compile}
+        if not self.world.is_launched:  # with one process, there is nothing to divide
+            chosen["parallel"] = "ddp"
         return dataclasses.asdict(self.settings) | chosen
 
     def is_save_due(self):
