@@ -1,10 +1,10 @@
 """The format of a checkpoint file, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
-format, version (folio's, for a person who reads the file), muon, scaler, tokenizer, data,
-log_bytes, and the rest of Progress.
-`optimizer` is AdamW's state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they
-have their default values, so that nanoGPT can read folio's checkpoints of such models.
+format, version, muon, scaler, tokenizer, data, log_bytes, and the rest of Progress.
+`version` is the version of folio that wrote the file, and is not read. `optimizer` is AdamW's
+state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they have their default
+values, so that nanoGPT can read folio's checkpoints of such models.
 """
 
 import dataclasses

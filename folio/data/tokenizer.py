@@ -4,6 +4,7 @@ Each is stored as plain data (`to_dict`, `from_dict`) in a dataset's meta.json a
 """
 
 import codecs
+from abc import ABC, abstractmethod
 from collections import Counter
 from functools import cached_property
 
@@ -24,16 +25,16 @@ GPT2_REFUSAL = (
 TOKENIZERS: dict[str, type["Tokenizer"]] = {}  # by kind
 
 
-class Tokenizer:
-    """Base class of the tokenizers. A subclass is a new kind, which prepare.py --tokenizer offers.
+class Tokenizer(ABC):
+    """Base class of the tokenizers. Each subclass is a kind, and is registered in TOKENIZERS.
 
-    It defines `kind`, `vocab_size`, `encode` and `token_bytes`. If its constructor has parameters,
-    it also defines `from_texts` and `to_dict`. The other members have defaults.
+    A subclass defines `kind`, `vocab_size`, `encode` and `token_bytes`. If its constructor has
+    parameters, it also defines `from_texts` and `to_dict`. The other members have defaults.
 
     kind: its name in settings and files.
     vocab_size: number of token ids.
     padded_vocab_size: rows of a new model's embedding.
-    end: id of the end-of-text token, or None. That of the class: of a tokenizer made from texts.
+    end: id of the end-of-text token, or None. The class has that of the tokenizers of from_texts.
     end_text: its text.
     start: default prompt.
     """
@@ -66,17 +67,17 @@ class Tokenizer:
         """
         raise UserError(f"a tokenizer of kind {self.kind} cannot be written as tokenizer.json")
 
+    @abstractmethod
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,) of type `dtype`.
 
         The text of a special token is ordinary text, or that token if `allow_special`. Raises
         UserError if the vocabulary lacks a part of the text.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def token_bytes(self, token):
         """Returns the bytes of a token, which can be an incomplete character."""
-        raise NotImplementedError
 
     @property
     def padded_vocab_size(self):

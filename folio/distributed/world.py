@@ -230,7 +230,7 @@ def full_tensor(tensor):
 
 
 def shard_like(parameter, full):
-    """Returns a full tensor, which all processes have, as a DTensor that is sharded like another.
+    """Returns a full tensor, which all processes have, sharded like a parameter.
 
     Returns `full` itself if the parameter is not sharded.
     """

@@ -17,7 +17,7 @@ FINAL_VAL_SHARE = 1 / 5  # as a share of all training batches of the run
 # Time. A forward pass takes a third of the time of a training step, so that evaluations take 5% of
 # the time of training, and the final one at most 7% more.
 FORWARD_SHARE = 1 / 3
-MAX_TIME_SHARE = 1 / 10  # with --minutes: evaluations are left out that would take more
+MAX_TIME_SHARE = 1 / 10  # with --minutes: evaluations that would take more are left out
 MAX_ENDING_SHARE = 1 / 4  # of --minutes, for the evaluations at the end
 
 

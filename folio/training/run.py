@@ -53,7 +53,7 @@ class Run:
                 self._check_best()
 
     def _reopen_schedule(self, earlier_minutes):
-        """With more minutes, the evaluation at their former end becomes one in between."""
+        """Makes evaluations due again if --minutes is now greater than when the run ended."""
         progress = self.progress
         if (self.settings.minutes or math.inf) > (earlier_minutes or math.inf):
             earlier = progress.evaluated_schedule_step
