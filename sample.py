@@ -27,6 +27,7 @@ EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
     ("score", "interactive", "prompts", "start"),
     ("interactive", "stream", "json", "logprobs"),
     ("score", "stream"),
+    ("score", "interactive", "copied"),
 )
 
 
@@ -65,6 +66,7 @@ class SampleConfig:
     stream: bool = setting(False, "print each token as it is generated", group="Output")
     interactive: bool = setting(False, "read prompts from the terminal until Ctrl-D")
     json: bool = setting(False, "print one JSON object per text")
+    copied: bool = setting(False, "report which passages stand in the training text")
     logprobs: bool = setting(False, "print log-probabilities, a line per token, also for --score")
 
     device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine")
@@ -85,10 +87,14 @@ class SampleConfig:
 # and makes sampling several times slower if another process uses the cores.
 process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
+import numpy as np
+
+from folio.checkpoint.format import Checkpoint
 from folio.cli.files import read_prompt, read_text, unescape
 from folio.data.tokenizer import Tokenizer
 from folio.hardware.device import resolve_device
 from folio.inference.completion import Completion
+from folio.inference.copied import find_copies, load_texts
 from folio.inference.generate import complete, max_batch_size
 from folio.inference.scoring import score_text
 from folio.inference.trained_model import TrainedModel, load_trained
@@ -102,18 +108,21 @@ def main(argv=None):
     stop_texts = parse_stop_texts(settings.stop)
     prompts = read_prompts(settings)
     text = None if settings.score is None else read_text(settings.score)
-    trained = load_model(settings, len(prompts))
+    checkpoint = load_best(settings.init_from, settings.out_dir)
+    splits = load_texts(checkpoint) if settings.copied else None
+    trained = load_model(checkpoint, settings, len(prompts))
     if text is not None:
         print_score(trained, text, settings)
     elif settings.interactive:
         converse(trained, stop_texts, settings)
     else:
-        print_samples(trained, prompts, stop_texts, settings)
+        texts = print_samples(trained, prompts, stop_texts, settings)
+        if splits:
+            print_copies(texts, *splits)
 
 
-def load_model(settings, num_prompts) -> TrainedModel:
+def load_model(checkpoint: Checkpoint, settings, num_prompts) -> TrainedModel:
     """Returns the TrainedModel, which is prepared for the number of texts at a time."""
-    checkpoint = load_best(settings.init_from, settings.out_dir)
     num_texts = num_prompts * settings.num_samples
     if settings.stream or settings.interactive:
         num_texts = 1
@@ -129,10 +138,13 @@ def load_model(settings, num_prompts) -> TrainedModel:
 
 
 def print_samples(trained: TrainedModel, prompts, stop_texts, settings):
-    """Continues each prompt num_samples times, in batches; with --stream, one text at a time."""
+    """Continues each prompt num_samples times, in batches; with --stream, one text at a time.
+
+    Returns the texts, without the prompts.
+    """
     completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
     size = 1 if settings.stream else max_batch_size(trained.model.config, settings.device)
-    start, first_token_s, tokens = time.monotonic(), None, 0
+    start, first_token_s, tokens, texts = time.monotonic(), None, 0, []
     while batch := list(islice(completions, size)):
         try:
             for _ in complete(trained, batch, settings, settings.stream):  # adds tokens
@@ -146,9 +158,11 @@ def print_samples(trained: TrainedModel, prompts, stop_texts, settings):
         for completion in batch:
             print_completion(completion, settings)
             tokens += len(completion.ids)
+            texts.append(completion.text)
     seconds = time.monotonic() - start
     speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
     print(f"{speed}; first token {first_token_s:.2f} s after the start", file=sys.stderr)
+    return texts
 
 
 def make_completions(tokenizer: Tokenizer, prompts, stop_texts, settings):
@@ -178,6 +192,18 @@ def print_tokens(pieces, logprobs):
     """Prints a line per token: its log-probability, or - for none, and its text."""
     for piece, logprob in zip(pieces, logprobs, strict=True):
         print("-" if logprob is None else f"{logprob:.4f}", repr(piece), sep="\t")
+
+
+def print_copies(texts, training_text, val_text):
+    """Prints what stands in the training text: of each text, and of as much validation text."""
+    ends = np.linspace(0, len(val_text), len(texts) + 1).astype(int)[1:]
+    excerpts = [val_text[:end][-len(text) :] for text, end in zip(texts, ends, strict=True)]
+    copies, ordinary = find_copies(texts, training_text), find_copies(excerpts, training_text)
+    for number, (passage, share) in enumerate(copies):
+        other_passage, other_share = ordinary[number]
+        shares = f"{share:.0%} copied (validation text: {other_share:.0%})"
+        lengths = f"longest passage {len(passage)} characters ({len(other_passage)})"
+        print(f"text {number + 1}: {shares}, {lengths}: {passage!r}", file=sys.stderr)
 
 
 # Other modes
