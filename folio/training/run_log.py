@@ -11,7 +11,7 @@ from folio.cli.errors import as_user_error
 from folio.cli.process import SIGPIPE
 from folio.cli.settings import names_affecting
 from folio.hardware.memory import peak_memory_gib
-from folio.training.evaluation import format_losses
+from folio.training.evaluation import format_losses, val_bytes
 
 MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
 MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
@@ -112,8 +112,12 @@ class RunLog:
             print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
         loss = progress.best_val_loss if self.final_loss is None else self.final_loss
         kept = "newest" if settings.always_save_checkpoint else "best"
-        best = f"best val loss {loss:.4f} at step {progress.best_step}"
-        print(f"done; {best}; the {kept} model is in {run.run_dir.best}")
+        best = f"val loss {loss:.4f}"
+        if bytes_per_token := val_bytes(run, final=self.final_loss is not None):
+            # Losses of different tokenizers cannot be compared.
+            best = f"val bits per byte {loss / math.log(2) / bytes_per_token:.4f} ({best})"
+        best += f" at step {progress.best_step}"
+        print(f"done; best {best}; the {kept} model is in {run.run_dir.best}")
         if (peak := peak_memory_gib(run.machine.device)) is not None:
             print(f"peak memory: {peak:.2f} GiB")
         events = [event for event in run.run_dir.read_events() if event["event"] == "val"]

@@ -1,6 +1,7 @@
 """Tests of train.py: steps, whole runs, and nanoGPT's files."""
 
 import copy
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,8 @@ def test_patience_ends_a_run_and_ckpt_is_the_best_state(verse, monkeypatch, caps
     lines = capsys.readouterr().out.splitlines()
     assert "stopped at step 9: no improvement since step 3" in lines
     kept = "newest" if always else "best"
-    assert f"done; best val loss 2.0000 at step 3; the {kept} model is in out/ckpt.pt" in lines
+    best = f"done; best val bits per byte {2 / math.log(2):.4f} (val loss 2.0000) at step 3"
+    assert f"{best}; the {kept} model is in out/ckpt.pt" in lines
     assert lines[-1] == "generate text: python sample.py --out_dir=out"
     train.main([*flags, "--max_iters=30"])
     assert "finished at step 9; to train longer, increase --patience\n" in capsys.readouterr().out

@@ -100,7 +100,10 @@ def test_the_final_evaluation_is_that_of_the_best_model_over_the_split(verse, mo
     starts = np.linspace(0, len(verse.val) - 9, (len(verse.val) - 1) // 8).astype(int)
     expected = loss_of_windows(build_model(best).eval(), verse.val, starts)
     assert (final["event"], final["step"], final["loss"]) == ("final", 40, pytest.approx(expected))
-    assert f"done; best val loss {final['loss']:.4f} at step 20;" in capsys.readouterr().out
+    line = (
+        f"done; best val bits per byte {final['bits_per_byte']:.4f} (val loss {final['loss']:.4f})"
+    )
+    assert f"{line} at step 20;" in capsys.readouterr().out
 
 
 # Other measures

@@ -92,7 +92,7 @@ def test_progress_bar_replaces_step_lines_on_a_terminal(verse, monkeypatch, caps
     assert "iter " not in out
     assert re.search(r"step 3/6, loss [\d.]+, [\d,]+ tokens/s, \d\d:\d\d left \|", out)
     assert "\rstep 6: train loss" in out
-    assert re.search(r"\r +\rdone; best val loss", out)  # the bar is cleared
+    assert re.search(r"\r +\rdone; best val bits per byte", out)  # the bar is cleared
 
 
 @pytest.mark.gpu
