@@ -10,6 +10,7 @@ Files of any size are read in constant memory. A dataset is replaced when the ne
 folio/data/corpus.py defines the validation split, folio/data/dataset.py the format.
 """
 
+import importlib.util
 import itertools
 import json
 import os
@@ -32,6 +33,9 @@ PROVIDED_DATASETS = {  # name: default tokenizer
 }
 MIN_GPT2_TOKENS = 10_000_000  # of config/gpt2_fast.py
 MAX_BPE_CHARACTERS = 2**24  # training a BPE takes up to 300 bytes of memory for each
+MIN_BPE_CHARACTERS = 1_500_000  # of a training text, for which auto is bpe,
+MIN_BPE_DISTINCT = 32  # if as many are distinct; DNA has fewer
+MIN_OCCURRENCES = 20  # of a token, on average
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,11 @@ class PrepareConfig:
     )
     tokenizer: str | None = setting(
         None,
-        "char (default), byte, bpe (trained on the text), gpt2 (default for shakespeare, "
-        "openwebtext and fineweb_edu), or that of a checkpoint file, tokenizer.json or its folder",
+        "auto (default for your own text: bpe, or char if it is better), char, byte, bpe (trained "
+        "on the text), gpt2, or that of a checkpoint file, tokenizer.json or its folder",
     )
     vocab_size: int | None = setting(
-        None, "number of tokens of a bpe tokenizer; None: 2,048", "[257, 1000000]"
+        None, "number of tokens of a bpe tokenizer; None: by the text", "[257, 1000000]"
     )
     allow_special: bool = setting(False, "bpe and gpt2: read special tokens in a text")
 
@@ -96,21 +100,23 @@ class PrepareConfig:
     @property
     def kind(self):
         """The kind or the path of the tokenizer."""
-        default = "char"
-        if self.dataset is not None and self.input is None:
-            default = PROVIDED_DATASETS.get(self.dataset, default)
+        default = "bpe" if self.vocab_size else "auto"
+        if self.input is None:
+            default = PROVIDED_DATASETS.get(self.dataset or "shakespeare_char", default)
         return self.tokenizer or default
 
 
 # Handles --help and reports wrong flags before the slow imports. main() parses again.
 process.start(__name__, PrepareConfig)
 
+import numpy as np
+
 from folio.cli.files import unescape, write_atomically
 from folio.data.corpus import Corpus
-from folio.data.dataset import dataset_folder
+from folio.data.dataset import MAX_CHECKED_TOKENS, dataset_folder
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
 from folio.data.sources import TABLE_SUFFIXES, find_sources
-from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, CharTokenizer, Tokenizer
+from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer, Tokenizer
 from folio.data.writer import write_dataset
 
 
@@ -119,21 +125,28 @@ def main(argv=None):
     settings = load_settings(PrepareConfig, argv)
     name = "shakespeare_char" if settings.dataset is None else settings.dataset
     folder = dataset_folder(name)
-    tokenizer = find_tokenizer(settings)  # a class if it is made from the corpus
+    tokenizer = find_tokenizer(settings)  # a class if it is made from the corpus; None for auto
     corpus = find_corpus(name, settings)
-    if settings.allow_special and tokenizer.end is not None:
+    if tokenizer and settings.allow_special and tokenizer.end is not None:
         corpus.end_text = tokenizer.end_text
     check_folder(folder, corpus, settings)
     if settings.max_tokens is not None:
         corpus.max_characters = estimate_characters(corpus.sample(), tokenizer, settings)
     characters = corpus.scan()  # finds the boundaries of the splits, too
+    size, reason = corpus.split_ends["train"], ""
+    if tokenizer is None:
+        tokenizer, reason = choose_tokenizer(characters, size)
     if isinstance(tokenizer, type):
         texts = [characters] if tokenizer is CharTokenizer else training_texts(corpus)
-        tokenizer = tokenizer.from_texts(texts, settings.vocab_size)
+        vocab_size = settings.vocab_size or bpe_vocab_size(size, len(characters))
+        tokenizer = tokenizer.from_texts(texts, vocab_size)
+    if tokenizer.vocab_size < (settings.vocab_size or 0):
+        most = f"--vocab_size={tokenizer.vocab_size}"
+        raise UserError(f"the text has fewer distinct pieces: use {most} or less, or more text")
     meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     print(
         f"{folder}: {corpus.split_ends['val']:,} characters of {corpus.description}, "
-        f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}), "
+        f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}{reason}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
     )
     if settings.test_fraction:
@@ -143,6 +156,9 @@ def main(argv=None):
     num_empty_rows = sum(len(source.empty_rows) for source in corpus.all_sources)
     if num_empty_rows:
         print(f"left out {num_empty_rows:,} rows without text")
+    ids = np.fromfile(folder / "train.bin", tokenizer.dtype, MAX_CHECKED_TOKENS)
+    if advice := advice_on_tokens(ids, tokenizer):
+        print(advice)
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
 
@@ -233,21 +249,22 @@ def check_folder(folder, corpus: Corpus, settings):
 # Tokenizers
 
 
-def find_tokenizer(settings) -> Tokenizer | type[Tokenizer]:
-    """Returns the class of a kind of tokenizer, or the tokenizer in a path.
+def find_tokenizer(settings) -> Tokenizer | type[Tokenizer] | None:
+    """Returns the class of a kind of tokenizer, or the tokenizer in a path; None for auto.
 
     Raises UserError if other settings do not fit it.
     """
     kinds = [kind for kind in TOKENIZERS if kind != "list"]  # which is not made from a text
     tokenizer_class = TOKENIZERS[settings.kind] if settings.kind in kinds else None
-    if not tokenizer_class and not os.path.exists(settings.kind):
-        known = ", ".join(kinds)
+    is_auto = settings.kind == "auto"
+    if not (is_auto or tokenizer_class or os.path.exists(settings.kind)):
+        known = ", ".join(["auto", *kinds])
         raise UserError(f"--tokenizer must be {known} or an existing path, not {settings.kind}")
-    if settings.allow_special and tokenizer_class and tokenizer_class.end is None:
+    if settings.allow_special and (is_auto or tokenizer_class and tokenizer_class.end is None):
         raise UserError("--allow_special needs --tokenizer=bpe, gpt2 or a path")
     if settings.vocab_size and settings.kind != "bpe":
         raise UserError(f"--vocab_size needs --tokenizer=bpe; the tokenizer is {settings.kind}")
-    return tokenizer_class or load_tokenizer_of(settings.kind)
+    return None if is_auto else tokenizer_class or load_tokenizer_of(settings.kind)
 
 
 def load_tokenizer_of(path) -> Tokenizer:
@@ -262,10 +279,47 @@ def load_tokenizer_of(path) -> Tokenizer:
     return checkpoint_tokenizer(load_initial(path))
 
 
-def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer], settings):
+def choose_tokenizer(characters, size):
+    """Returns the class of `auto`'s tokenizer, and why, for a text of this size.
+
+    `characters` are its distinct characters. docs/own-text.md has the measurements.
+    """
+    if len(characters) < MIN_BPE_DISTINCT:
+        return CharTokenizer, f", for {len(characters)} distinct characters"
+    if size < MIN_BPE_CHARACTERS:
+        return CharTokenizer, f", for fewer than {MIN_BPE_CHARACTERS:,} characters"
+    if not importlib.util.find_spec("tokenizers"):
+        return CharTokenizer, "; for bpe, which suits this text better, pip install tokenizers"
+    return BPETokenizer, ", which suits this text better than char"
+
+
+def bpe_vocab_size(size, num_distinct):
+    """Returns the number of tokens for a training text of `size` characters.
+
+    It is about the square root or the number of distinct characters, as a power of 2 from 512 to
+    2,048. More tokens are too rare to be learned, or take too much time in the output layer.
+    """
+    return 2 ** min(11, max(9, size.bit_length() // 2, num_distinct.bit_length()))
+
+
+def advice_on_tokens(ids, tokenizer: Tokenizer):
+    """Returns what makes training tokens hard to learn from, and the remedy, or None."""
+    counts = np.bincount(ids)
+    share, token = counts.max() / len(ids), tokenizer.decode([counts.argmax()])
+    if share > 0.5:
+        return f"{share:.0%} of the tokens are {token!r}: remove most, or little else is learned"
+    if tokenizer.kind == "bpe" and len(ids) < MIN_OCCURRENCES * tokenizer.vocab_size:
+        often = f"each token occurs {len(ids) / tokenizer.vocab_size:.1f} times on average"
+        return f"{often}, too rarely to be learned: use more text or a smaller --vocab_size"
+    return None
+
+
+def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer] | None, settings):
     """Returns the number of characters with about max_tokens tokens, as many as in a sample."""
+    tokenizer = tokenizer or choose_tokenizer(set(sample), settings.max_tokens)[0]
     if isinstance(tokenizer, type):
-        tokenizer = tokenizer.from_texts([sample], settings.vocab_size)
+        size = bpe_vocab_size(settings.max_tokens, len(set(sample)))
+        tokenizer = tokenizer.from_texts([sample], settings.vocab_size or size)
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 

@@ -16,7 +16,6 @@ from folio.data import bpe
 UNICODE_CODE_POINTS = 0x110000
 END_OF_TEXT = "<|endoftext|>"
 BLANK_LINE = "\n\n"
-DEFAULT_BPE_VOCAB_SIZE = 2048
 GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 GPT2_REFUSAL = (
     "tiktoken cannot download GPT-2's vocabulary: connect to the network once, or set "
@@ -52,7 +51,7 @@ class Tokenizer(ABC):
     def from_texts(cls, texts, vocab_size=None) -> "Tokenizer":
         """Returns the tokenizer for an iterable of texts.
 
-        `vocab_size` is the number of tokens of a trained tokenizer. None: the default.
+        `vocab_size` is the number of tokens of a trained tokenizer.
         """
         return cls()
 
@@ -225,7 +224,7 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def from_texts(cls, texts, vocab_size=None):
         """Returns a tokenizer trained on texts. Its size includes the end-of-text token."""
-        return cls(bpe.train_bpe(texts, vocab_size or DEFAULT_BPE_VOCAB_SIZE, END_OF_TEXT))
+        return cls(bpe.train_bpe(texts, vocab_size, END_OF_TEXT))
 
     def to_dict(self):
         data = {"kind": self.kind, "definition": self.definition}

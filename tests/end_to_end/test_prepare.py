@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from pydoc_data import topics
@@ -105,7 +106,7 @@ def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
         out = capsys.readouterr().out
         assert "train.txt, validation text val.jsonl, vocabulary" in out
         assert "left out 1 rows without text" in out
-    main([*flags, "--tokenizer=bpe", "--vocab_size=300"])
+    main([*flags, "--tokenizer=bpe"])
     assert not any(b"heron" in token for token in tokens_of("own"))  # of the training text only
     write("val.jsonl", '{"text": "other"}\n')
     main(flags)  # the same names: the dataset is replaced
@@ -118,9 +119,9 @@ def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
 
 def test_bpe_is_trained_on_the_training_split_only(monkeypatch):
     write("own.txt", "low lower lowest " * 100 + "zyx" * 50)
-    main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe", "--vocab_size=280"])
+    main(["--input=own.txt", "--dataset=own", "--tokenizer=bpe"])
     tokens = tokens_of("own")
-    assert len(tokens) <= 280
+    assert len(tokens) <= 512
     assert b" lower" in tokens
     assert not any(len(token) > 1 and token[:1] in (b"x", b"y", b"z") for token in tokens)
     assert tiny.text_of("own") == "low lower lowest " * 100 + "zyx" * 50
@@ -145,6 +146,58 @@ def test_text_is_prepared_with_the_tokenizer_of_a_checkpoint(capsys):
         assert load_dataset("new").tokenizer.characters == "".join(sorted(text))
         assert tiny.text_of("new") == "fade" * 50
     train.main(tiny.flags(dataset="new", init_from="out/ckpt.pt", out_dir="out-new", max_iters=1))
+
+
+WORDS = "The quick brown fox jumps over the lazy dog; THE QUICK BROWN FOX\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_installed", "expected"),
+    [
+        (WORDS * 30, True, r"vocabulary \d+ \(bpe, which suits"),
+        (WORDS * 30, False, r"\(char; for bpe, .* pip install tokenizers\)"),
+        (WORDS * 5, True, r"\(char, for fewer than 1,000 characters\)"),
+        ("ACGTTA\n" * 300, True, r"vocabulary 5 \(char, for 5 distinct characters\)"),
+    ],
+)
+def test_the_tokenizer_of_your_own_text_suits_it(text, is_installed, expected, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "MIN_BPE_CHARACTERS", 1000)
+    if not is_installed:
+        monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+    write("own.txt", text)
+    main(["--input=own.txt", "--dataset=own"])
+    assert re.search(expected, capsys.readouterr().out)
+    assert tiny.text_of("own") == text
+
+
+def test_the_vocabulary_grows_with_the_text():
+    sizes = [prepare.bpe_vocab_size(size, 65) for size in (0, 150_000, 10**6, 3 * 10**6, 10**9)]
+    assert sizes == [512, 512, 1024, 2048, 2048]
+    assert prepare.bpe_vocab_size(10**6, num_distinct=4000) == 2048  # Chinese
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "advice"),
+    [
+        ("0" * 900 + "abc" * 100, "char", "83% of the tokens are '0': remove most"),
+        (
+            WORDS * 30,
+            "bpe --vocab_size=300",
+            "times on average, too rarely .* --vocab_size",
+        ),
+    ],
+)
+def test_tokens_that_are_hard_to_learn_from_are_reported(text, flags, advice, capsys):
+    write("own.txt", text)
+    main(["--input=own.txt", "--dataset=own", *f"--tokenizer={flags}".split()])
+    assert re.search(advice, capsys.readouterr().out)
+
+
+def test_a_vocabulary_beyond_the_text_is_refused():
+    write("own.txt", WORDS * 30)
+    error = error_of("--input=own.txt", "--dataset=own", "--vocab_size=5000")
+    assert re.search(r"fewer distinct pieces: use --vocab_size=\d+ or less", error)
+    assert not os.path.exists("data/own/meta.json")
 
 
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
