@@ -1,0 +1,56 @@
+"""The size of a model that suits a text, the time and the speed of a machine.
+
+python -m tools.sizes                                    prints examples
+"""
+
+from typing import NamedTuple
+
+MIN_STEPS = 300
+
+
+class ModelSize(NamedTuple):
+    """A model, the tokens of a training step, and what the model needs."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    step_tokens: int
+    tokens_per_parameter: float  # which the time must allow, or else two passes over the text
+    megabytes: float  # of training text
+
+    def parameters(self, vocab_size):
+        """Returns the number of weights in matrix products."""
+        return 12 * self.n_layer * self.n_embd**2 + vocab_size * self.n_embd
+
+
+# The first four were chosen on CPUs. The others are published sizes and rules (config/gpt2_fast.py
+# names the papers), which have not been compared here.
+MODEL_SIZES = (
+    ModelSize(1, 2, 128, 2048, 0, 0),
+    ModelSize(2, 2, 128, 2048, 2, 0),
+    ModelSize(3, 3, 192, 4096, 2, 0.5),
+    ModelSize(4, 4, 256, 4096, 2, 0.5),
+    ModelSize(6, 6, 384, 16_384, 20, 17),
+    ModelSize(8, 8, 512, 32_768, 20, 40),
+    ModelSize(12, 6, 768, 65_536, 20, 130),
+)
+
+
+def choose_model_size(train_tokens, train_bytes, vocab_size, flops):
+    """Returns the largest ModelSize that suits a text and a number of FLOPs.
+
+    `flops` is the peak speed times the time. The tokens per step are reduced if the time would
+    allow fewer than MIN_STEPS.
+    """
+    for size in MODEL_SIZES:
+        possible_tokens = count_possible_tokens(size, vocab_size, flops)
+        needed_tokens = size.tokens_per_parameter * size.parameters(vocab_size)
+        has_time = possible_tokens >= min(needed_tokens, 2 * train_tokens)
+        if has_time and train_bytes >= 1e6 * size.megabytes:
+            chosen = size._replace(step_tokens=min(size.step_tokens, possible_tokens / MIN_STEPS))
+    return chosen
+
+
+def count_possible_tokens(size: ModelSize, vocab_size, flops):
+    """Returns on how many tokens a model is trained if a quarter of the peak speed is reached."""
+    return flops / 4 / (6 * size.parameters(vocab_size))
