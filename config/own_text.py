@@ -9,6 +9,7 @@
 
 import math
 
+from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
 from folio.hardware.device import set_up_machine
 from folio.hardware.memory import max_micro_batch
@@ -19,7 +20,8 @@ _train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
 _relative_size = _train_tokens / 1_003_854  # compared with tiny Shakespeare
 _flops = set_up_machine(device, dtype, False).peak_flops * 60 * (minutes or math.inf)
 
-out_dir = "out-own-text"
+if out_dir == "out":  # not set
+    out_dir = "out-own-text"
 log_interval = 10
 
 smear = 3
@@ -73,3 +75,10 @@ eval_interval = max(1, round(_passes * _train_tokens / _tokens_per_step / _evalu
 max_iters = _evaluations * eval_interval
 if _vocab_size > 10_000 or _data.train_bytes > 2e6:  # not all steps may fit into the time
     eval_iters = max(40_000, 4 * _tokens_per_step) // (batch_size * block_size)
+
+# A resumed run keeps what followed from the speed, because it would be measured differently.
+_events = RunDir(out_dir).read_events() if init_from in ("resume", "auto") else []
+if _events and _events[0]["event"] == "start":
+    _names = "n_layer n_head n_embd learning_rate block_size batch_size dropout train_temperature "
+    _names += "gradient_accumulation_steps eval_interval eval_iters max_iters"
+    globals().update({_name: _events[0]["settings"][_name] for _name in _names.split()})

@@ -1,6 +1,7 @@
 """The presets in config/."""
 
 import dataclasses
+import json
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,6 +187,22 @@ def test_even_a_slow_machine_makes_many_steps(tflops, text_size, card):
     step_flops = settings.tokens_per_step * model.flops_per_token()
     assert 120 * 1e12 * tflops / 4 / step_flops > 250
     assert settings.block_size >= 128
+
+
+def test_a_resumed_run_keeps_the_model_of_its_first_measurement(text_size, card, folder):
+    for events in ([], [{"event": "start", "settings": {}}]):
+        card(tflops=0.19)
+        first = load_preset("own_text.py", "cpu", "--minutes=2", "--out_dir=out-a")
+        if events:
+            events[0]["settings"] = dataclasses.asdict(first)
+            Path("out-a").mkdir()
+            Path("out-a/log.jsonl").write_text(json.dumps(events[0]) + "\n")
+        card(tflops=5)
+        flags = ("--minutes=10", "--out_dir=out-a", "--init_from=resume")
+        resumed = load_preset("own_text.py", "cpu", *flags)
+        assert (resumed.n_embd == first.n_embd == 128) == bool(events)
+    different = {n for n, v in dataclasses.asdict(first).items() if getattr(resumed, n) != v}
+    assert different == {"minutes", "init_from"}
 
 
 # GPT-2
