@@ -33,9 +33,10 @@ PROVIDED_DATASETS = {  # name: default tokenizer
 }
 MIN_GPT2_TOKENS = 10_000_000  # of config/gpt2_fast.py
 MAX_BPE_CHARACTERS = 2**24  # training a BPE takes up to 300 bytes of memory for each
-MIN_BPE_CHARACTERS = 1_500_000  # of a training text, for which auto is bpe,
-MIN_BPE_DISTINCT = 32  # if as many are distinct; DNA has fewer
+MIN_BPE_CHARACTERS = 1_500_000  # of a training text for which auto is bpe
+MIN_BPE_DISTINCT = 32  # distinct characters of such a text; DNA has fewer
 MIN_OCCURRENCES = 20  # of a token, on average
+MAX_COUNTED_TOKENS = 2**22
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ import numpy as np
 
 from folio.cli.files import unescape, write_atomically
 from folio.data.corpus import Corpus
-from folio.data.dataset import MAX_CHECKED_TOKENS, dataset_folder
+from folio.data.dataset import dataset_folder
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
 from folio.data.sources import TABLE_SUFFIXES, find_sources
 from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer, Tokenizer
@@ -130,10 +131,14 @@ def main(argv=None):
     if tokenizer and settings.allow_special and tokenizer.end is not None:
         corpus.end_text = tokenizer.end_text
     check_folder(folder, corpus, settings)
+    reason = ""
     if settings.max_tokens is not None:
-        corpus.max_characters = estimate_characters(corpus.sample(), tokenizer, settings)
+        sample = corpus.sample()
+        if tokenizer is None:
+            tokenizer, reason = choose_tokenizer(set(sample), settings.max_tokens)
+        corpus.max_characters = estimate_characters(sample, tokenizer, settings)
     characters = corpus.scan()  # finds the boundaries of the splits, too
-    size, reason = corpus.split_ends["train"], ""
+    size = corpus.split_ends["train"]
     if tokenizer is None:
         tokenizer, reason = choose_tokenizer(characters, size)
     if isinstance(tokenizer, type):
@@ -141,8 +146,9 @@ def main(argv=None):
         vocab_size = settings.vocab_size or bpe_vocab_size(size, len(characters))
         tokenizer = tokenizer.from_texts(texts, vocab_size)
     if tokenizer.vocab_size < (settings.vocab_size or 0):
-        most = f"--vocab_size={tokenizer.vocab_size}"
-        raise UserError(f"the text has fewer distinct pieces: use {most} or less, or more text")
+        most = tokenizer.vocab_size
+        cause = f"the training text has only {most} frequent pieces"
+        raise UserError(f"{cause}: use --vocab_size={most} or less, or more text")
     meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     print(
         f"{folder}: {corpus.split_ends['val']:,} characters of {corpus.description}, "
@@ -156,8 +162,8 @@ def main(argv=None):
     num_empty_rows = sum(len(source.empty_rows) for source in corpus.all_sources)
     if num_empty_rows:
         print(f"left out {num_empty_rows:,} rows without text")
-    ids = np.fromfile(folder / "train.bin", tokenizer.dtype, MAX_CHECKED_TOKENS)
-    if advice := advice_on_tokens(ids, tokenizer):
+    ids = np.fromfile(folder / "train.bin", tokenizer.dtype, MAX_COUNTED_TOKENS)
+    if settings.kind in ("auto", *TOKENIZERS) and (advice := advice_on_tokens(ids, tokenizer)):
         print(advice)
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
@@ -287,7 +293,7 @@ def choose_tokenizer(characters, size):
     if len(characters) < MIN_BPE_DISTINCT:
         return CharTokenizer, f", for {len(characters)} distinct characters"
     if size < MIN_BPE_CHARACTERS:
-        return CharTokenizer, f", for fewer than {MIN_BPE_CHARACTERS:,} characters"
+        return CharTokenizer, f", for fewer than {MIN_BPE_CHARACTERS:,} training characters"
     if not importlib.util.find_spec("tokenizers"):
         return CharTokenizer, "; for bpe, which suits this text better, pip install tokenizers"
     return BPETokenizer, ", which suits this text better than char"
@@ -314,9 +320,8 @@ def advice_on_tokens(ids, tokenizer: Tokenizer):
     return None
 
 
-def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer] | None, settings):
+def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer], settings):
     """Returns the number of characters with about max_tokens tokens, as many as in a sample."""
-    tokenizer = tokenizer or choose_tokenizer(set(sample), settings.max_tokens)[0]
     if isinstance(tokenizer, type):
         size = bpe_vocab_size(settings.max_tokens, len(set(sample)))
         tokenizer = tokenizer.from_texts([sample], settings.vocab_size or size)

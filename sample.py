@@ -66,7 +66,7 @@ class SampleConfig:
     stream: bool = setting(False, "print each token as it is generated", group="Output")
     interactive: bool = setting(False, "read prompts from the terminal until Ctrl-D")
     json: bool = setting(False, "print one JSON object per text")
-    copied: bool = setting(False, "report which passages stand in the training text")
+    copied: bool = setting(False, "report which passages occur in the training text")
     logprobs: bool = setting(False, "print log-probabilities, a line per token, also for --score")
 
     device: str = setting("auto", "auto, cpu, cuda[:N] or mps", group="Machine")
@@ -195,9 +195,10 @@ def print_tokens(pieces, logprobs):
 
 
 def print_copies(texts, training_text, val_text):
-    """Prints what stands in the training text: of each text, and of as much validation text."""
-    ends = np.linspace(0, len(val_text), len(texts) + 1).astype(int)[1:]
-    excerpts = [val_text[:end][-len(text) :] for text, end in zip(texts, ends, strict=True)]
+    """Prints what occurs in the training text: of each text, and of as much validation text."""
+    ends, excerpts = np.linspace(0, len(val_text), len(texts) + 1).astype(int)[1:], []
+    for text, end in zip(texts, ends, strict=True):
+        excerpts.append(val_text[max(0, end - len(text)) : end])
     copies, ordinary = find_copies(texts, training_text), find_copies(excerpts, training_text)
     for number, (passage, share) in enumerate(copies):
         other_passage, other_share = ordinary[number]

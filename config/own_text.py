@@ -18,7 +18,8 @@ from folio.training.model_size import choose_model_size
 _data = load_dataset(dataset)
 _train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
 _relative_size = _train_tokens / 1_003_854  # compared with tiny Shakespeare
-_flops = set_up_machine(device, dtype, False).peak_flops * 60 * (minutes or math.inf)
+_minutes = minutes or 24 * 60  # a model that takes more than a day is no default
+_flops = set_up_machine(device, dtype, False).peak_flops * 60 * _minutes
 
 if out_dir == "out":  # not set
     out_dir = "out-own-text"
@@ -44,11 +45,11 @@ learning_rate = round(8e-3 * (128 / n_embd) ** 0.45, 5)
 
 window = 64 if device == "cpu" else 0  # attention to all tokens is faster on a GPU
 block_size = 256 if _vocab_size > 10_000 else 1024
-block_size = min(block_size, 64 * max(2, round(_size.step_tokens / 64)))  # of a slow machine
+block_size = min(block_size, 64 * max(2, round(_size.step_tokens / 64)))  # a slow machine has fewer
 block_size = min(block_size, max(5, len(_data.val) // 2))  # more than smear and ngrams need
-_sequences = max(1, round(_size.step_tokens / block_size))
+_sequences = max(1, round(_size.step_tokens / 1024))
 batch_size = min(max_micro_batch(device), _sequences)
-gradient_accumulation_steps = max(1, _sequences // batch_size)
+gradient_accumulation_steps = round(_sequences / batch_size)
 
 # Tables of n-grams help if their rows occur often, and are memorized otherwise.
 _rows = 64_997
@@ -76,9 +77,8 @@ max_iters = _evaluations * eval_interval
 if _vocab_size > 10_000 or _data.train_bytes > 2e6:  # not all steps may fit into the time
     eval_iters = max(40_000, 4 * _tokens_per_step) // (batch_size * block_size)
 
-# A resumed run keeps what followed from the speed, because it would be measured differently.
+# A resumed run keeps its settings, because the speed would be measured differently.
 _events = RunDir(out_dir).read_events() if init_from in ("resume", "auto") else []
 if _events and _events[0]["event"] == "start":
-    _names = "n_layer n_head n_embd learning_rate block_size batch_size dropout train_temperature "
-    _names += "gradient_accumulation_steps eval_interval eval_iters max_iters"
-    globals().update({_name: _events[0]["settings"][_name] for _name in _names.split()})
+    _saved = _events[0]["settings"]
+    globals().update({name: _saved[name] for name in _saved.keys() & globals().keys()})

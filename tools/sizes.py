@@ -2,7 +2,8 @@
 
     python -m tools.sizes
 
-A cell has the parameters in matrix products, in millions, and the steps that the time allows.
+A cell has the parameters in matrix products, in millions, and the steps that the time allows, at
+most those of ten passes over the text.
 """
 
 from folio.cli import process
@@ -35,7 +36,8 @@ def describe(size, flops):
     if size >= MIN_BPE_CHARACTERS:
         vocab_size, tokens = bpe_vocab_size(size, 65), size // 3
     model = choose_model_size(tokens, size, vocab_size, flops)
-    steps = count_possible_tokens(model, vocab_size, flops) / model.step_tokens
+    possible_tokens = count_possible_tokens(model, vocab_size, flops)
+    steps = min(possible_tokens, 10 * tokens) / model.step_tokens
     return f"{model.parameters(vocab_size) / 1e6:.1f} M, {steps:,.0f}"
 
 

@@ -51,7 +51,7 @@ class Tokenizer(ABC):
     def from_texts(cls, texts, vocab_size=None) -> "Tokenizer":
         """Returns the tokenizer for an iterable of texts.
 
-        `vocab_size` is the number of tokens of a trained tokenizer.
+        `vocab_size` is the number of tokens, which a trained tokenizer needs.
         """
         return cls()
 

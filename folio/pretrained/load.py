@@ -76,7 +76,7 @@ def pretrained_folder(name):
     Those that are not in the cache are downloaded. Raises UserError if that fails.
     """
     model, _, revision = name.partition("@")
-    with open_hub(name, "safetensors tokenizers") as huggingface_hub:
+    with open_hub(name, "safetensors") as huggingface_hub:
         return huggingface_hub.snapshot_download(
             HUB_MODELS.get(model, model),
             revision=revision or None,

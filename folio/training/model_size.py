@@ -3,6 +3,7 @@
 python -m tools.sizes                                    prints examples
 """
 
+import math
 from typing import NamedTuple
 
 MIN_STEPS = 300
@@ -15,8 +16,9 @@ class ModelSize(NamedTuple):
     n_head: int
     n_embd: int
     step_tokens: int
-    tokens_per_parameter: float  # which the time must allow, or else two passes over the text
-    megabytes: float  # of training text
+    tokens_per_parameter: float  # that the time must allow,
+    passes: float  # or else so many passes over the text
+    megabytes: float  # of training text, at least
 
     def parameters(self, vocab_size):
         """Returns the number of weights in matrix products."""
@@ -26,13 +28,13 @@ class ModelSize(NamedTuple):
 # The first four were chosen on CPUs. The others are published sizes and rules (config/gpt2_fast.py
 # names the papers), which have not been compared here.
 MODEL_SIZES = (
-    ModelSize(1, 2, 128, 2048, 0, 0),
-    ModelSize(2, 2, 128, 2048, 2, 0),
-    ModelSize(3, 3, 192, 4096, 2, 0.5),
-    ModelSize(4, 4, 256, 4096, 2, 0.5),
-    ModelSize(6, 6, 384, 16_384, 20, 17),
-    ModelSize(8, 8, 512, 32_768, 20, 40),
-    ModelSize(12, 6, 768, 65_536, 20, 130),
+    ModelSize(1, 2, 128, 2048, 0, 0, 0),
+    ModelSize(2, 2, 128, 2048, 2, 2, 0),
+    ModelSize(3, 3, 192, 4096, 2, 2, 0.5),
+    ModelSize(4, 4, 256, 4096, 2, 2, 0.5),
+    ModelSize(6, 6, 384, 16_384, 20, math.inf, 17),
+    ModelSize(8, 8, 512, 32_768, 20, math.inf, 40),
+    ModelSize(12, 6, 768, 65_536, 20, math.inf, 130),
 )
 
 
@@ -45,7 +47,7 @@ def choose_model_size(train_tokens, train_bytes, vocab_size, flops):
     for size in MODEL_SIZES:
         possible_tokens = count_possible_tokens(size, vocab_size, flops)
         needed_tokens = size.tokens_per_parameter * size.parameters(vocab_size)
-        has_time = possible_tokens >= min(needed_tokens, 2 * train_tokens)
+        has_time = possible_tokens >= min(needed_tokens, size.passes * train_tokens)
         if has_time and train_bytes >= 1e6 * size.megabytes:
             chosen = size._replace(step_tokens=min(size.step_tokens, possible_tokens / MIN_STEPS))
     return chosen

@@ -156,7 +156,7 @@ WORDS = "The quick brown fox jumps over the lazy dog; THE QUICK BROWN FOX\n"
     [
         (WORDS * 30, True, r"vocabulary \d+ \(bpe, which suits"),
         (WORDS * 30, False, r"\(char; for bpe, .* pip install tokenizers\)"),
-        (WORDS * 5, True, r"\(char, for fewer than 1,000 characters\)"),
+        (WORDS * 5, True, r"\(char, for fewer than 1,000 training characters\)"),
         ("ACGTTA\n" * 300, True, r"vocabulary 5 \(char, for 5 distinct characters\)"),
     ],
 )
@@ -196,7 +196,7 @@ def test_tokens_that_are_hard_to_learn_from_are_reported(text, flags, advice, ca
 def test_a_vocabulary_beyond_the_text_is_refused():
     write("own.txt", WORDS * 30)
     error = error_of("--input=own.txt", "--dataset=own", "--vocab_size=5000")
-    assert re.search(r"fewer distinct pieces: use --vocab_size=\d+ or less", error)
+    assert re.search(r"frequent pieces: use --vocab_size=\d+ or less", error)
     assert not os.path.exists("data/own/meta.json")
 
 

@@ -150,6 +150,8 @@ def test_the_preset_for_any_text_suits_short_texts(text_size, device):
         settings = load_preset("own_text.py", device)
         assert settings.block_size < tokens // 9  # the validation split
         assert settings.eval_interval < settings.max_iters
+        assert settings.max_iters >= 10
+        assert settings.gradient_accumulation_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -163,9 +165,9 @@ def test_the_preset_for_any_text_suits_short_texts(text_size, device):
         (900_000, 2_900_000, 2048, 0.19, 2, 2, 3),
         (900_000, 2_900_000, 2048, 0.19, 10, 3, 3),
         (6_200_000, 20_000_000, 2048, 0.37, 10, 3, 3),
-        (6_200_000, 20_000_000, 2048, 0.19, None, 6, 3),
+        (6_200_000, 20_000_000, 2048, 0.19, None, 4, 3),
         (350_000, 10**6, 2048, 0.19, 2, 2, 0),  # too few tokens for tables
-        (28_000_000, 90_000_000, 2048, 989, 2, 8, 3),
+        (28_000_000, 90_000_000, 2048, 989, 2, 6, 3),
         (900_000_000, 4 * 10**9, 50_257, 989, None, 12, 0),
     ],
 )
@@ -176,6 +178,26 @@ def test_the_model_follows_the_text_the_time_and_the_speed(
     text_size(tokens, vocab_size, num_bytes)
     settings = load_preset("own_text.py", "cpu", f"--minutes={minutes}")
     assert (settings.n_layer, settings.ngrams) == (layers, ngrams)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "minutes", "name", "width", "step_tokens", "accumulation"),
+    [
+        (1, 2, "H100", 256, 4096, 1),
+        (30, 30, "T4", 384, 16_384, 1),
+        (60, 10, "H100", 512, 32_768, 1),
+        (400, None, "T4", 768, 65_536, 4),
+    ],
+)
+def test_a_gpu_trains_the_same_models_with_full_attention(
+    megabytes, minutes, name, width, step_tokens, accumulation, text_size, card
+):
+    card(name)
+    text_size(megabytes * 10**6 // 3, 2048, megabytes * 10**6)
+    settings = load_preset("own_text.py", "cuda", f"--minutes={minutes}")
+    assert (settings.n_embd, settings.window) == (width, 0)
+    assert settings.tokens_per_step == step_tokens
+    assert settings.gradient_accumulation_steps == accumulation
 
 
 @pytest.mark.parametrize("tflops", [0.01, 0.1, 1])
@@ -201,6 +223,7 @@ def test_a_resumed_run_keeps_the_model_of_its_first_measurement(text_size, card,
         flags = ("--minutes=10", "--out_dir=out-a", "--init_from=resume")
         resumed = load_preset("own_text.py", "cpu", *flags)
         assert (resumed.n_embd == first.n_embd == 128) == bool(events)
+    assert load_preset("own_text.py", "cuda", *flags).window == 64  # moved to a GPU
     different = {n for n, v in dataclasses.asdict(first).items() if getattr(resumed, n) != v}
     assert different == {"minutes", "init_from"}
 
