@@ -76,7 +76,7 @@ def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files()
         Path("in", f"{name}.txt").write_text(text)
     prepare_files("own", "in", "char", "--max_tokens=300")
     assert set(load_dataset("own").tokenizer.characters) == set("a tale\n" + END_OF_TEXT)
-    flags = ["--vocab_size=270", "--allow_special=True", "--max_tokens=300"]
+    flags = ["--vocab_size=260", "--allow_special=True", "--max_tokens=300"]
     prepare_files("special", "in", "bpe", *flags)
     data = load_dataset("special")
     assert 200 <= len(data.train) + len(data.val) <= 600
