@@ -13,7 +13,7 @@ from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
 from folio.hardware.device import set_up_machine
 from folio.hardware.memory import max_micro_batch
-from folio.training.model_size import choose_model_size
+from folio.training.model_size import choose_model_size, count_possible_tokens
 
 _data = load_dataset(dataset)
 _train_tokens, _vocab_size = len(_data.train), _data.tokenizer.vocab_size
@@ -51,12 +51,14 @@ _sequences = max(1, round(_size.step_tokens / 1024))
 batch_size = min(max_micro_batch(device), _sequences)
 gradient_accumulation_steps = round(_sequences / batch_size)
 
-# Tables of n-grams help if their rows occur often, and are memorized otherwise.
-_rows = 64_997
-_is_frequent = _vocab_size**2 < _train_tokens / 4 or _train_tokens >= 12 * _rows
-if _is_frequent and _vocab_size <= 10_000:
+# Tables of n-grams help if their rows occur often. Those of longer tokens are memorized if the text
+# is read more than about twice.
+_passes_in_time = count_possible_tokens(_size, _vocab_size, _flops) / _train_tokens
+ngrams, ngram_rows = 0, 64_997
+if _vocab_size**2 < _train_tokens / 4:
     ngrams = 2 if _train_tokens < 700_000 else 3 if _vocab_size > 256 else 4
-    ngram_rows = _rows
+elif _vocab_size <= 10_000 and _train_tokens >= 12 * ngram_rows and _passes_in_time < 2:
+    ngrams = 3
 
 # A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
 # occur fewer than 50 times are memorized sooner. `_passes` is how often the text is read; for tiny
