@@ -29,7 +29,7 @@ class ModelSize(NamedTuple):
 # names the papers), which have not been compared here.
 MODEL_SIZES = (
     ModelSize(1, 2, 128, 2048, 0, 0, 0),
-    ModelSize(2, 2, 128, 2048, 2, 2, 0),
+    ModelSize(2, 2, 128, 2048, 1, 2, 0),
     ModelSize(3, 3, 192, 4096, 2, 2, 0.5),
     ModelSize(4, 4, 256, 4096, 2, 2, 0.5),
     ModelSize(6, 6, 384, 16_384, 20, math.inf, 17),
