@@ -51,14 +51,18 @@ _sequences = max(1, round(_size.step_tokens / 1024))
 batch_size = min(max_micro_batch(device), _sequences)
 gradient_accumulation_steps = round(_sequences / batch_size)
 
-# Tables of n-grams help if their rows occur often. Those of longer tokens are memorized if the text
-# is read more than about twice.
+# Tables of n-grams help if their rows occur often. Larger models read a text more often, and then
+# memorize the tables of longer tokens.
 _passes_in_time = count_possible_tokens(_size, _vocab_size, _flops) / _train_tokens
 ngrams, ngram_rows = 0, 64_997
 if _vocab_size**2 < _train_tokens / 4:
-    ngrams = 2 if _train_tokens < 700_000 else 3 if _vocab_size > 256 else 4
-elif _vocab_size <= 10_000 and _train_tokens >= 12 * ngram_rows and _passes_in_time < 2:
-    ngrams = 3
+    ngrams = 4 if _is_small else 6
+    if _train_tokens < 700_000:
+        ngrams = 2
+    elif _vocab_size > 256:
+        ngrams = 3
+elif _vocab_size <= 10_000 and _train_tokens >= 12 * ngram_rows:
+    ngrams = 3 if _is_small or _passes_in_time < 2 else 0
 
 # A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
 # occur fewer than 50 times are memorized sooner. `_passes` is how often the text is read; for tiny
