@@ -138,17 +138,10 @@ def main(argv=None):
             tokenizer, reason = choose_tokenizer(set(sample), settings.max_tokens)
         corpus.max_characters = estimate_characters(sample, tokenizer, settings)
     characters = corpus.scan()  # finds the boundaries of the splits, too
-    size = corpus.split_ends["train"]
     if tokenizer is None:
-        tokenizer, reason = choose_tokenizer(characters, size)
+        tokenizer, reason = choose_tokenizer(characters, corpus.split_ends["train"])
     if isinstance(tokenizer, type):
-        texts = [characters] if tokenizer is CharTokenizer else training_texts(corpus)
-        vocab_size = settings.vocab_size or bpe_vocab_size(size, len(characters))
-        tokenizer = tokenizer.from_texts(texts, vocab_size)
-    if tokenizer.vocab_size < (settings.vocab_size or 0):
-        most = tokenizer.vocab_size
-        cause = f"the training text has only {most} frequent pieces"
-        raise UserError(f"{cause}: use --vocab_size={most} or less, or more text")
+        tokenizer = build_tokenizer(tokenizer, corpus, characters, settings.vocab_size)
     meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     print(
         f"{folder}: {corpus.split_ends['val']:,} characters of {corpus.description}, "
@@ -297,6 +290,21 @@ def choose_tokenizer(characters, size):
     if not importlib.util.find_spec("tokenizers"):
         return CharTokenizer, "; for bpe, which suits this text better, pip install tokenizers"
     return BPETokenizer, ", which suits this text better than char"
+
+
+def build_tokenizer(tokenizer_class, corpus: Corpus, characters, vocab_size) -> Tokenizer:
+    """Returns the tokenizer for a Corpus with these characters; `vocab_size` None: by its size.
+
+    Raises UserError if the training text has fewer tokens than `vocab_size`.
+    """
+    texts = [characters] if tokenizer_class is CharTokenizer else training_texts(corpus)
+    default_size = bpe_vocab_size(corpus.split_ends["train"], len(characters))
+    tokenizer = tokenizer_class.from_texts(texts, vocab_size or default_size)
+    if vocab_size and tokenizer.vocab_size < vocab_size:
+        most = tokenizer.vocab_size
+        cause = f"the training text has only {most} frequent pieces"
+        raise UserError(f"{cause}: use --vocab_size={most} or less, or more text")
+    return tokenizer
 
 
 def bpe_vocab_size(size, num_distinct):

@@ -1,6 +1,6 @@
 """The size of a model that suits a text, the time and the speed of a machine.
 
-python -m tools.sizes                                    prints examples
+`python -m tools.sizes` prints examples.
 """
 
 import math
