@@ -1,19 +1,16 @@
 """Models in the Hugging Face format: a folder with config.json, safetensors and tokenizer files.
 
-There are two kinds, by the model_type in config.json:
-- gpt2: GPT2LMHeadModel of transformers, which computes the same function as some GPTs here;
-- folio: any GPT. config.json has the fields of GPTConfig. Names of parameters have NAME_PREFIX. The
-  folder has the model's code, which transformers executes and read_pretrained does not.
+architectures.py has the classes of transformers that a folder can hold.
 """
 
 import json
 import os
-from dataclasses import asdict
+import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-import model
 from folio.checkpoint.format import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
@@ -23,42 +20,14 @@ from folio.checkpoint.format import (
     match_head,
 )
 from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
-from folio.cli.files import check_lfs, read_text, write_atomically
+from folio.cli.files import check_lfs, read_text, temporary_path, write_atomically
 from folio.data.tokenizer import Tokenizer
+from folio.pretrained.architectures import ARCHITECTURES, Architecture, Folio
 from folio.pretrained.tokenizer_files import TOKENIZER_FILE, make_tokenizer_files, read_tokenizer
-from model import GPTConfig
+from model import GPT
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-NAME_PREFIX = "gpt."
-CODE_FILES = Path(model.__file__), Path(__file__).with_name("modeling_folio.py")
-
-FOLIO_FIELDS = {  # of config.json, beside those of GPTConfig
-    "architectures": ["FolioForCausalLM"],
-    "model_type": "folio",
-    "auto_map": {
-        "AutoConfig": "modeling_folio.FolioConfig",
-        "AutoModelForCausalLM": "modeling_folio.FolioForCausalLM",
-    },
-}
-GPT2_FIELDS = {  # {field of GPTConfig: its name in GPT2Config}
-    "block_size": "n_positions",
-    "vocab_size": "vocab_size",
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "bias": "bias",  # not in GPT2Config, which keeps it; GPT2LMHeadModel always has biases
-    "activation": "activation_function",
-    "tie_weights": "tie_word_embeddings",
-}
-GPT2_REQUIRED = {  # values that a GPT2Config must have, which are its defaults
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-}
-GPT2_ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "relu2")  # with which an MLP is the same there
-GPT2_TANH_NAMES = ("gelu_new", "gelu_pytorch_tanh")  # here gelu_tanh; other names are the same
-TRANSPOSED_SUFFIXES = ("c_attn.weight", "c_fc.weight", "c_proj.weight")
-MASK_SUFFIXES = (".attn.bias", ".attn.masked_bias")  # constant tensors in older files
+TOLERANCE = 1e-3  # of logits that are computed by different operations, relative to the largest
 
 
 # Reading
@@ -71,12 +40,8 @@ def read_pretrained(folder) -> Checkpoint:
     the weights fit the config is not checked: see Checkpoint.load_into.
     """
     folder = Path(folder)
-    config, is_gpt2 = _read_config(folder / CONFIG_FILE)
-    tensors = _read_tensors(folder / WEIGHTS_FILE)
-    if is_gpt2:
-        weights = _from_gpt2(tensors, config)
-    else:
-        weights = {name.removeprefix(NAME_PREFIX): tensor for name, tensor in tensors.items()}
+    architecture, config = _read_config(folder / CONFIG_FILE)
+    weights = architecture.from_tensors(_read_tensors(folder / WEIGHTS_FILE), config)
     tokenizer = read_tokenizer(folder / TOKENIZER_FILE).to_dict()
     for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
@@ -87,36 +52,14 @@ def read_pretrained(folder) -> Checkpoint:
 
 
 def _read_config(path):
-    """Returns the GPTConfig in a config.json, and whether the model is of type gpt2."""
+    """Returns the Architecture and the GPTConfig that a config.json describes."""
     content_errors = ArithmeticError, AttributeError, KeyError, TypeError, ValueError
     with as_user_error(f"{path} describes no supported model", *content_errors):
         values = json.loads(read_text(path))
-        kind, names = values.get("model_type"), {name: name for name in asdict(GPTConfig())}
-        if kind == "gpt2":
-            names = GPT2_FIELDS
-            for name, value in GPT2_REQUIRED.items():
-                if values.get(name, value) != value:
-                    raise ValueError(f"{name}={values[name]!r}, not {value!r}")
-            if values.get("activation_function", "gelu_new") in GPT2_TANH_NAMES:
-                values["activation_function"] = "gelu_tanh"
-        elif kind != "folio":
-            raise ValueError(f"model_type is {kind!r}; folio reads gpt2 and folio")
-        # GPT-2's defaults are also those of GPTConfig.
-        fields = {name: values[key] for name, key in names.items() if key in values}
-        return GPTConfig(**fields), kind == "gpt2"
-
-
-def _from_gpt2(tensors, config):
-    """Returns a GPT's state dict from that of a GPT2LMHeadModel."""
-    weights = {}
-    for name, tensor in tensors.items():
-        if not name.startswith(("transformer.", HEAD_WEIGHT)):  # in files without a head
-            name = f"transformer.{name}"
-        is_zero_bias = not config.bias and name.endswith(".bias") and not tensor.float().any()
-        if is_zero_bias or name.endswith(MASK_SUFFIXES):
-            continue
-        weights[name] = tensor.mT if name.endswith(TRANSPOSED_SUFFIXES) else tensor
-    return weights
+        kind = values.get("model_type")
+        if kind not in ARCHITECTURES:
+            raise ValueError(f"model_type is {kind!r}; folio reads {', '.join(ARCHITECTURES)}")
+        return ARCHITECTURES[kind], ARCHITECTURES[kind].from_fields(values)
 
 
 def _read_tensors(path):
@@ -139,68 +82,81 @@ def _read_tensors(path):
 # Writing
 
 
-def write_pretrained(folder, checkpoint: Checkpoint, tokenizer: Tokenizer):
-    """Writes a checkpoint and its tokenizer to a new or empty folder.
+def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Architecture):
+    """Writes a model and its tokenizer to a new or empty folder, for transformers.
 
-    Returns the name of the class that transformers loads. Raises UserError if the folder is not
-    empty, the weights do not fit the model, or writing fails; no file is written then.
+    Raises UserError if the folder is not empty, writing fails, or transformers computes other
+    logits with the files. No folder is written then.
     """
-    config, weights = checkpoint.config, build_model(checkpoint).state_dict()
-    if config.tie_weights:
-        del weights[HEAD_WEIGHT]
-    code_files: tuple[Path, ...] = ()
-    if _fits_gpt2(config):
-        fields, tensors = _gpt2_fields(config), _to_gpt2(weights)
-    else:
-        tensors = {NAME_PREFIX + name: weight for name, weight in weights.items()}
-        fields, code_files = FOLIO_FIELDS | asdict(config), CODE_FILES
-    fields |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-    texts = make_tokenizer_files(tokenizer) | {CONFIG_FILE: json.dumps(fields, indent=2)}
-    for path in code_files:
-        texts[path.name] = path.read_text(encoding="utf-8")
-    contents = {name: text.encode() for name, text in texts.items()}
     import_optional("safetensors", "an export")
     from safetensors.torch import save
 
-    contents[WEIGHTS_FILE] = save(tensors, metadata={"format": "pt"})
-    folder = Path(folder)
+    fields = make_fields(model, tokenizer, architecture)
+    texts = make_tokenizer_files(tokenizer) | {CONFIG_FILE: json.dumps(fields, indent=2)}
+    if isinstance(architecture, Folio):
+        for path in architecture.code_files:
+            texts[path.name] = path.read_text(encoding="utf-8")
+    contents = {name: text.encode() for name, text in texts.items()}
+    contents[WEIGHTS_FILE] = save(make_tensors(model, architecture), metadata={"format": "pt"})
+    with _new_folder(Path(folder)) as temporary:
+        with write_atomically(*(temporary / name for name in contents)) as files:
+            for file, content in zip(files, contents.values(), strict=True):
+                file.write(content)
+        check_logits(model, architecture, temporary, TOLERANCE)
+
+
+def make_fields(model: GPT, tokenizer: Tokenizer, architecture: Architecture):
+    """Returns the content of config.json."""
+    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+    return architecture.to_fields(model.config) | ends
+
+
+def make_tensors(model: GPT, architecture: Architecture):
+    """Returns {name: tensor} of a file, in which tied weights are once."""
+    weights = model.state_dict()
+    if model.config.tie_weights:
+        del weights[HEAD_WEIGHT]
+    return architecture.to_tensors(weights, model.config)
+
+
+@contextmanager
+def _new_folder(folder):
+    """Yields a temporary folder, which becomes `folder` when the context ends without an error."""
+    temporary = temporary_path(folder)
     with os_errors("write to", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty: choose a new folder")
-    with write_atomically(*(folder / name for name in contents)) as files:
-        for file, content in zip(files, contents.values(), strict=True):
-            file.write(content)
-    return fields["architectures"][0]
+        if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+            raise UserError(f"{folder} exists and is not empty: choose a new folder")
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+        temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if folder.is_dir():
+            folder.rmdir()
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fits_gpt2(config):
-    """Whether GPT2LMHeadModel computes the same function as a GPT."""
-    shared = {name: getattr(config, name) for name in (*GPT2_FIELDS, "dropout")}
-    return config == GPTConfig(**shared) and config.activation in GPT2_ACTIVATIONS
+@torch.no_grad()
+def check_logits(model: GPT, architecture: Architecture, path, tolerance):
+    """Raises UserError unless transformers computes a model's logits with a folder or GGUF file.
 
-
-def _gpt2_fields(config):
-    """Returns the fields of config.json for GPT2LMHeadModel."""
-    values = {gpt2_name: getattr(config, name) for name, gpt2_name in GPT2_FIELDS.items()}
-    if config.activation == "gelu_tanh":
-        values["activation_function"] = "gelu_new"
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **values,
-        **GPT2_REQUIRED,
-        "n_ctx": config.block_size,  # llama.cpp's name
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # 0.1 by default
-    }
-
-
-def _to_gpt2(weights):
-    """Returns GPT2LMHeadModel's state dict, with zeros for biases that the model lacks."""
-    tensors = dict(weights)
-    for name, weight in weights.items():
-        if name.startswith(("transformer.h.", "transformer.ln_f.")):
-            tensors.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(weight)))
-        if name.endswith(TRANSPOSED_SUFFIXES):
-            tensors[name] = weight.T.contiguous()
-    return tensors
+    The tolerance is relative to the largest logit.
+    """
+    transformers = import_optional("transformers", "an export")
+    load, options = transformers.AutoModelForCausalLM.from_pretrained, {}
+    if path.is_file():
+        fields = architecture.to_fields(model.config) | {"bos_token_id": None, "eos_token_id": None}
+        config = transformers.AutoConfig.for_model(**fields)
+        path, options = path.parent, {"gguf_file": path.name, "config": config}
+    theirs = load(path, trust_remote_code=True, dtype=torch.float32, **options)
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, model.config.block_size
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator)
+    expected, found = model.eval().logits(ids), theirs(ids).logits
+    difference = (found - expected).abs().max().item() / expected.abs().max().item()
+    if not difference <= tolerance:
+        raise UserError(
+            f"{architecture.class_name} computes other logits than model.py, with a relative "
+            f"difference of {difference:.1g}; if model.py was changed, use --own_code=True"
+        )

@@ -4,6 +4,7 @@ In a folder with folio's model.py, config.json and the weights, it is what
 `AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` loads.
 """
 
+from contextlib import ExitStack
 from dataclasses import fields
 
 import torch
@@ -13,12 +14,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .model import GPT, GPTConfig, causal_mask
 
+WITHOUT_EFFECT = ("use_cache", "return_dict")  # arguments of forward(): as if they were True
 
 class FolioConfig(PretrainedConfig):
-    """The fields of GPTConfig, two of them also under the names that transformers uses."""
+    """The fields of GPTConfig, some of them also under the names that transformers uses."""
 
     model_type = "folio"
-    attribute_map = {"num_hidden_layers": "n_layer", "tie_word_embeddings": "tie_weights"}
+    attribute_map = {
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "tie_word_embeddings": "tie_weights",
+    }
 
     def __init__(self, **values):
         for field in fields(GPTConfig):
@@ -45,7 +51,28 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
         if self.gpt.rotary is not None:
             self.gpt.rotary.reset_parameters()
 
-    def forward(self, input_ids, labels=None, attention_mask=None, past_key_values=None, **kwargs):
+    def get_input_embeddings(self):
+        return self.gpt.transformer.wte
+
+    def set_input_embeddings(self, value):
+        self.gpt.transformer.wte = value
+
+    def get_output_embeddings(self):
+        return self.gpt.lm_head
+
+    def set_output_embeddings(self, value):
+        self.gpt.lm_head = value
+
+    def forward(
+        self,
+        input_ids,
+        labels=None,
+        attention_mask=None,
+        past_key_values=None,
+        output_hidden_states=False,
+        logits_to_keep=0,
+        **others,
+    ):
         """Returns the logits, (B, T', vocab_size), and the loss if there are labels.
 
         Args:
@@ -53,8 +80,15 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
                 in the cache past_key_values.
             labels: input_ids, with -100 for tokens to ignore; only without a cache.
             attention_mask: may only exclude tokens at the end, which causal attention does anyway.
-                Raises ValueError otherwise.
+            output_hidden_states: also return n_layer + 1 states, (B, T', n_embd) each: those before
+                each block, and those after the final norm.
+            logits_to_keep: number of last tokens to compute the logits of, 0: all; or an index.
+
+        Raises ValueError for other arguments, and for a mask that excludes tokens at the start.
         """
+        for name, value in others.items():
+            if value is not None and value is not False and name not in WITHOUT_EFFECT:
+                raise ValueError(f"folio models do not support {name}")
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise ValueError("folio models do not support padding on the left")
         T, past = input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0
@@ -65,10 +99,24 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
             k, v = past_key_values.update(k, v, layer)
             return F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype))
 
+        def keep_input(block, inputs):
+            states.append(inputs[0])
+
+        states: list[torch.Tensor] = []
         attend = attend_to_cache if past_key_values is not None else None
-        logits = self.gpt.lm_head(self.gpt.trunk(input_ids, positions[past:], attend))
+        with ExitStack() as hooks:
+            for block in self.gpt.transformer.h if output_hidden_states else ():
+                hooks.enter_context(block.register_forward_pre_hook(keep_input))
+            x = self.gpt.trunk(input_ids, positions[past:], attend)
+        is_count = isinstance(logits_to_keep, int)
+        logits = self.gpt.lm_head(x[:, slice(-logits_to_keep, None) if is_count else logits_to_keep])
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values,
+            hidden_states=(*states, x) if output_hidden_states else None,
+        )
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
         """Returns the arguments of forward(), without a cache if the first tokens are dropped."""
