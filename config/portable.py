@@ -1,5 +1,5 @@
-# The architecture of Qwen3, which Ollama, LM Studio, llama.cpp, vLLM and transformers have, too. Name
-# this file after a preset:
+# The architecture of Qwen3, which Ollama, LM Studio, llama.cpp, vLLM and transformers have, too.
+# Name this file after a preset:
 #
 #     python train.py config/own_text.py config/portable.py --dataset=NAME --out_dir=out-NAME
 #     python -m tools.export --out_dir=out-NAME --to=NAME.gguf

@@ -21,6 +21,7 @@ from folio.data.dataset import load_dataset
 from folio.data.sources import Source
 from folio.data.tokenizer import TOKENIZERS, ListTokenizer
 from folio.distributed.world import SINGLE_PROCESS
+from folio.pretrained.architectures import find_architecture
 from folio.pretrained.huggingface import write_pretrained
 from folio.training.evaluation import evaluate
 from folio.training.optimizers import make_optimizers
@@ -54,6 +55,14 @@ SWITCHES = {  # every switch of GPTConfig, with a value that is not its default
     "ngram_rows": 31,
     "smear": 2,
     "window": 3,
+}
+
+QWEN3 = {  # the switches of Qwen3, as in config/portable.py
+    "position": "rotary",
+    "norm": "rmsnorm",
+    "qk_norm": True,
+    "activation": "swiglu",
+    "bias": False,
 }
 
 SMALL = {"block_size": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -196,21 +205,22 @@ def load(name="ckpt.pt", out_dir="out"):
     return torch.load(Path(out_dir, name), weights_only=True)
 
 
-def write_checkpoint(path, tokenizer, **changes):
+def write_checkpoint(path, tokenizer, dataset=None, **changes):
     """Writes a checkpoint of random_model(**changes)."""
     model = random_model(**{"vocab_size": tokenizer.padded_vocab_size} | changes)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     progress = Progress(step=3, evaluated_schedule_step=3, best_step=3, best_val_loss=2.5)
+    run = {"dataset": dataset} if dataset else {}
     checkpoint = Checkpoint(
-        model.config, model.state_dict(), progress, {}, tokenizer=tokenizer.to_dict()
+        model.config, model.state_dict(), progress, run, tokenizer=tokenizer.to_dict()
     )
     save_checkpoint(path, checkpoint)
 
 
-def export(model, tokenizer, folder="exported"):
+def export(model, tokenizer, folder="exported", architecture=None):
     """Writes a model and a tokenizer in Hugging Face's format."""
-    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {})
-    write_pretrained(folder, checkpoint, tokenizer)
+    architecture = architecture or find_architecture(model.config)
+    write_pretrained(folder, model, tokenizer, architecture)
 
 
 def write_nanogpt_dataset(name="verse", text=VERSE * 20):

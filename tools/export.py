@@ -23,7 +23,9 @@ class ExportConfig:
 
     out_dir: str = setting("out", "run directory")
     to: str = setting("exported", "new folder for transformers, or new NAME.gguf for llama.cpp")
-    dtype: Literal["float32", "float16", "q8_0"] = setting("float32", "of the matrices in NAME.gguf")
+    dtype: Literal["float32", "float16", "q8_0"] = setting(
+        "float32", "of the matrices in NAME.gguf"
+    )
     own_code: bool = setting(False, "write a folder with this model.py, as for a changed one")
 
     def __post_init__(self):
@@ -53,48 +55,52 @@ from folio.pretrained.huggingface import write_pretrained
 from folio.pretrained.load import checkpoint_tokenizer
 from sample import SampleConfig
 
+
 def main(argv=None):
     settings = load_settings(ExportConfig, argv)
     checkpoint = RunDir(settings.out_dir).load_best()
     tokenizer = checkpoint_tokenizer(checkpoint)
     if settings.is_gguf:
         export_file(Path(settings.to), checkpoint, tokenizer, settings.dtype)
-    else:
-        architecture = Folio() if settings.own_code else find_architecture(checkpoint.config)
-        write_pretrained(settings.to, build_model(checkpoint), tokenizer, architecture)
-        print(f"wrote {settings.to}: {architecture.class_name} of {checkpoint.summary}")
+        return
+    architecture = Folio() if settings.own_code else find_architecture(checkpoint.config)
+    write_pretrained(settings.to, build_model(checkpoint), tokenizer, architecture)
+    print(f"wrote {settings.to}: {architecture.class_name} of {checkpoint.summary}")
 
 
 def export_file(path, checkpoint, tokenizer, dtype):
-    """Writes a GGUF file, and a Modelfile of Ollama beside it. Prints what to do with them."""
+    """Writes a GGUF file, and a Modelfile of Ollama beside it. Prints how to use them."""
     modelfile = path.with_suffix(".Modelfile")
     for file in (path, modelfile):
         if file.exists():
             raise UserError(f"{file} exists: choose a new name")
-    end, end_line = choose_end(checkpoint, tokenizer)
+    end, end_text = tokenizer.end, tokenizer.end_text
+    if end is None:
+        end, end_text = find_rarest(load_dataset(checkpoint.settings.get("dataset", "openwebtext")))
     write_gguf(path, checkpoint, tokenizer, end, dtype)
     with write_atomically(modelfile) as [file]:
         file.write(make_modelfile(path.name, tokenizer, checkpoint.config.block_size).encode())
     print(f"wrote {path} and {modelfile}: {checkpoint.summary}")
-    print(end_line)
-    name, prompt = shlex.quote(path.stem), shlex.quote("Once upon a time")
-    print(f"Ollama: ollama create {name} -f {shlex.quote(str(modelfile))} && ollama run {name}")
-    options = f"--temp {SampleConfig.temperature} --top-k {SampleConfig.top_k} --top-p 1 --min-p 0"
-    print(f"llama.cpp: llama-completion -m {shlex.quote(str(path))} {options} -no-cnv -p {prompt}")
+    print(f"other programs end a text at {end_text}")
+    name, modelfile_name = shlex.quote(path.stem), shlex.quote(str(modelfile))
+    print(f"Ollama: ollama create {name} -f {modelfile_name} && ollama run {name}")
+    flags = (
+        "--temp {temperature} --top-k {top_k} --top-p {top_p} --min-p {min_p} -n {max_new_tokens}"
+    )
+    flags = flags.format_map(vars(SampleConfig))  # defaults
+    print(f"llama.cpp: llama-completion -no-cnv -m {shlex.quote(str(path))} {flags} -p PROMPT")
 
 
-def choose_end(checkpoint, tokenizer):
-    """Returns the id at which llama.cpp ends a text, and a line about it.
+def find_rarest(data):
+    """Returns the token that a Dataset's training text has least, and a description.
 
-    llama.cpp needs one. If the tokenizer has none, it is the token that the training text has least.
+    It serves as end token for tokenizers that have none, because llama.cpp requires one.
     """
-    if tokenizer.end is not None:
-        return tokenizer.end, f"a text ends at {tokenizer.end_text}"
-    data = load_dataset(checkpoint.settings["dataset"])
-    counts = np.bincount(data.train, minlength=tokenizer.vocab_size)
-    end = len(counts) - 1 - int(counts[::-1].argmin())  # the last of several, for bytes 255
-    token = tokenizer.token_bytes(end)
-    return end, f"llama.cpp ends a text at {token!r}, which is {counts[end]:,} times in data/{data.name}"
+    counts = np.bincount(data.train, minlength=data.tokenizer.vocab_size)
+    token = len(counts) - 1 - int(counts[::-1].argmin())  # the last of several: byte 255
+    is_byte = data.tokenizer.kind == "byte"
+    name = f"byte {token}" if is_byte else repr(data.tokenizer.decode([token]))
+    return token, f"{name}, {counts[token]:,} of the {len(data.train):,} training tokens"
 
 
 def make_modelfile(name, tokenizer, block_size):

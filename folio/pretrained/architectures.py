@@ -1,4 +1,4 @@
-"""The classes of transformers that a GPT can be written as, by the model_type in config.json.
+"""The classes of transformers that a GPT can be written as and read from.
 
 GPT2LMHeadModel and Qwen3ForCausalLM compute the same function as some GPTs. FolioForCausalLM is any
 GPT: its folder has the model's code, which transformers executes and folio does not.
@@ -16,23 +16,21 @@ from model import GPTConfig, swiglu_widths
 
 DEFAULTS = asdict(GPTConfig())
 WITHOUT_EFFECT = ("dropout", "ngram_rows")  # on the logits of a GPT without ngrams
-RMS_EPSILON = torch.finfo(torch.float32).eps  # of model.py's norms: the default of PyTorch
 
 
 class Architecture(ABC):
     """A class of transformers.
 
+    model_type: its name in config.json.
     names: {field of GPTConfig: its name in config.json}.
-    allowed: {field of GPTConfig: the values that a model of the class can have}. A field that is
+    allowed: {field of GPTConfig: values that a model of the class can have}. A field that is
         neither here nor in `names` must have its default.
-    required: fields of config.json that only have the value of to_fields.
     """
 
     model_type: str
     class_name: str
     names: dict[str, str]
     allowed: dict[str, tuple] = {}
-    required: tuple[str, ...] = ()
 
     def misfits(self, config: GPTConfig):
         """Returns the switches of a GPT that the class does not have, such as ["window=64"]."""
@@ -49,18 +47,23 @@ class Architecture(ABC):
     def to_fields(self, config: GPTConfig):
         """Returns the content of config.json."""
         own = {"architectures": [self.class_name], "model_type": self.model_type}
-        return own | {name: getattr(config, field) for field, name in self.names.items()}
+        own |= {name: getattr(config, field) for field, name in self.names.items()}
+        return own | self.fixed_fields(config)
 
     def from_fields(self, values) -> GPTConfig:
         """Returns the GPTConfig for the content of a config.json. Raises ValueError."""
-        fixed = {field: allowed[0] for field, allowed in self.allowed.items()}
-        # A missing field has GPT-2's default, which is also that of GPTConfig.
-        given = {field: values[name] for field, name in self.names.items() if name in values}
-        config = GPTConfig(**(fixed | given))
-        for name, value in self.to_fields(config).items():
-            if name in self.required and values.get(name, value) != value:
+        fields = {field: allowed[0] for field, allowed in self.allowed.items()}
+        # The default of a missing field, GPT-2's, is also that of GPTConfig.
+        fields |= {field: values[name] for field, name in self.names.items() if name in values}
+        config = GPTConfig(**fields)
+        for name, value in self.fixed_fields(config).items():
+            if values.get(name, value) != value:
                 raise ValueError(f"{name}={values[name]!r}, not {value!r}")
         return config
+
+    def fixed_fields(self, config: GPTConfig):
+        """Returns the fields of config.json that follow from the others."""
+        return {}
 
     @abstractmethod
     def to_tensors(self, weights, config: GPTConfig):
@@ -86,23 +89,27 @@ class GPT2(Architecture):
         "tie_weights": "tie_word_embeddings",
     }
     allowed = {"activation": ("gelu", "gelu_tanh", "relu", "relu2")}
-    required = "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"
     tanh_names = "gelu_new", "gelu_pytorch_tanh"  # here gelu_tanh; other names are the same
     transposed = "c_attn.weight", "c_fc.weight", "c_proj.weight"
     masks = ".attn.bias", ".attn.masked_bias"  # constant tensors in older files
 
     def to_fields(self, config):
-        fields = super().to_fields(config)
+        fields = super().to_fields(config) | {"n_ctx": config.block_size}  # for older programs
         if config.activation == "gelu_tanh":
             fields["activation_function"] = "gelu_new"
-        fields |= dict(zip(self.required, (1e-5, True, False), strict=True))
-        fields |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)  # 0.1 by default
-        return fields | {"n_ctx": config.block_size}  # a name that other programs read
+        return fields | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)  # not 0.1
 
     def from_fields(self, values):
         if values.get("activation_function", "gelu_new") in self.tanh_names:
             values = values | {"activation_function": "gelu_tanh"}
         return super().from_fields(values)
+
+    def fixed_fields(self, config):
+        return {
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        }
 
     def to_tensors(self, weights, config):
         tensors = dict(weights)
@@ -125,9 +132,9 @@ class GPT2(Architecture):
 
 
 class Qwen3(Architecture):
-    """Qwen3 (Yang et al. 2025, "Qwen3 Technical Report"), with as many key heads as query heads.
+    """Qwen3 (Yang et al. 2025, "Qwen3 Technical Report") with a key head for each query head.
 
-    A GPT's norms of queries and keys have no weights; there, they are 1.
+    Its norms of queries and keys have weights, which are 1 for a GPT.
     """
 
     model_type, class_name = "qwen3", "Qwen3ForCausalLM"
@@ -146,22 +153,7 @@ class Qwen3(Architecture):
         "activation": ("swiglu",),
         "bias": (False,),
     }
-    required = (
-        "attention_bias",
-        "head_dim",
-        "hidden_act",
-        "intermediate_size",
-        "num_key_value_heads",
-        "rms_norm_eps",
-        "rope_parameters",
-        "use_sliding_window",
-    )
-    tensor_names = {  # {name here: names there, whose tensors are one here}
-        "transformer.wte.weight": ["model.embed_tokens.weight"],
-        "transformer.ln_f.weight": ["model.norm.weight"],
-        HEAD_WEIGHT: [HEAD_WEIGHT],
-    }
-    layer_names = {
+    layer_names = {  # {name here: names there, whose tensors are one here}
         "ln_1": ["input_layernorm"],
         "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         "attn.c_proj": ["self_attn.o_proj"],
@@ -169,52 +161,52 @@ class Qwen3(Architecture):
         "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
         "mlp.c_proj": ["mlp.down_proj"],
     }
+    norm_names = "self_attn.q_norm", "self_attn.k_norm"
 
-    def to_fields(self, config):
-        return super().to_fields(config) | {
+    def fixed_fields(self, config):
+        return {
             "attention_bias": False,
             "head_dim": config.n_embd // config.n_head,
             "hidden_act": "silu",
             "intermediate_size": swiglu_widths(config.n_embd)[1],
             "num_key_value_heads": config.n_head,
-            "rms_norm_eps": RMS_EPSILON,
+            "rms_norm_eps": torch.finfo(torch.float32).eps,  # PyTorch's default
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-            "rope_theta": 10_000.0,  # for programs that do not read rope_parameters
             "use_sliding_window": False,
         }
 
     def to_tensors(self, weights, config):
-        tensors = {}
-        for name, their_names in self._all_names(config):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, their_names in self._tensor_names(config):
             if name in weights:  # tied weights have no head
-                parts = weights[name].chunk(len(their_names))
-                tensors |= zip(their_names, (part.clone() for part in parts), strict=True)
-        ones = torch.ones(config.n_embd // config.n_head)
-        return tensors | {name: ones.clone() for name in self._qk_norms(config)}
+                tensors |= zip(their_names, weights[name].chunk(len(their_names)), strict=True)
+        return tensors | self._norms(config)
 
     def from_tensors(self, tensors, config):
         rest, weights = dict(tensors), {}
-        for name in self._qk_norms(config):
-            if name in rest and (rest[name] == 1).all():
+        for name, norm in self._norms(config).items():
+            if name in rest and torch.equal(rest[name].float(), norm):
                 del rest[name]
-        for name, their_names in self._all_names(config):
-            if all(their_name in rest for their_name in their_names):
+        for name, their_names in self._tensor_names(config):
+            if rest.keys() >= set(their_names):
                 weights[name] = torch.cat([rest.pop(their_name) for their_name in their_names])
         return weights | rest
 
-    def _all_names(self, config):
-        """Yields the names of all tensors: here, and a list of those there."""
-        yield from self.tensor_names.items()
+    def _tensor_names(self, config):
+        """Yields the name of each tensor here, and a list of those there."""
+        yield "transformer.wte.weight", ["model.embed_tokens.weight"]
+        yield "transformer.ln_f.weight", ["model.norm.weight"]
+        yield HEAD_WEIGHT, [HEAD_WEIGHT]
         for layer in range(config.n_layer):
             for name, their_names in self.layer_names.items():
                 there = [f"model.layers.{layer}.{their_name}.weight" for their_name in their_names]
                 yield f"transformer.h.{layer}.{name}.weight", there
 
-    def _qk_norms(self, config):
-        """Yields the names of the norms of queries and keys."""
-        for layer in range(config.n_layer):
-            yield f"model.layers.{layer}.self_attn.q_norm.weight"
-            yield f"model.layers.{layer}.self_attn.k_norm.weight"
+    def _norms(self, config):
+        """Returns the weights of the norms of queries and keys."""
+        layers, size = range(config.n_layer), config.n_embd // config.n_head
+        names = [f"model.layers.{i}.{name}.weight" for i in layers for name in self.norm_names]
+        return {name: torch.ones(size) for name in names}
 
 
 class Folio(Architecture):

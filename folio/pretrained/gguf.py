@@ -1,7 +1,7 @@
 """Models in GGUF, the format of llama.cpp: one file with the weights and the tokenizer.
 
-llama.cpp has the architectures of GPT-2 and Qwen3. Every tokenizer is written as a byte-level BPE, so
-that llama.cpp encodes a prompt as folio does.
+llama.cpp has the architectures of GPT-2 and Qwen3. Every tokenizer is written as a byte-level BPE,
+so that llama.cpp encodes a prompt as folio does.
 """
 
 import json
@@ -61,8 +61,8 @@ def _choose_architecture(config) -> Architecture:
     closest = min(kinds, key=lambda kind: len(kind.misfits(config)))
     if misfits := closest.misfits(config):
         raise UserError(
-            f"a GGUF file cannot hold a model with {', '.join(misfits)}: train one with "
-            "config/portable.py after the preset; docs/share.md has the commands"
+            f"a GGUF file cannot have {', '.join(misfits)}: train a model without, as by python "
+            "train.py config/own_text.py config/portable.py --dataset=NAME (docs/share.md)"
         )
     return closest
 
@@ -90,7 +90,7 @@ def _add_config(writer, architecture, config):
         writer.add_head_count_kv(fields["num_key_value_heads"])
         writer.add_key_length(fields["head_dim"])
         writer.add_value_length(fields["head_dim"])
-        writer.add_rope_freq_base(fields["rope_theta"])
+        writer.add_rope_freq_base(fields["rope_parameters"]["rope_theta"])
         writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
 
 
@@ -134,4 +134,6 @@ def _add_tensors(writer, architecture, model, kind):
         is_small = values.ndim == 1 or kind == "Q8_0" and values.shape[1] % Q8_0_BLOCK
         value_type = gguf.GGMLQuantizationType["F32" if is_small else kind]
         quantized = gguf.quants.quantize(values, value_type)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), quantized, raw_dtype=value_type)
+        writer.add_tensor(
+            names.get_name(name, (".weight", ".bias")), quantized, raw_dtype=value_type
+        )

@@ -16,7 +16,6 @@ from folio.checkpoint.format import (
     HEAD_WEIGHT,
     Checkpoint,
     Progress,
-    build_model,
     match_head,
 )
 from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
@@ -122,7 +121,7 @@ def make_tensors(model: GPT, architecture: Architecture):
 @contextmanager
 def _new_folder(folder):
     """Yields a temporary folder, which becomes `folder` when the context ends without an error."""
-    temporary = temporary_path(folder)
+    temporary = temporary_path(folder.resolve())
     with os_errors("write to", folder):
         if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
             raise UserError(f"{folder} exists and is not empty: choose a new folder")

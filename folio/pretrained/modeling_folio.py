@@ -16,6 +16,7 @@ from .model import GPT, GPTConfig, causal_mask
 
 WITHOUT_EFFECT = ("use_cache", "return_dict")  # arguments of forward(): as if they were True
 
+
 class FolioConfig(PretrainedConfig):
     """The fields of GPTConfig, some of them also under the names that transformers uses."""
 
@@ -109,7 +110,9 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
                 hooks.enter_context(block.register_forward_pre_hook(keep_input))
             x = self.gpt.trunk(input_ids, positions[past:], attend)
         is_count = isinstance(logits_to_keep, int)
-        logits = self.gpt.lm_head(x[:, slice(-logits_to_keep, None) if is_count else logits_to_keep])
+        logits = self.gpt.lm_head(
+            x[:, slice(-logits_to_keep, None) if is_count else logits_to_keep]
+        )
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
         return CausalLMOutputWithPast(
             loss=loss,

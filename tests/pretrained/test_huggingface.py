@@ -21,7 +21,7 @@ from folio.pretrained.huggingface import (
     WEIGHTS_FILE,
     read_pretrained,
 )
-from model import GPTConfig
+from model import Block, GPTConfig
 
 pytestmark = [
     pytest.mark.usefixtures("folder"),
@@ -143,6 +143,8 @@ def test_an_own_head_is_read_whatever_the_config_says():
         ({"n_positions": "8"}, "describes no supported model"),
         ({"n_head": 3}, "n_head=3"),
         ({"model_type": "folio", **asdict(GPTConfig()), "position": "absolute"}, "absolute"),
+        ({"model_type": "qwen3", "num_key_value_heads": 2}, "num_key_value_heads=2, not 12"),
+        ({"model_type": "qwen3", "rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
     ],
 )
 def test_config_of_an_unknown_model_is_refused(changes, words):
@@ -173,12 +175,23 @@ GPT2 = (
     {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12},
     {"n_layer": 0},
 )
+QWEN3 = (
+    tiny.QWEN3,
+    tiny.QWEN3 | {"tie_weights": False, "dropout": 0.2},
+    tiny.QWEN3 | {"n_layer": 3, "n_head": 5, "n_embd": 30, "block_size": 12},
+)
 OWN = (
     tiny.SWITCHES,
     {"position": "rotary", "bias": False},
     {"norm": "rmsnorm", "activation": "swiglu"},
+    tiny.QWEN3 | {"window": 3},
     {"smear": 2, "n_layer": 0},
 )
+CLASSES = {
+    "GPT2LMHeadModel": GPT2,
+    "Qwen3ForCausalLM": QWEN3,
+    "FolioForCausalLM": OWN,
+}
 
 
 def exported(**changes):
@@ -206,16 +219,19 @@ def greedy(model, ids, count):
     return ids
 
 
-@pytest.mark.parametrize("changes", [*GPT2, *OWN], ids=str)
-def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes, transformers):
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [(changes, name) for name, group in CLASSES.items() for changes in group],
+    ids=str,
+)
+def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes, name):
     ours, theirs = exported(**changes)
-    is_gpt2 = changes in GPT2
-    assert isinstance(theirs, transformers.GPT2LMHeadModel) == is_gpt2
-    idx = tiny.random_ids(ours)
-    atol = 1e-4 if is_gpt2 else 0
+    assert type(theirs).__name__ == name
+    idx, is_own = tiny.random_ids(ours), name == "FolioForCausalLM"
+    atol = 0 if is_own else 1e-4
     torch.testing.assert_close(theirs(idx).logits, ours.logits(idx), rtol=0, atol=atol)
     prompt = idx[:, :3]
-    longest = ours.config.block_size if is_gpt2 else 13  # GPT-2's context ends there
+    longest = 13 if is_own else ours.config.block_size  # where the context of the others ends
     for cached in (True, False):
         ids = theirs.generate(prompt, max_length=longest, do_sample=False, use_cache=cached)
         assert torch.equal(ids, greedy(ours, prompt, longest - 3))
@@ -259,6 +275,96 @@ def test_generation_ends_at_the_end_token(position):
     tokenizer = BPETokenizer.from_texts(["a text"], vocab_size=300)
     tiny.export(tiny.random_model(vocab_size=300, position=position), tokenizer)
     assert load("exported").generation_config.eos_token_id == tokenizer.end is not None
+
+
+@pytest.mark.parametrize("changes", [tiny.SWITCHES, tiny.QWEN3], ids=["own", "qwen3"])
+def test_what_other_libraries_use_of_a_class(changes):
+    ours, theirs = exported(**changes)
+    idx = tiny.random_ids(ours)
+    logits = ours.logits(idx)
+    output = theirs(idx, output_hidden_states=True, logits_to_keep=1, use_cache=False)
+    torch.testing.assert_close(output.logits, logits[:, -1:])
+    kept = theirs(idx, logits_to_keep=torch.tensor([0, 5])).logits
+    torch.testing.assert_close(kept, logits[:, [0, 5]])
+    states = output.hidden_states
+    assert len(states) == ours.config.n_layer + 1
+    torch.testing.assert_close(theirs.get_output_embeddings()(states[-1]), logits)
+    if changes is tiny.QWEN3:
+        torch.testing.assert_close(states[0], theirs.get_input_embeddings()(idx))
+    assert torch.equal(theirs.get_input_embeddings().weight, ours.transformer.wte.weight)
+    theirs.resize_token_embeddings(40)
+    assert theirs(torch.full((1, 3), 39)).logits.shape == (1, 3, 40)
+
+
+def test_arguments_without_an_implementation_are_refused():
+    ours, theirs = exported(**tiny.SWITCHES)
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        theirs(tiny.random_ids(ours), inputs_embeds=torch.zeros(3, 8, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "layer"), [(tiny.SWITCHES, "c_attn"), (tiny.QWEN3, "q_proj")], ids=["own", "qwen3"]
+)
+def test_lora_of_peft_lowers_the_loss(changes, layer):
+    peft = pytest.importorskip("peft")
+    ours, theirs = exported(**changes)
+    idx = tiny.random_ids(ours)
+    config = peft.LoraConfig(target_modules=[layer], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(theirs, config)
+    optimizer, losses = torch.optim.AdamW(adapted.parameters(), 1e-2), []
+    for _ in range(10):
+        losses.append(adapted(input_ids=idx, labels=idx).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_a_pipeline_generates_text(transformers):
+    ours, theirs = exported(**tiny.QWEN3, vocab_size=256)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+    pipeline = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
+    [result] = pipeline("ab", max_new_tokens=5, do_sample=False)
+    ids = greedy(ours, torch.tensor([[97, 98]]), 5)
+    assert result["generated_text"] == ByteTokenizer().decode(ids[0])
+
+
+def test_trained_norms_of_queries_are_refused():
+    exported(**tiny.QWEN3)
+    path = Path("exported")
+    name = "model.layers.0.self_attn.q_norm.weight"
+    save_file(load_file(path / WEIGHTS_FILE) | {name: torch.full((8,), 2.0)}, path / WEIGHTS_FILE)
+    assert_refused("exported", name)
+
+
+@pytest.mark.parametrize("changes", [{}, tiny.QWEN3], ids=["gpt2", "qwen3"])
+def test_a_changed_model_is_not_written_as_another_one(changes, monkeypatch):
+    def forward(block, x, rotation=None, attend=None):
+        x = block.ln_1(x + block.attn(x, rotation, attend))  # norms after, as in Vaswani et al.
+        return block.ln_2(x + block.mlp(x))
+
+    monkeypatch.setattr(Block, "forward", forward)
+    with pytest.raises(UserError, match="other logits than model.py.*--own_code=True$"):
+        exported(**changes)
+    assert not list(Path().iterdir())
+
+
+def test_an_export_that_was_killed_is_repeated():
+    for name in ("exported", "exported.tmp"):
+        Path(name).mkdir()
+    Path("exported.tmp", "model.safetensors.tmp").write_bytes(b"half")
+    tiny.export(tiny.random_model(), ByteTokenizer())
+    assert [path.name for path in Path().iterdir()] == ["exported"]
+    assert not list(Path("exported").glob("*.tmp"))
+
+
+def test_a_full_disk_leaves_no_folder(limit_files):
+    limit_files(1000)
+    with pytest.raises(UserError, match="^cannot write"):
+        tiny.export(tiny.random_model(), ByteTokenizer())
+    assert not list(Path().iterdir())
 
 
 def test_existing_files_are_not_touched():

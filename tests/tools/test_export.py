@@ -1,8 +1,10 @@
 """Tests of tools/export.py: exported runs in transformers and in the scripts."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import prepare
 import sample
 import train
 from folio.data.dataset import load_tokenizer
+from folio.data.tokenizer import BPETokenizer, ByteTokenizer
 from folio.pretrained.huggingface import read_pretrained
 from tools import export
 
@@ -60,3 +63,77 @@ def test_nanogpt_runs_are_exported(folder):
     again = read_pretrained(export_run())
     assert tiny.equal(again.weights, model.state_dict())
     assert again.tokenizer == load_tokenizer("verse").to_dict()
+
+
+def export_file(*flags):
+    """Exports to verse.gguf. Returns the metadata."""
+    from gguf import GGUFReader
+
+    export.main(["--out_dir=out", "--to=verse.gguf", *flags])
+    return {name: field.contents() for name, field in GGUFReader("verse.gguf").fields.items()}
+
+
+def test_a_gguf_file_ends_texts_at_the_rarest_character(verse, capsys):
+    tiny.write_checkpoint("out/ckpt.pt", verse.tokenizer, **tiny.QWEN3, dataset="verse")
+    fields = export_file()
+    rarest = Counter(map(int, verse.train)).most_common()[-1][1]
+    end = fields["tokenizer.ggml.eos_token_id"]
+    assert (verse.train == end).sum() == rarest
+    output = capsys.readouterr().out
+    assert f"{verse.tokenizer.decode([end])!r}" in output
+    assert f" {rarest} of the {len(verse.train):,} training tokens" in output
+    assert "ollama create verse -f verse.Modelfile" in output
+    modelfile = Path("verse.Modelfile").read_text()
+    assert modelfile.startswith("FROM ./verse.gguf\n")
+    assert "PARAMETER temperature 0.8\n" in modelfile
+    assert "stop" not in modelfile
+
+
+def test_an_end_token_is_a_stop_text(folder, capsys):
+    tokenizer = BPETokenizer.from_texts(["a text"], 300)
+    tiny.write_checkpoint("out/ckpt.pt", tokenizer, **tiny.QWEN3)
+    assert export_file("--dtype=float16")["tokenizer.ggml.eos_token_id"] == tokenizer.end
+    assert 'PARAMETER stop "<|endoftext|>"\n' in Path("verse.Modelfile").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--to=old.gguf"], "old.gguf exists"),
+        (["--to=new.gguf"], "new.Modelfile exists"),
+        (["--to=full"], "full exists and is not empty"),
+        (["--to=folder", "--dtype=q8_0"], "--to=NAME.gguf"),
+        (["--to=a.gguf", "--own_code=True"], "omit --own_code"),
+        (["--to=b.gguf"], "data/verse/train.bin is missing"),
+    ],
+)
+def test_mistakes_are_reported_and_change_nothing(folder, flags, words):
+    tiny.write_checkpoint("out/ckpt.pt", ByteTokenizer(), **tiny.QWEN3, dataset="verse")
+    Path("full").mkdir()
+    for name in ("old.gguf", "new.Modelfile", "full/notes.txt"):
+        Path(name).write_text("mine")
+    before = tiny.contents()
+    assert words in tiny.error_of(export.main, ["--out_dir=out", *flags])
+    assert tiny.contents() == before
+
+
+@pytest.mark.slow
+def test_a_changed_model_py_is_exported_with_its_code(folder):
+    """Blocks with the norms behind have the parameters of GPT-2."""
+    root = Path(export.__file__).parents[1]
+    for name in ("folio", "tools"):
+        shutil.copytree(root / name, name)
+    shutil.copy(root / "sample.py", ".")
+    code = (root / "model.py").read_text()
+    code = code.replace("x = x + self.attn(self.ln_1(x), ", "x = self.ln_1(x + self.attn(x, ")
+    changed = code.replace(
+        "rotation, attend)\n        return x +", "rotation, attend))\n        return x +"
+    )
+    Path("model.py").write_text(changed)
+    tiny.write_checkpoint("out/ckpt.pt", ByteTokenizer())
+    command = [sys.executable, "-m", "tools.export", "--out_dir=out", "--to=exported"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "GPT2LMHeadModel computes other logits than model.py" in refused.stderr
+    subprocess.check_call([*command, "--own_code=True"])
+    assert Path("exported/model.py").read_text() == changed

@@ -1,0 +1,169 @@
+"""GGUF files, read by transformers and, where it is installed, by llama-cpp-python."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from folio.checkpoint.format import Checkpoint
+from folio.checkpoint.progress import Progress
+from folio.cli.errors import UserError
+from folio.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    GPT2Tokenizer,
+    ListTokenizer,
+)
+from folio.pretrained.gguf import TYPES, write_gguf
+
+pytestmark = pytest.mark.usefixtures("folder")
+PROMPTS = (
+    "Über die „Brücke“: don't you'll  (2024) 12,5 …",
+    "日本語 and Ελλάδα\n\n\tif x == 1:  \n    return\n",
+    "’twas brillig, and the slithy toves ",
+)
+TEXT = "".join(PROMPTS)
+ARCHITECTURES = {"gpt2": {"activation": "gelu_tanh"}, "qwen3": tiny.QWEN3}
+
+
+def make_tokenizer(kind):
+    if kind == "char":
+        return CharTokenizer("".join(sorted(set(TEXT))))
+    if kind == "bpe":
+        return BPETokenizer.from_texts([20 * TEXT], 400)
+    return {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}[kind]()
+
+
+def write(tokenizer, dtype="float32", **changes):
+    """Writes model.gguf with a random model. Returns it."""
+    size = {"n_embd": 64, "block_size": 320, "vocab_size": tokenizer.padded_vocab_size}
+    model = tiny.random_model(**(size | changes))
+    checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {}, path=Path("ckpt.pt"))
+    end = tokenizer.end if tokenizer.end is not None else tokenizer.vocab_size - 1
+    write_gguf("model.gguf", checkpoint, tokenizer, end, dtype)
+    return model
+
+
+def read_fields():
+    """Returns the metadata and the types of the tensors in model.gguf."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader("model.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    return fields, {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+
+
+def greedy(model, ids, count, vocab_size):
+    """Returns the `count` ids that follow, and by how much each logit exceeds the next one."""
+    sequence, margins = torch.tensor([ids]), []
+    for _ in range(count):
+        logits = model.logits(sequence)[:, -1:, :vocab_size]
+        first, second = logits.flatten().topk(2).values
+        margins.append((first - second).item())
+        sequence = torch.cat((sequence, logits.argmax(-1)), dim=1)
+    return sequence[0, len(ids) :].tolist(), margins
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2"])
+def test_llama_cpp_encodes_prompts_and_continues_them_like_sample_py(kind, changes, request):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    if kind == "gpt2":
+        request.getfixturevalue("gpt2")
+    tokenizer = make_tokenizer(kind)
+    model = write(tokenizer, **changes)
+    llama = llama_cpp.Llama(
+        "model.gguf",
+        n_ctx=0,
+        n_threads=1,
+        verbose=False,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+    )
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt).tolist()
+        assert llama.tokenize(prompt.encode(), add_bos=False) == ids
+        llama.reset()
+        found = llama.generate(ids, temp=0, top_k=1, repeat_penalty=1.0)
+        expected, margins = greedy(model, ids, 200, tokenizer.vocab_size)
+        for theirs, ours, margin in zip(found, expected, margins, strict=False):
+            if theirs != ours:
+                assert margin < 1e-3
+                break
+
+
+def test_the_ids_of_a_bpe_file_are_the_same_in_transformers():
+    from transformers import AutoTokenizer
+
+    tokenizer = make_tokenizer("bpe")
+    write(tokenizer, **tiny.QWEN3)
+    theirs = AutoTokenizer.from_pretrained(".", gguf_file="model.gguf")
+    for prompt in PROMPTS:
+        assert theirs(prompt)["input_ids"] == tokenizer.encode(prompt).tolist()
+
+
+def test_characters_are_joined_from_their_bytes():
+    write(CharTokenizer("a\u00e9\u65e5 "), **tiny.QWEN3)
+    fields, _ = read_fields()
+    assert fields["tokenizer.ggml.tokens"] == ["a", "\u00c3\u00a9", "\u00e6\u0139\u00a5", "\u0120"]
+    merges = ["\u00c3 \u00a9", "\u00e6 \u0139", "\u00e6\u0139 \u00a5"]
+    assert fields["tokenizer.ggml.merges"] == merges
+    assert (fields["tokenizer.ggml.eos_token_id"], fields["qwen3.context_length"]) == (3, 320)
+
+
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_types_of_tensors(changes):
+    sizes = []
+    for dtype, name in TYPES.items():
+        write(make_tokenizer("byte"), dtype, n_embd=48 if dtype == "float16" else 64, **changes)
+        _, types = read_fields()
+        assert types["blk.0.ffn_norm.weight"] == "F32"
+        assert types["blk.1.ffn_down.weight"] == types["token_embd.weight"] == name
+        sizes.append(Path("model.gguf").stat().st_size)
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_padding_of_the_vocabulary_is_left_out():
+    write(ByteTokenizer(), vocab_size=320)
+    fields, types = read_fields()
+    assert len(fields["tokenizer.ggml.tokens"]) == 256
+    assert "output.weight" not in types  # tied
+
+
+def split_otherwise():
+    """Returns a BPE tokenizer that does not split a text into words."""
+    definition = json.loads(make_tokenizer("bpe").definition)
+    definition["pre_tokenizer"]["use_regex"] = False
+    return BPETokenizer(json.dumps(definition))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "changes", "words"),
+    [
+        (
+            make_tokenizer("byte"),
+            tiny.SWITCHES,
+            "smear=2, ngrams=3, window=3: .*config/portable.py",
+        ),
+        (make_tokenizer("byte"), {"activation": "relu2"}, "activation=relu2"),
+        (ListTokenizer(["ab", "c"]), tiny.QWEN3, "kind list"),
+        (split_otherwise(), tiny.QWEN3, "splits words"),
+    ],
+    ids=["own", "relu2", "list", "split"],
+)
+def test_what_the_format_cannot_hold_is_refused(tokenizer, changes, words):
+    with pytest.raises(UserError, match=f"^[^\n]*{words}[^\n]*$"):
+        write(tokenizer, **changes)
+    assert not list(Path().iterdir())
+
+
+def test_a_full_disk_leaves_no_file(limit_files):
+    tokenizer = make_tokenizer("byte")
+    limit_files(1000)
+    with pytest.raises(UserError, match="^cannot write model.gguf"):
+        write(tokenizer)
+    assert not list(Path().iterdir())
