@@ -30,8 +30,9 @@ def embeddings(model, idx):
 def test_dropout_is_applied_where_transformers_applies_it(folder):
     from transformers import GPT2LMHeadModel  # slow to import
 
-    ours = random_model(dropout=0.4).train()
+    ours = random_model(dropout=0.4)
     tiny.export(ours, ByteTokenizer())
+    ours.train()
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.4)
     theirs = GPT2LMHeadModel.from_pretrained("exported", attn_implementation="eager", **rates)
     idx = random_ids(ours)

@@ -19,6 +19,7 @@ from folio.hardware import device as device_module
 from folio.hardware import memory
 from folio.hardware.device import Machine
 from folio.hardware.optimize import optimize_for_training
+from folio.pretrained.architectures import Qwen3
 from folio.training.setup import model_config
 from train import TrainConfig, learning_rate_at
 
@@ -43,7 +44,11 @@ def card(monkeypatch):
     return set_card
 
 
-@pytest.fixture(params=sorted(CONFIG.rglob("*.py")), ids=lambda path: path.stem)
+PORTABLE = str(CONFIG / "portable.py")
+PRESETS = sorted(set(CONFIG.rglob("*.py")) - {Path(PORTABLE)})
+
+
+@pytest.fixture(params=PRESETS, ids=lambda path: path.stem)
 def preset(request, text_size):
     """The path of each preset, with a text that it accepts."""
     if request.param.stem == "gpt2_fast":
@@ -98,6 +103,16 @@ def test_the_training_forward_of_every_preset_is_one_graph(preset, device):
     loss = compiled(ids, ids, settings.train_temperature)
     loss.backward()
     assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_with_portable_every_preset_is_a_qwen3_with_as_many_tokens_per_step(preset, device):
+    before, after = load_preset(preset, device), load_preset(preset, device, PORTABLE)
+    assert not Qwen3().misfits(model_config(after, SHAKESPEARE_CHARACTERS))
+    assert after.batch_size * after.block_size == before.batch_size * before.block_size
+    assert after.block_size == (
+        min(before.block_size, 256) if device == "cpu" else before.block_size
+    )
 
 
 @pytest.mark.parametrize("device", NANOGPT_RECIPE)
