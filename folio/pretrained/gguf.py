@@ -19,6 +19,7 @@ from folio.pretrained.huggingface import check_logits, make_tensors
 TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # {here: in the format}
 TOLERANCES = {"float32": 1e-2, "float16": 1e-2, "q8_0": 1e-1}  # see check_logits
 Q8_0_BLOCK = 32  # values of a row that share a scale
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # the texts only
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 
 
@@ -38,7 +39,7 @@ def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
     Raises UserError if llama.cpp has no such model or tokenizer, writing fails, or transformers
     computes other logits with the file. No file is written then.
     """
-    gguf = import_optional("gguf", "an export to GGUF")
+    gguf = import_optional("gguf", "an export to GGUF", "transformers")
     architecture = _choose_architecture(checkpoint.config)
     model = build_model(_without_padding(checkpoint, tokenizer.vocab_size))
     with write_atomically(path) as [file]:
@@ -98,28 +99,41 @@ def _add_tokenizer(writer, tokenizer, end):
     from gguf import TokenType
 
     definition = json.loads(load_encoder(tokenizer.to_definition()).to_str())
-    merges = [tuple(pair) for pair in definition["model"]["merges"]]
-    splits = (definition["pre_tokenizer"] or {}).items() >= GPT2_SPLIT.items()
-    if merges and (not splits or definition["normalizer"] or definition["model"]["ignore_merges"]):
-        raise UserError("a GGUF file can hold a tokenizer only if it splits words as GPT-2's does")
     special_tokens = {token["id"]: token["content"] for token in definition["added_tokens"]}
     tokens, types, characters = [], [], byte_characters()
     for token_id in range(tokenizer.vocab_size):
         token = "".join(characters[byte] for byte in tokenizer.token_bytes(token_id))
         tokens.append(special_tokens.get(token_id, token))
         types.append(TokenType.CONTROL if token_id in special_tokens else TokenType.NORMAL)
-    if not merges:  # characters or bytes: join the bytes of a character
-        for token in tokens:
-            merges += [(token[:end], token[end]) for end in range(1, len(token))]
-    merges = merges or [(characters[255], characters[255])]  # one is required; no text has it
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([f"{first} {second}" for first, second in merges])
+    writer.add_token_merges(_merges(definition) or _merges_of_characters(tokens))
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _merges(definition):
+    """Returns the merges of a tokenizer.json. Raises UserError if llama.cpp has no such BPE."""
+    model = definition["model"]
+    splits = (definition["pre_tokenizer"] or {}).items() >= GPT2_SPLIT.items()
+    if model["merges"] and (not splits or definition["normalizer"] or model["ignore_merges"]):
+        raise UserError("a GGUF file can hold a tokenizer only if it splits words as GPT-2's does")
+    return [" ".join(pair) for pair in model["merges"]]
+
+
+def _merges_of_characters(tokens):
+    """Returns merges that join the bytes of each token, for tokenizers without merges.
+
+    Their results need not be tokens. llama.cpp requires at least one; no text has byte 255.
+    """
+    merges = []
+    for token in tokens:
+        merges += [f"{token[:size]} {token[size]}" for size in range(1, len(token))]
+    return merges or [" ".join(2 * byte_characters()[255])]
 
 
 def _add_tensors(writer, architecture, model, kind):

@@ -87,7 +87,7 @@ def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Arc
     Raises UserError if the folder is not empty, writing fails, or transformers computes other
     logits with the files. No folder is written then.
     """
-    import_optional("safetensors", "an export")
+    import_optional("safetensors", "an export", "transformers")
     from safetensors.torch import save
 
     fields = make_fields(model, tokenizer, architecture)
