@@ -29,6 +29,14 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _modules_cache(tmp_path_factory):
+    """transformers copies the code of models to a folder, which it reads when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _default_handlers():
     """Tests send signals that may be ignored: SIGHUP by nohup, SIGINT in a background job."""
     for number in SIGNALS:

@@ -31,16 +31,12 @@ SHAPE = {"n_positions": 8, "vocab_size": 37, "n_layer": 2, "n_head": 2, "n_embd"
 OTHER = {"n_positions": 12, "n_layer": 3, "n_head": 5, "n_embd": 30, "tie_word_embeddings": False}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def transformers(tmp_path_factory):
-    """The module, imported here because it is slow. It copies the code of models to a folder."""
+@pytest.fixture
+def transformers():
+    """The module, imported here because it is slow."""
     import transformers
-    from transformers import dynamic_module_utils
 
-    with pytest.MonkeyPatch.context() as patch:
-        cache = str(tmp_path_factory.mktemp("modules"))
-        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        yield transformers
+    return transformers
 
 
 def transformers_model(**changes):
