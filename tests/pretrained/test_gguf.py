@@ -81,6 +81,7 @@ def test_llama_cpp_encodes_prompts_and_continues_them_like_sample_py(kind, chang
         n_ctx=0,
         n_threads=1,
         verbose=False,
+        flash_attn=False,
         type_k=llama_cpp.GGML_TYPE_F32,
         type_v=llama_cpp.GGML_TYPE_F32,
     )
