@@ -73,8 +73,7 @@ class Checkpoint:
     def load_into(self, model: GPT):
         """Sets the parameters of a GPT, sharded or not, to the weights, and drops these.
 
-        They share memory if their dtype and device are the same. Raises UserError if the names or
-        shapes differ.
+        They share memory if possible. Raises UserError if the names or shapes differ.
         """
         parameters, weights = model.state_dict(keep_vars=True), self.weights
         for name in parameters | weights:
@@ -230,9 +229,6 @@ def match_head(config: GPTConfig, weights) -> GPTConfig:
     if not config.tie_weights or head is None or embedding is None:
         return config
     return dataclasses.replace(config, tie_weights=torch.equal(head, embedding))
-
-
-# Use
 
 
 def empty_model(config: GPTConfig, device="cpu") -> GPT:

@@ -27,10 +27,7 @@ BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
 
 class RunDir:
-    """A run directory. One process at a time may write to it, in the context of lock_folder().
-
-    With torchrun, only rank 0 writes.
-    """
+    """A run directory. Only rank 0 may write to it, in the context of lock_folder()."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -91,10 +88,7 @@ class RunDir:
     # Writing
 
     def begin(self, settings, resumed: Checkpoint | None = None):
-        """Prepares the folder for a run that starts or resumes.
-
-        Returns the folder to which an earlier run was moved, or None.
-        """
+        """Prepares the folder for a run. Returns where an earlier run was moved, or None."""
         with os_errors("write to", self.folder):
             if resumed:
                 if self.log_size() > resumed.log_bytes:  # events of steps that the run repeats
@@ -115,13 +109,10 @@ class RunDir:
         return self.log.stat().st_size if self.log.is_file() else 0
 
     def read_events(self):
-        """Returns the events of log.jsonl, [] without a log.
-
-        Other lines, such as one that a process is still writing, are left out.
-        """
+        """Returns the events of log.jsonl, [] without a log. Other lines are left out."""
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
-            with suppress(ValueError):
+            with suppress(ValueError):  # a line that a process is still writing
                 event = json.loads(line)
                 if "event" in event:
                     events.append(event)
@@ -130,8 +121,7 @@ class RunDir:
     def save(self, checkpoint: Checkpoint, best, keep=False):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.
 
-        If `keep`, first writes ckpt-STEP.pt, without optimizer state. Raises UserError if writing
-        fails.
+        If `keep`, first writes the weights to ckpt-STEP.pt. Raises UserError if writing fails.
         """
         if keep:
             path = self.folder / f"ckpt-{checkpoint.progress.step}.pt"

@@ -1,5 +1,4 @@
-"""How a script starts and ends: settings, `--help`, one-line errors, signals, atomic files.
+"""How a script starts and ends. Start reading in `settings.py`.
 
-Importing it needs the standard library only, so that `--help` does not wait for torch. Start
-reading in `settings.py`.
+It needs the standard library only, so that `--help` does not wait for torch.
 """

@@ -1,7 +1,4 @@
-"""Atomic writes, a lock for one writer per folder, and reading UTF-8 text.
-
-Standard library and filelock only, so that `--help` does not wait for torch.
-"""
+"""Atomic writes, a lock for one writer per folder, and reading UTF-8 text."""
 
 import os
 import shlex
@@ -42,10 +39,7 @@ def write_atomically(*paths):
 
 
 def replace_by_link(source, path):
-    """Atomically makes `path` a hard link to `source`, or a copy if links are not possible.
-
-    Raises UserError if the file cannot be written; `path` then keeps its old content.
-    """
+    """Atomically makes `path` a link to `source`, or a copy. Raises UserError if that fails."""
     temporary = temporary_path(path)
     with suppress(OSError):  # the file system has no hard links
         temporary.unlink(missing_ok=True)
@@ -100,10 +94,7 @@ def lock_folder(folder, timeout_s=0):
 
 
 def read_text(name):
-    """Returns the text of a UTF-8 file, or of standard input if `name` is "-".
-
-    A byte order mark is dropped.
-    """
+    """Returns the text of a UTF-8 file without byte order mark; "-" is standard input."""
     source = "standard input" if name == "-" else name
     check_lfs(name)
     with os_errors("read", source):
@@ -141,8 +132,5 @@ def unify_line_ends(text):
 
 
 def unescape(text):
-    """Returns a text in which backslash n is a newline, and backslash t a tab.
-
-    Most shells pass a backslash and n for '\\n'.
-    """
+    """Replaces backslash n by a newline, and backslash t by a tab, which most shells do not."""
     return text.replace("\\n", "\n").replace("\\t", "\t")

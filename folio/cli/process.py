@@ -1,7 +1,5 @@
 """How a script starts and ends: one-line errors, exit status, signals.
 
-Standard library only, so that `--help` does not wait for torch.
-
 Exit status: 0 success, 2 an error of the user or the system, 128 + n after signal n. Any other
 exception is a bug in folio and keeps its traceback.
 """
@@ -56,10 +54,7 @@ def start(module_name, settings_class, only_help=False, **environment):
 
 
 def run(main, memory_advice=MEMORY_ADVICE):
-    """Calls `main()` and ends the process with its exit status.
-
-    `memory_advice` says what to do if memory is exhausted, in the error message.
-    """
+    """Calls `main()` and ends the process. `memory_advice`: what to do if memory is exhausted."""
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
     status = _run(main, memory_advice=memory_advice)

@@ -3,7 +3,7 @@
 A script declares a dataclass of `setting(...)` fields and calls `load_settings` with its arguments:
 Python config files and `--name=value` flags, applied left to right. If the dataclass has a field of
 type tuple, arguments without dashes are its values instead of config files, and so are all that
-follow `--`. Standard library only, so that `--help` does not wait for torch.
+follow `--`.
 """
 
 import builtins
@@ -54,15 +54,6 @@ def changed_settings(settings):
     return {f.name: value for f, value in pairs if f.name in given or value != f.default}
 
 
-def command_line(arguments):
-    """Returns the texts of parsed arguments. Of several flags for a setting, only the last."""
-    texts: dict[str | Path, str] = {}
-    for name, value in arguments:
-        texts.pop(name, None)
-        texts[name] = str(name) if isinstance(name, Path) else f"--{name}={value}"
-    return list(texts.values())
-
-
 def load_settings(settings_class, argv=None, resolvers=None):
     """Builds `settings_class` from config files and flags, applied left to right.
 
@@ -88,8 +79,12 @@ def load_settings(settings_class, argv=None, resolvers=None):
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
         raise UserError(str(error)) from error
-    text = shlex.join(command_line(arguments))
-    vars(settings).update(given=set(given), command_line=text)  # frozen otherwise
+    texts: dict[str | Path, str] = {}  # of several flags for a setting, only the last
+    for name, value in arguments:
+        texts.pop(name, None)
+        texts[name] = str(name) if isinstance(name, Path) else f"--{name}={value}"
+    command_line = shlex.join(texts.values())
+    vars(settings).update(given=set(given), command_line=command_line)  # frozen otherwise
     return settings
 
 
@@ -233,10 +228,7 @@ def _options(annotation):
 
 
 def _run_config_file(path, fields, readable):
-    """Runs a config file. Returns the values of the settings that it assigns, checked.
-
-    `readable`: the values of the settings before, which it can read like built-in names.
-    """
+    """Returns the checked values that a config file assigns. It can read the values `readable`."""
     names = {"__name__": "config", "__file__": str(path)}
     names["__builtins__"] = vars(builtins) | readable
     try:

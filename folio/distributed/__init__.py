@@ -1,4 +1,1 @@
-"""Training one model in several processes, which torchrun starts.
-
-`world.py` has the processes, their communication, and models that DDP and FSDP distribute.
-"""
+"""Training one model in several processes, which torchrun starts. All of it is in `world.py`."""

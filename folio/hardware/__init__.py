@@ -1,4 +1,1 @@
-"""What the machine can do: devices and data types, memory, faster kernels, compilation.
-
-Start reading in `device.py`, which decides what `auto` means.
-"""
+"""Devices and data types, memory, faster kernels, compilation. Start reading in `device.py`."""

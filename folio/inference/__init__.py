@@ -1,4 +1,1 @@
-"""From a prompt to a text: the KV cache, sampling, stop texts, scores.
-
-Start reading in `generate.py`, which has the loop over tokens.
-"""
+"""From a prompt to a text: KV cache, sampling, stop texts, scores. Start in `generate.py`."""

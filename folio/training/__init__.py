@@ -1,4 +1,1 @@
-"""What train.py calls: inputs and state of a run, evaluations, optimizers, distillation, log.
-
-Start reading in `run.py`, which has the state that steps change.
-"""
+"""What train.py calls: the state of a run, evaluations, optimizers, log. Start in `run.py`."""
