@@ -1,7 +1,4 @@
-"""Byte-level byte-pair encodings of the tokenizers library: training, vocabulary, encoding.
-
-A definition is the content of a tokenizer.json, which is the library's format.
-"""
+"""Byte-level BPEs of the tokenizers library. A definition is the content of a tokenizer.json."""
 
 import json
 import re
@@ -81,12 +78,9 @@ def define_merges(tokens, merges=(), end_of_text=None):
 
 
 def define_characters(characters):
-    """Returns the definition of an encoding with these characters as tokens, without merges.
-
-    Other characters are read as "?" or, if that is not a token, as the first one.
-    """
+    """Returns the definition of an encoding with these characters as tokens, without merges."""
     library = import_optional("tokenizers", "a tokenizer.json")
-    unknown = "?" if "?" in characters else characters[0]
+    unknown = "?" if "?" in characters else characters[0]  # what other characters are read as
     vocabulary = {character: i for i, character in enumerate(characters)}
     encoder = library.Tokenizer(library.models.BPE(vocabulary, [], unk_token=unknown))
     encoder.decoder = library.decoders.Fuse()

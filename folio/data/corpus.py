@@ -25,39 +25,27 @@ SAMPLE_CHARACTERS = 2**20  # enough to estimate the length of tokens
 
 
 class Piece(NamedTuple):
-    """A text for a split.
-
-    separated: whether a separator precedes it, because it begins a document, not the split's first.
-    """
+    """A text for a split."""
 
     split: str
-    separated: bool
+    separated: bool  # whether a separator precedes it: it begins a document, not the split's first
     text: str
 
 
 @dataclass
 class Corpus:
-    """The documents of Sources. scan() must precede read().
-
-    name: of several sources, in messages and meta.json.
-    val_sources: those of the validation split; the others are then the training split.
-    end_text: the text of a special token that ends a document; None: there is none.
-    val_fraction: of the characters; None: the default.
-    test_fraction: of the characters; they follow those of the validation split.
-    max_characters: number of characters after which reading stops; None: all are read.
-    split_ends: {split: number of characters up to its end}, known after scan().
-
-    Reading shows its progress, on a terminal only.
-    """
+    """The documents of Sources. scan() must precede read(). A terminal shows their progress."""
 
     sources: list
-    name: str
-    val_sources: list = field(default_factory=list)
-    end_text: str | None = None
-    val_fraction: float | None = None
-    test_fraction: float = 0.0
-    max_characters: int | None = None
-    split_ends: dict = field(default_factory=dict)
+    name: str  # of several sources, in messages and meta.json
+    val_sources: list = field(default_factory=list)  # of validation; the others are for training
+    end_text: str | None = None  # of a special token that ends a document
+    val_fraction: float | None = None  # of the characters; None: the default
+    test_fraction: float = 0.0  # of the characters, which follow those of the validation split
+    max_characters: int | None = None  # after which reading stops; None: all are read
+    split_ends: dict = field(
+        default_factory=dict
+    )  # {split: characters up to its end}, after scan()
     _bucket_starts: np.ndarray = field(init=False, repr=False)  # characters before each bucket
 
     @property
@@ -86,10 +74,7 @@ class Corpus:
         return "".join(text for _, text, _ in self._read_texts(SAMPLE_CHARACTERS))
 
     def scan(self):
-        """Reads everything once, which finds the boundaries of the splits.
-
-        Returns the characters of the texts and of the separators, ordered by code point.
-        """
+        """Finds the ends of the splits. Returns the characters of texts and separators, sorted."""
         is_used, sizes = np.zeros(UNICODE_CODE_POINTS, bool), np.zeros(BUCKETS + 1, np.int64)
         num_documents = 0
         for bucket, text, begins_document in self._read_texts(self.max_characters):

@@ -26,25 +26,19 @@ from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, To
 FORMAT = 1
 SPLITS = ("train", "val")
 DATA_FOLDER = Path("data")
-MAX_CHECKED_TOKENS = 2**25  # the checksum of a larger split is not compared on loading
+MAX_CHECKED_TOKENS = 2**25  # of a larger split, only these and its size are checked
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A prepared dataset.
-
-    train, val: (N,) uint16 or uint32 ids, memory-mapped if they are many; after `to`, a Split each.
-    fingerprint: {split: CRC-32 of its bytes}. For nanoGPT's splits of more than MAX_CHECKED_TOKENS,
-        the CRC-32 of the first MAX_CHECKED_TOKENS and of the number of tokens as decimal digits.
-    train_bytes: of the training text; the number of tokens for nanoGPT's, in which it is unknown.
-    """
+    """A prepared dataset."""
 
     name: str
-    train: Any
-    val: Any
+    train: Any  # (N,) uint16 or uint32, memory-mapped if they are many; after `to`, a Split
+    val: Any  # the same
     tokenizer: Tokenizer
-    fingerprint: dict
-    train_bytes: int
+    fingerprint: dict  # {split: CRC-32 of its bytes}; of nanoGPT's large ones, see load_dataset
+    train_bytes: int  # of the training text; of nanoGPT's, the number of tokens
 
     @property
     def summary(self):
@@ -91,11 +85,7 @@ def meta_checksum(meta):
 
 
 def load_dataset(name) -> Dataset:
-    """Returns the Dataset in data/NAME, folio's or nanoGPT's.
-
-    Raises UserError if a file is missing, damaged or does not match the others. Only the size and
-    the first MAX_CHECKED_TOKENS of a split are checked.
-    """
+    """Returns the Dataset in data/NAME. Raises UserError if a file is missing, damaged or wrong."""
     folder = dataset_folder(name)
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
@@ -104,11 +94,11 @@ def load_dataset(name) -> Dataset:
         ids = splits[split] = _read_ids(path, tokenizer.dtype)
         checked_ids = ids[:MAX_CHECKED_TOKENS]
         largest, crc, size = checked_ids.max(), zlib.crc32(checked_ids), tokenizer.vocab_size
-        if not meta:
+        if not meta:  # forks of nanoGPT write other types
             _check_type(path, checked_ids)
         if largest >= size:
             raise _unusable(path, f"it contains token {largest}, but the vocabulary has {size}")
-        if len(ids) > len(checked_ids):
+        if len(ids) > len(checked_ids):  # nanoGPT's: of the first tokens and their number
             crc = meta[split]["crc32"] if meta else zlib.crc32(b"%d" % len(ids), crc)
         if meta and (len(ids), crc) != (meta[split]["tokens"], meta[split]["crc32"]):
             raise _unusable(path, "it does not match meta.json")
@@ -181,10 +171,7 @@ def _unusable(path, cause):
 
 
 def _check_type(path, ids):
-    """Raises UserError if the ids, which forks of nanoGPT write, look like those of a wider type.
-
-    Of small ids with 32 or 64 bits, every second or more of the words is 0.
-    """
+    """Raises UserError if ids look like those of a wider type, with 0 in every second word."""
     if len(ids) < 4 or not ids[::2].any() or ids[1::2].any():
         return
     wide = "uint32" if ids.itemsize == 2 and ids[2::4].any() else "int64"

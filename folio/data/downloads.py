@@ -36,9 +36,6 @@ SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test",
 MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 
 
-# Texts that folio provides
-
-
 def load_shakespeare():
     """Returns the Source of tiny Shakespeare, which is downloaded if its file is missing."""
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
@@ -146,8 +143,8 @@ def select_tables(paths, address, subset, split):
 def open_hub(name, others):
     """Yields the package huggingface_hub. Turns its exceptions into UserErrors.
 
-    Their messages name the fix, such as access to a private model or a variable to change.
-    `others` are the packages that reading the files of `name` needs.
+    Their messages name the fix, such as access to a private model. `others` are the packages that
+    reading the files of `name` needs.
     """
     library = import_optional("huggingface_hub", name, others)
     try:

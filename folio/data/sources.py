@@ -38,22 +38,16 @@ PARQUET_ROWS_PER_BATCH = 1000
 
 
 class Source:
-    """A file of documents.
-
-    path, name: of the file, and what messages call it.
-    suffix: the one of TABLE_SUFFIXES, or "" for a text.
-    template: the text of a row of a table, with the names of `columns` in braces.
-    empty_rows: numbers of the rows without text that were read; they are not documents.
-    """
+    """A file of documents. `name` is what messages call it."""
 
     def __init__(self, path, text_key="text", name=None):
         """text_key: the column with the text, or a template such as "{question} {answer}"."""
         self.path, self.name = path, name or str(path)
         lower = str(path).lower()
         self.suffix = next((suffix for suffix in TABLE_SUFFIXES if lower.endswith(suffix)), "")
-        self.template = text_key if "{" in text_key else f"{{{text_key}}}"
+        self.template = text_key if "{" in text_key else f"{{{text_key}}}"  # of a row's text
         self.columns = re.findall(COLUMN_IN_TEMPLATE, self.template)
-        self.empty_rows = set()
+        self.empty_rows = set()  # numbers of those read without text, which are not documents
 
     def sha256(self):
         """Returns the hash of the file's bytes."""
@@ -61,10 +55,7 @@ class Source:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def read(self):
-        """Yields (text, whether it begins a document) for all parts of the documents.
-
-        Raises UserError for content that is not text.
-        """
+        """Yields (text, whether it begins a document). Raises UserError if it is not text."""
         with self.errors():
             check_lfs(self.path)
             yield from _read_table(self) if self.suffix else _read_text(self)
@@ -98,11 +89,7 @@ def _open_text(source, newline=None):
 
 
 def _read_text(source):
-    """Yields the parts of a UTF-8 file, without a byte order mark, as Source.read does.
-
-    Parts end where that does not change the tokens of any tokenizer. If there is no such position
-    in more than MAX_UNCUT_CHARACTERS, they end anywhere.
-    """
+    """Yields the parts of a UTF-8 file, cut where that does not change the tokens if possible."""
     text, is_start, is_end = "", True, False
     with _open_text(source) as file:
         while not is_end:

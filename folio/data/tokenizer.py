@@ -29,30 +29,20 @@ class Tokenizer(ABC):
 
     A subclass defines `kind`, `vocab_size`, `encode` and `token_bytes`. If its constructor has
     parameters, it also defines `from_texts` and `to_dict`. The other members have defaults.
-
-    kind: its name in settings and files.
-    vocab_size: number of token ids.
-    padded_vocab_size: rows of a new model's embedding.
-    end: id of the end-of-text token, or None. The class has that of the tokenizers of from_texts.
-    end_text: its text.
-    start: default prompt.
     """
 
-    kind: str
-    vocab_size: int
-    end: int | None = None
+    kind: str  # its name in settings and files
+    vocab_size: int  # number of token ids
+    end: int | None = None  # id of the end-of-text token; of a class, that in from_texts
     end_text = END_OF_TEXT
-    start = "\n"
+    start = "\n"  # default prompt
 
     def __init_subclass__(cls):
         TOKENIZERS[cls.kind] = cls
 
     @classmethod
     def from_texts(cls, texts, vocab_size=None) -> "Tokenizer":
-        """Returns the tokenizer for an iterable of texts.
-
-        `vocab_size` is the number of tokens, which a trained tokenizer needs.
-        """
+        """Returns the tokenizer for texts. A trained one needs `vocab_size`, its number of ids."""
         return cls()
 
     def to_dict(self):
@@ -60,10 +50,7 @@ class Tokenizer(ABC):
         return {"kind": self.kind}
 
     def to_definition(self):
-        """Returns the content of a tokenizer.json with the same tokens.
-
-        Raises UserError if there is none.
-        """
+        """Returns a tokenizer.json with the same tokens. Raises UserError if there is none."""
         raise UserError(f"a tokenizer of kind {self.kind} cannot be written as tokenizer.json")
 
     @abstractmethod
@@ -80,6 +67,7 @@ class Tokenizer(ABC):
 
     @property
     def padded_vocab_size(self):
+        """Rows of a new model's embedding."""
         return self.vocab_size
 
     def fits(self, vocab_size):
@@ -158,10 +146,7 @@ class CharTokenizer(Tokenizer):
 
 
 class ListTokenizer(Tokenizer):
-    """Tokens of any length, from nanoGPT's meta.pkl: notes of music, k-mers of DNA.
-
-    At each position of a text, the longest token that fits is used.
-    """
+    """Tokens of any length, from nanoGPT's meta.pkl; the longest one that fits is used."""
 
     kind = "list"
 

@@ -91,15 +91,12 @@ def encode_pieces(tokenizer: Tokenizer, allow_special, pieces):
 
 
 def map_in_threads(function, items):
-    """Yields function(item) in the order of the items, with a thread per core.
-
-    At most two more calls than threads are unfinished, so that memory does not grow.
-    """
+    """Yields function(item) in the order of the items, with a thread per core."""
     pending: deque[Future] = deque()
     num_threads = min(os.cpu_count() or 1, MAX_THREADS)
     with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
-            if len(pending) == num_threads + 2:
+            if len(pending) == num_threads + 2:  # so that memory does not grow
                 yield pending.popleft().result()
             pending.append(pool.submit(function, item))
         for future in pending:
