@@ -208,12 +208,9 @@ def shard_model(model, world: World):
 
 @contextmanager
 def unshard(model):
-    """A context in which methods of a GPT other than forward() can be called.
-
-    It gathers the parameters outside of blocks; blocks gather theirs when they are called.
-    """
+    """A context in which methods of a GPT other than forward() can be called."""
     if is_sharded(model):
-        model.unshard()
+        model.unshard()  # the parameters outside of blocks; blocks gather theirs
     yield
     if is_sharded(model):
         model.reshard()
@@ -230,10 +227,7 @@ def full_tensor(tensor):
 
 
 def shard_like(parameter, full):
-    """Returns a full tensor, which all processes have, sharded like a parameter.
-
-    Returns `full` itself if the parameter is not sharded.
-    """
+    """Returns a full tensor, which all processes have, sharded if the parameter is sharded."""
     if not is_sharded(parameter):
         return full
     from torch.distributed.tensor import distribute_tensor

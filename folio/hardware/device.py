@@ -139,8 +139,7 @@ def keep_freed_memory():
 def one_thread_for_small(multiplications):
     """A context for a loop on a CPU that uses one thread if a step has few multiplications.
 
-    More threads are not faster then. While another process uses the cores, they would wait for
-    each other most of the time.
+    More threads are not faster then, and wait for each other if another process uses the cores.
     """
     if multiplications > MAX_SINGLE_THREAD_PRODUCTS:
         yield
@@ -170,8 +169,7 @@ class ThreadTuner:
     def check(self):
         """Reduces the number of threads if they lack cores, and later tries more of them.
 
-        Called after each step, measures every CORES_CHECK_INTERVAL_S. Returns a message when the
-        number of threads reaches a new minimum, or None.
+        Called after each step. Returns a message when the number reaches a new minimum, or None.
         """
         now = time.perf_counter()
         if not self.is_used or now < self.check_at:
@@ -201,10 +199,7 @@ class ThreadTuner:
 
 
 def _thread_times():
-    """Returns how long each thread has run, and waited for a core: {path: (2,) nanoseconds}.
-
-    Only Linux reports these times; elsewhere, the result is empty.
-    """
+    """Returns how long each thread ran and waited for a core: {path: (2,) nanoseconds}, or {}."""
     times = {}
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError), open(path) as file:  # the thread may have ended
@@ -250,8 +245,7 @@ def default_dtype(device):
 def _measure_peak(device, dtype):
     """Returns the FLOP/s of the fastest of a few square matrix products.
 
-    On a CPU, it is that of one thread times the number of threads: beside another program, the
-    threads of a product would wait for each other.
+    On a CPU, it is that of one thread times their number, because threads can wait for each other.
     """
     is_cpu = device_type(device) == "cpu"
     size, threads = (512, torch.get_num_threads()) if is_cpu else (4096, 1)

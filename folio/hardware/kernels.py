@@ -132,8 +132,7 @@ class FoldedLinear(Linear):
 def fast_cross_entropy(x, weight, targets):
     """model.linear_cross_entropy, which computes the gradient of the logits together with the loss.
 
-    Compiled for a GPU, one kernel can read the logits and write their gradient, so that the
-    backward pass does not read them again.
+    Compiled for a GPU, one kernel reads the logits and writes their gradient for the backward pass.
     """
     return LinearCrossEntropy.apply(x, weight, targets)  # torch 2.11 cannot compile `apply` alone
 
@@ -180,8 +179,7 @@ def fast_linear(linear, dtype, rows):
 class PackedLinear(nn.Module):
     """A linear layer and its activation, with weights in oneDNN's blocked layout.
 
-    On two AMD cores, products with 10 rows took 1/2 of nn.Linear's time in float32 and 2/3 in
-    bfloat16.
+    On two AMD cores, 10 rows took 1/2 of nn.Linear's time in float32 and 2/3 in bfloat16.
     """
 
     def __init__(self, linear):

@@ -13,16 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from folio.cli.errors import cause_of, is_out_of_memory
+from folio.hardware import kernels
 from folio.hardware.device import Machine
-from folio.hardware.kernels import (
-    FUSIBLE,
-    Dropout,
-    PackedLinear,
-    fast_attention,
-    fast_cross_entropy,
-    fast_linear,
-    fold_norm,
-)
 from model import GPT, NORMS, CausalSelfAttention
 
 # Training
@@ -40,10 +32,10 @@ def optimize_for_training(loss_fn, batch, machine: Machine, world, activation_ch
     # The loss and the norms are not faster on a CPU. With FSDP, products of weights, which are not
     # sharded, would stay in memory.
     if machine.kind == "cuda" and not hasattr(model, "unshard"):
-        model.cross_entropy = fast_cross_entropy
+        model.cross_entropy = kernels.fast_cross_entropy
         for block in model.transformer.h:
-            fold_norm(block.ln_1, block.attn.c_attn, NORMS[model.config.norm])
-            fold_norm(block.ln_2, block.mlp.c_fc, NORMS[model.config.norm])
+            kernels.fold_norm(block.ln_1, block.attn.c_attn, NORMS[model.config.norm])
+            kernels.fold_norm(block.ln_2, block.mlp.c_fc, NORMS[model.config.norm])
     is_compiled = machine.compile and compile_methods(loss_fn, machine)
     if activation_checkpointing:
         for block in model.transformer.h:  # a wrapper would change the names of the parameters
@@ -58,10 +50,10 @@ def use_fast_kernels(model: GPT):
     """Makes a GPT use the attention and dropout of folio/hardware/kernels.py, in place."""
     for module in list(model.modules()):
         if isinstance(module, CausalSelfAttention):
-            module.kernel = fast_attention
+            module.kernel = kernels.fast_attention
         for name, child in list(module.named_children()):
             if type(child) is nn.Dropout:
-                setattr(module, name, Dropout(child.p).train(child.training))
+                setattr(module, name, kernels.Dropout(child.p).train(child.training))
 
 
 def compile_methods(model, machine: Machine):
@@ -89,10 +81,7 @@ def compile_methods(model, machine: Machine):
 
 
 def run_compiler(loss_fn, batch):
-    """Makes the first calls of a compiled loss function. Returns whether they succeed.
-
-    batch: its arguments in a training step; an evaluation passes inputs and targets only.
-    """
+    """Makes the first calls of a compiled loss function, and returns whether they succeed."""
     start, has_compiled = time.monotonic(), False
     with continue_on_failure("compilation"):
         # Training is last because an evaluation with FSDP leaves some parameters gathered, and then
@@ -100,7 +89,7 @@ def run_compiler(loss_fn, batch):
         for training in (False, True):
             loss_fn.train(training)
             with torch.set_grad_enabled(training):
-                loss = loss_fn(*batch) if training else loss_fn(*batch[:2])
+                loss = loss_fn(*batch) if training else loss_fn(*batch[:2])  # no temperature
         loss.backward()
         has_compiled = True
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
@@ -138,10 +127,10 @@ def optimize_for_inference(model: GPT, machine: Machine, rows=None) -> GPT:
                 delattr(module, name)  # a function is called in less time than a module
                 setattr(module, name, identity)
             elif isinstance(child, nn.Linear) and child.weight.is_cpu and not machine.compile:
-                setattr(module, name, fast_linear(child, machine.dtype, rows))
+                setattr(module, name, kernels.fast_linear(child, machine.dtype, rows))
     for block in model.transformer.h:
-        activation = FUSIBLE.get(model.config.activation)
-        if activation and isinstance(block.mlp.c_fc, PackedLinear):
+        activation = kernels.FUSIBLE.get(model.config.activation)
+        if activation and isinstance(block.mlp.c_fc, kernels.PackedLinear):
             block.mlp.c_fc.activation = activation
             block.mlp.activation = identity
     return model
@@ -152,10 +141,7 @@ def identity(x):
 
 
 def step_accelerator(machine: Machine):
-    """Returns a function accelerate(step, *arguments), or None if the machine has no use for it.
-
-    It returns a faster version of `step` for tensors with the shapes of the arguments.
-    """
+    """Returns accelerate(step, *arguments), which makes a step faster for such shapes, or None."""
     on_cuda = machine.kind == "cuda"
     if not (machine.compile or on_cuda):
         return None

@@ -92,15 +92,8 @@ def split_loss(run, split, final=False):
     return world.sum(total) / len(starts)
 
 
-# Windows
-
-
 def evaluation_starts(run, split, final=False):
-    """Returns the start positions of the windows of an evaluation, (count,) int64.
-
-    They are evenly spaced and do not overlap, so that at most block_size - 1 tokens of a whole
-    split are left out.
-    """
+    """Returns the starts of the windows, (count,) int64, evenly spaced and without overlap."""
     count, last = count_windows(run, split, final), len(getattr(run.dataset, split)) - 1
     return np.linspace(0, last - run.settings.block_size, count).astype(np.int64)
 

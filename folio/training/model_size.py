@@ -1,7 +1,4 @@
-"""The size of a model that suits a text, the time and the speed of a machine.
-
-`python -m tools.sizes` prints examples.
-"""
+"""The size of a model that suits a text, the time and the machine; `tools.sizes` has examples."""
 
 import math
 from typing import NamedTuple
@@ -41,8 +38,7 @@ MODEL_SIZES = (
 def choose_model_size(train_tokens, train_bytes, vocab_size, flops):
     """Returns the largest ModelSize that suits a text and a number of FLOPs.
 
-    `flops` is the peak speed times the time. The tokens per step are reduced if the time would
-    allow fewer than MIN_STEPS.
+    `flops` is the peak speed times the time. If it is low, a step has fewer tokens.
     """
     for size in MODEL_SIZES:
         possible_tokens = count_possible_tokens(size, vocab_size, flops)

@@ -31,10 +31,7 @@ class Muon(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler sets found_inf
 
     def __init__(self, params, lr, weight_decay, dtype, world: World = SINGLE_PROCESS):
-        """`params` are matrices, sharded or not. `dtype` is that of the matrix products.
-
-        `lr` is a scalar tensor on their device.
-        """
+        """`lr` is a scalar tensor on the device of `params`, `dtype` that of matrix products."""
         self.dtype, self.world = dtype, world
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "lr_scale": 1.0}
         super().__init__(params, defaults)
@@ -101,8 +98,7 @@ def orthogonalize(x):
 def orthogonalize_together(matrices, world: World):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 
-    Their parts have one shape, see part_shape, and form a stack. Each process computes n of them;
-    the last ones are padded with zeros.
+    Their parts have one part_shape and form a stack, of which each process computes n.
     """
     parts = [part for matrix in matrices for part in split_attention(matrix)]
     shape = part_shape(matrices[0])
@@ -116,18 +112,12 @@ def orthogonalize_together(matrices, world: World):
 
 
 def split_attention(matrix):
-    """Returns the query, key and value matrices in a c_attn, or only the matrix if it is not one.
-
-    Only a c_attn has three times as many rows as columns.
-    """
+    """Returns the query, key and value matrices in a c_attn, or only the matrix if it is none."""
     rows, columns = matrix.shape
-    return matrix.chunk(3) if rows == 3 * columns else (matrix,)
+    return matrix.chunk(3) if rows == 3 * columns else (matrix,)  # no other is so tall
 
 
 def part_shape(matrix):
-    """Returns the shape of the parts of a matrix in the stack of orthogonalize_together.
-
-    They have no more rows than columns there, for a smaller Gram matrix.
-    """
+    """Returns the shape of a matrix's parts; those with more rows than columns are transposed."""
     rows, columns = matrix.shape
     return (columns, columns) if rows == 3 * columns else (min(rows, columns), max(rows, columns))

@@ -72,8 +72,7 @@ def clip_gradients(model, max_norm):
 def load_optimizers(optimizers, scaler, checkpoint: Checkpoint):
     """Loads a checkpoint's moments, learning rates and loss scale, and drops the moments.
 
-    Other hyperparameters are kept. Raises UserError if the state belongs to other optimizers or
-    parameters.
+    Keeps other hyperparameters. Raises UserError if the state is of other optimizers or parameters.
     """
     if not checkpoint.optimizers:
         raise UserError(f"{checkpoint.path} has no optimizer state to resume from")

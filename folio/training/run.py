@@ -137,8 +137,7 @@ class Run:
     def save(self, best=False):
         """Writes the state to last.pt or, if it is the best, to ckpt.pt. Collective.
 
-        Raises UserError if a weight is not finite, or if writing fails. The files then have the
-        earlier state.
+        Raises UserError, and keeps the files, if a weight is not finite or writing fails.
         """
         weights = self.model.state_dict(keep_vars=True)  # tied weights are one object
         norm = torch.nn.utils.get_total_norm([weight.detach() for weight in weights.values()])

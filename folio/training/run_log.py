@@ -54,8 +54,6 @@ class RunLog:
         if self.wandb_run:
             self.wandb_run.finish()
 
-    # Events
-
     def begin(self):
         """Moves an earlier run away, or continues its log. Reports the settings."""
         run, settings = self.run, self.settings
@@ -176,8 +174,6 @@ class RunLog:
             numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
             self.wandb_run.log({f"{event}/{k}": v for k, v in numbers.items()}, step=line["step"])
 
-    # Console
-
     def say(self, line):
         self._print(tqdm.write, line, file=sys.stdout)
         self._print(sys.stdout.flush)
@@ -193,10 +189,7 @@ class RunLog:
 
 
 def start_wandb(settings, run_settings):
-    """Returns a run of Weights & Biases that stores `run_settings`.
-
-    Raises UserError if it cannot start.
-    """
+    """Returns a run of Weights & Biases. Raises UserError if it cannot start."""
     advice = "run pip install wandb, or set wandb_log=False"
     with as_user_error(f"wandb_log cannot start: {advice}", Exception):  # it can raise anything
         import wandb

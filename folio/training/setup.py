@@ -22,9 +22,6 @@ MEMORY_ADVICE = (
 )
 
 
-# Model
-
-
 def load_start(settings) -> Checkpoint | None:
     """Returns the Checkpoint that a run continues or starts from; None for random weights."""
     if settings.init_from == "scratch":
@@ -103,14 +100,8 @@ def _differences(checkpoint, config, settings, dataset, free):
     return differences
 
 
-# Machine
-
-
 def choose_machine(settings, config: GPTConfig, world: World) -> Machine:
-    """Returns the Machine of a run.
-
-    Raises UserError if the model or the work of a step does not fit the devices of the processes.
-    """
+    """Returns the Machine of a run. Raises UserError if the model or its steps do not fit."""
     shape = empty_model(config, "meta")  # without values
     device, step_flops = world.device or settings.device, graph_flops(shape, settings, world)
     machine = set_up_machine(device, settings.dtype, settings.compile, step_flops)
@@ -145,15 +136,12 @@ def check_parallel(settings, machine: Machine, world: World):
 
 
 def check_memory(model, settings, world):
-    """Raises UserError if weights, gradients and moments exceed the memory of one device.
-
-    AdamW has two moments per parameter, Muon one. Activations are not counted.
-    """
+    """Raises UserError if weights, gradients and moments exceed the memory of one device."""
     available = memory_bytes(settings.device)
     is_sharded = settings.parallel == "fsdp" and world.is_launched
     if not available or settings.eval_only or is_sharded:
         return
-    values = 3 if settings.optimizer == "muon" else 4
+    values = 3 if settings.optimizer == "muon" else 4  # Muon has one moment, AdamW two
     needed = 4 * values * model.num_params()
     if needed > available:
         raise UserError(
