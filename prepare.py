@@ -33,7 +33,7 @@ PROVIDED_DATASETS = {  # name: default tokenizer
 }
 MIN_GPT2_TOKENS = 10_000_000  # of config/gpt2_fast.py
 MAX_BPE_CHARACTERS = 2**24  # training a BPE takes up to 300 bytes of memory for each
-MIN_BPE_CHARACTERS = 1_500_000  # of a training text for which auto is bpe
+MIN_BPE_CHARACTERS = 1_500_000  # of a text for which auto is bpe; docs/own-text.md has why
 MIN_BPE_DISTINCT = 32  # distinct characters of such a text; DNA has fewer
 MIN_OCCURRENCES = 20  # of a token, on average
 MAX_COUNTED_TOKENS = 2**22
@@ -249,10 +249,7 @@ def check_folder(folder, corpus: Corpus, settings):
 
 
 def find_tokenizer(settings) -> Tokenizer | type[Tokenizer] | None:
-    """Returns the class of a kind of tokenizer, or the tokenizer in a path; None for auto.
-
-    Raises UserError if other settings do not fit it.
-    """
+    """Returns a class, a path's tokenizer or None for auto. Raises UserError for unfit settings."""
     kinds = [kind for kind in TOKENIZERS if kind != "list"]  # which is not made from a text
     tokenizer_class = TOKENIZERS[settings.kind] if settings.kind in kinds else None
     is_auto = settings.kind == "auto"
@@ -279,10 +276,7 @@ def load_tokenizer_of(path) -> Tokenizer:
 
 
 def choose_tokenizer(characters, size):
-    """Returns the class of `auto`'s tokenizer, and why, for a text of this size.
-
-    `characters` are its distinct characters. docs/own-text.md has the measurements.
-    """
+    """Returns auto's class for a text of this size with these distinct characters, and why."""
     if len(characters) < MIN_BPE_DISTINCT:
         return CharTokenizer, f", for {len(characters)} distinct characters"
     if size < MIN_BPE_CHARACTERS:
@@ -310,8 +304,8 @@ def build_tokenizer(tokenizer_class, corpus: Corpus, characters, vocab_size) -> 
 def bpe_vocab_size(size, num_distinct):
     """Returns the number of tokens for a training text of `size` characters.
 
-    It is about the square root or the number of distinct characters, as a power of 2 from 512 to
-    2,048. More tokens are too rare to be learned, or take too much time in the output layer.
+    It is about the square root or the number of distinct characters, as a power of 2. More tokens
+    are too rare to be learned, or take too much time in the output layer.
     """
     return 2 ** min(11, max(9, size.bit_length() // 2, num_distinct.bit_length()))
 

@@ -138,10 +138,7 @@ def load_model(checkpoint: Checkpoint, settings, num_prompts) -> TrainedModel:
 
 
 def print_samples(trained: TrainedModel, prompts, stop_texts, settings):
-    """Continues each prompt num_samples times, in batches; with --stream, one text at a time.
-
-    Returns the texts, without the prompts.
-    """
+    """Continues each prompt num_samples times, in batches. Returns the texts without prompts."""
     completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
     size = 1 if settings.stream else max_batch_size(trained.model.config, settings.device)
     start, first_token_s, tokens, texts = time.monotonic(), None, 0, []
@@ -251,14 +248,8 @@ def print_score(trained: TrainedModel, text, settings):
     print(line, file=sys.stderr if settings.logprobs else sys.stdout)
 
 
-# Input
-
-
 def read_prompts(settings):
-    """Returns the list of prompts; None is the tokenizer's default prompt.
-
-    Raises UserError if a prompt or file is empty or unreadable.
-    """
+    """Returns the prompts; None is the default. Raises UserError if one is empty or unreadable."""
     if settings.prompts is None:
         return [read_prompt(settings.start)]
     lines = read_text(settings.prompts).split("\n")

@@ -92,10 +92,9 @@ def main(argv=None):
 
 
 def combine_values(argv):
-    """Returns {folder: settings} of all combinations of the values in a command line.
+    """Returns {folder: settings} of all combinations of the values in a command line, each once.
 
-    The setting that is named last varies fastest. Equal combinations count once. Raises UserError
-    like load_settings, or if no setting of train.py has several values.
+    The setting that is named last varies fastest. Raises UserError as load_settings or for one run.
     """
     names, choices, remaining = [], [], list(argv)
     while remaining:
@@ -158,10 +157,9 @@ def has_finished(folder, settings, fingerprint):
 
 
 def train_runs(runs, jobs):
-    """Trains runs, {folder: settings}, up to `jobs` at a time, even if one fails.
+    """Trains runs, {folder: settings}, up to `jobs` at a time. Returns the folders of failed runs.
 
-    Returns the folders of the runs that failed. After a stop signal, waits until the workers have
-    saved their state, and raises Interrupted.
+    After a stop signal, waits until the workers have saved their state, and raises Interrupted.
     """
     waiting, failed, jobs = list(runs), [], min(jobs, len(runs))
     workers: dict[int, tuple[Path, Popen]] = {}  # by number, below jobs
@@ -192,10 +190,7 @@ def train_runs(runs, jobs):
 
 
 def start_worker(folder, settings, number, jobs):
-    """Starts train.py for a run, as worker `number` of `jobs`. Returns the Popen.
-
-    What it prints is appended to OUTPUT_FILE.
-    """
+    """Starts train.py for a run, and appends its output to OUTPUT_FILE. Returns the Popen."""
     with lock_folder(folder, SAVING_TIMEOUT_S):  # a worker of a killed sweep may still be saving
         command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
     env = os.environ | worker_environment(settings.device, number, jobs)
@@ -234,10 +229,7 @@ def worker_environment(device, number, jobs):
 
 
 def describe_outcome(folder, status):
-    """Returns the loss of a run whose worker has ended, or why it failed.
-
-    `status`: of the worker; -9 if signal 9 has ended it.
-    """
+    """Returns the loss of a run whose worker has ended, or why it failed, with its exit status."""
     if status:
         output = (folder / OUTPUT_FILE).read_text(errors="replace")
         cause = process.printable(output.strip().rpartition("\n")[2])

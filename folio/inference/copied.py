@@ -1,7 +1,4 @@
-"""Passages of generated texts that occur in the training text, because the model memorized them.
-
-Other texts of the same kind share some with it, too, such as common phrases.
-"""
+"""Passages of generated texts that occur in the training text, because the model memorized them."""
 
 import numpy as np
 
@@ -15,10 +12,7 @@ MAX_TOKENS = 2**25  # of the training text, which is searched in memory
 
 
 def load_texts(checkpoint: Checkpoint):
-    """Returns the training and the validation text of a Checkpoint.
-
-    Raises UserError if its dataset is unknown, missing, changed or too large.
-    """
+    """Returns a Checkpoint's training and validation text. Raises UserError if it cannot."""
     if not checkpoint.data:
         raise UserError(f"--copied needs a model of folio's train.py; {checkpoint.path} is none")
     dataset = load_dataset(checkpoint.settings["dataset"])

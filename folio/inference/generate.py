@@ -31,8 +31,7 @@ BATCH_MEMORY_FRACTION = 1 / 4  # more texts take several batches
 def complete(trained: TrainedModel, completions, params, stream=False):
     """Generates the continuations of a batch of Completions with a TrainedModel.
 
-    `params` are SamplingParams or a SampleConfig. Yields whenever tokens were added; after every
-    token if `stream`.
+    `params` are SamplingParams or a SampleConfig. Yields after new tokens, after each if `stream`.
     """
     steps = generate(
         trained.model,
@@ -135,10 +134,7 @@ class Context:
     """
 
     def __init__(self, model: GPT, prompts, params, fixed_shapes):
-        """Keeps the last block_size tokens of each prompt, with room for max_new_tokens more.
-
-        If `fixed_shapes` is true, decode_one() has the same shapes in all steps.
-        """
+        """Keeps the last block_size tokens of prompts. `fixed_shapes`: all steps have the same."""
         config, weight = model.config, model.transformer.wte.weight
         self.model, self.fixed_shapes = model, fixed_shapes
         self.stride = stride_of(model, params.context_stride)
@@ -160,10 +156,7 @@ class Context:
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     def prefill(self):
-        """Computes the missing keys and values, in all layers.
-
-        Shorter rows are padded at the end; no token attends to the tokens after it.
-        """
+        """Computes the missing keys and values. Shorter rows have padding, which no token sees."""
         count = max((self.lengths[row] for row in self.changed_rows), default=1) - 1
         if not count:
             return

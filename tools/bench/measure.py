@@ -67,8 +67,7 @@ def make_row(title, figure, measured):
 def measure_command(command, folder=".", output=None):
     """Runs a command in a folder, and returns its figures, {name: value}.
 
-    `output` is a file to which what the command prints is appended. Raises UserError if the command
-    cannot be started, or if it fails.
+    Appends what it prints to the file `output`. Raises UserError if it cannot be started or fails.
     """
     env = os.environ | {"PYTHONUNBUFFERED": "1"}  # so that errors are printed last
     start = time.perf_counter()

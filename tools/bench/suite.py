@@ -74,10 +74,7 @@ def main(argv=None):
 
 
 def measure_once(command, number):
-    """Returns the figures of a run of a command, or {} if it or one before it has failed.
-
-    Saves them, or reads those of an earlier call.
-    """
+    """Returns the figures of a run, saved or new, or {} if it or one before it has failed."""
     path = RESULTS / "runs.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     runs = saved.setdefault(measure.describe_commit(), {}).setdefault(command, [])

@@ -41,8 +41,7 @@ def compute_attention(model, ids):
 def draw_attention(trained, ids, title, layer=None):
     """Returns a matplotlib figure of each head's attention and of the most likely next tokens.
 
-    `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layer` the number of the
-    layer to draw; None: all. Raises UserError if it does not exist.
+    `ids` are the prompt, not empty. Raises UserError if there is no such layer. None: all layers.
     """
     from matplotlib.figure import Figure
 
@@ -96,8 +95,7 @@ def embedding_similarity(weights):
 def draw_embeddings(trained, title, ids=None):
     """Returns a matplotlib figure of the similarities of token embeddings.
 
-    `trained` is a TrainedModel, `ids` the tokens to draw, not empty; None: all. Of more than
-    MAX_DRAWN_EMBEDDINGS tokens, the first are drawn.
+    `ids` are the tokens to draw, not empty; None: all. The first MAX_DRAWN_EMBEDDINGS are drawn.
     """
     from matplotlib.figure import Figure
 
@@ -117,10 +115,7 @@ def draw_embeddings(trained, title, ids=None):
 
 
 def draw_heat_map(axes, values, labels, **colors):
-    """Draws values, (T, T), with the same labels for rows and columns. Returns the image.
-
-    `colors` are arguments of imshow.
-    """
+    """Draws values, (T, T), with arguments of imshow. Rows and columns have the same labels."""
     rotation = 90 if max(map(len, labels)) > 2 else 0
     axes.tick_params(labelsize=6)
     axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)

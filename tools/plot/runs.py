@@ -73,10 +73,7 @@ def read_run(folder):
 
 
 def read_runs(folders):
-    """Returns the evaluated runs in `folders`. A folder of runs, such as a sweep's, adds its runs.
-
-    Raises UserError if there are none.
-    """
+    """Returns the evaluated runs in folders, or in folders of runs. Raises UserError for none."""
     runs = []
     for folder in dict.fromkeys(map(Path, folders)):  # each once
         paths = [] if RunDir(folder).log.is_file() else RunDir.find(folder)
@@ -89,10 +86,10 @@ def read_runs(folders):
 
 
 def group_runs(runs):
-    """Returns groups of runs, {name: runs}, the best mean loss first.
+    """Returns groups of runs, {name: runs}, the best mean loss first, per text.
 
     Runs whose folders differ only in "seed=NUMBER" are a group, such as n_layer=2,seed=*. Names are
-    relative to the innermost folder that contains all runs. Losses are compared per text.
+    relative to the innermost folder that contains all runs.
     """
     parent = os.path.commonpath([os.path.abspath(Path(run.folder).parent) for run in runs])
     runs_of_pattern, groups = defaultdict(list), {}
@@ -116,9 +113,6 @@ def text_of(runs):
 def values_of(runs, name):
     """Returns the values of a setting in runs, each once, as a text."""
     return ", ".join(sorted({str(run.settings.get(name, "")) for run in runs}))
-
-
-# A table
 
 
 def compare_groups(groups):
@@ -149,14 +143,8 @@ def compare_groups(groups):
     return [list(columns), *zip(*columns.values(), strict=True)]
 
 
-# Loss curves
-
-
 def draw_losses(groups, axis):
-    """Returns a matplotlib figure of the losses of the first groups, {name: runs}.
-
-    `axis` is a key of AXES.
-    """
+    """Returns a matplotlib figure of the losses of groups, {name: runs}. `axis`: a key of AXES."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.5), layout="constrained")
@@ -183,11 +171,7 @@ def draw_losses(groups, axis):
 
 
 def mean_curve(logs, key):
-    """Returns the means of `key`, and the means and standard deviations of the losses.
-
-    They are (3, events). `logs` has a list of events per run, of which as many are used as all
-    runs have.
-    """
+    """Returns the mean of `key`, and mean and deviation of the loss, over logs: (3, events)."""
     length = min(map(len, logs))
     x = np.array([[event[key] for event in log[:length]] for log in logs])
     loss = np.array([[event["loss"] for event in log[:length]] for log in logs])
