@@ -291,8 +291,12 @@ def build_tokenizer(tokenizer_class, corpus: Corpus, characters, vocab_size) -> 
 
     Raises UserError if the training text has fewer tokens than `vocab_size`.
     """
-    texts = [characters] if tokenizer_class is CharTokenizer else training_texts(corpus)
-    default_size = bpe_vocab_size(corpus.split_ends["train"], len(characters))
+    if tokenizer_class is CharTokenizer:
+        return CharTokenizer(characters)
+    size = corpus.split_ends["train"]
+    pieces = (piece.text for piece in corpus.read() if piece.split == "train")
+    texts = itertools.islice(pieces, 0, None, 1 + size // MAX_BPE_CHARACTERS)  # evenly spread
+    default_size = bpe_vocab_size(size, len(characters))
     tokenizer = tokenizer_class.from_texts(texts, vocab_size or default_size)
     if vocab_size and tokenizer.vocab_size < vocab_size:
         most = tokenizer.vocab_size
@@ -328,13 +332,6 @@ def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer], settings
         size = bpe_vocab_size(settings.max_tokens, len(set(sample)))
         tokenizer = tokenizer.from_texts([sample], settings.vocab_size or size)
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
-
-
-def training_texts(corpus: Corpus):
-    """Yields evenly spread parts of the training split, of MAX_BPE_CHARACTERS or less together."""
-    stride = 1 + corpus.split_ends["train"] // MAX_BPE_CHARACTERS
-    texts = (piece.text for piece in corpus.read() if piece.split == "train")
-    return itertools.islice(texts, 0, None, stride)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 A script declares a dataclass of `setting(...)` fields and calls `load_settings` with its arguments:
 Python config files and `--name=value` flags, applied left to right. If the dataclass has a field of
-type tuple, arguments without dashes are its values instead of config files, and so are all that
-follow `--`.
+type tuple, arguments without dashes and all after `--` are its values instead of config files.
 """
 
 import builtins

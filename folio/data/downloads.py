@@ -109,8 +109,7 @@ def select_tables(paths, address, subset, split):
 
     The name of a split is a word in the name of a file or of its folder, such as
     plain_text/train-00000-of-00002.parquet; without such words, all files are training data. Files
-    in several formats are copies of each other, so only one format is used. Raises UserError if no
-    table is selected.
+    in several formats are copies, so only one format is used. Raises UserError if there is none.
     """
     for suffix in TABLE_SUFFIXES:
         tables = [path for path in paths if path.name.lower().endswith(suffix)]
@@ -143,8 +142,7 @@ def select_tables(paths, address, subset, split):
 def open_hub(name, others):
     """Yields the package huggingface_hub. Turns its exceptions into UserErrors.
 
-    Their messages name the fix, such as access to a private model. `others` are the packages that
-    reading the files of `name` needs.
+    Their messages name the fix. `others` are the packages that reading the files of `name` needs.
     """
     library = import_optional("huggingface_hub", name, others)
     try:

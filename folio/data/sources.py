@@ -219,8 +219,7 @@ def find_sources(name, text_key):
 
     In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
     in a folder of tables their documentation. Any other file that is not UTF-8 text or a table is
-    an error when it is read. A .json file among texts is a text. Raises UserError if there are no
-    files.
+    an error when it is read. A .json file among texts is a text. Raises UserError without files.
     """
     unique: dict[str, Source] = {}  # of several links to a file, one is read
     for path in sorted(_find_files(name)):

@@ -1,8 +1,7 @@
 """The processes of a run: their ranks, their communication, and models distributed over them.
 
 torchrun starts one process per device and describes it in the environment: RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All processes must call the collective functions in the
-same order.
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT. All must call the collective functions in the same order.
 
 With DDP, each process has the whole model and a part of the batch. With FSDP, parameters, gradients
 and optimizer state are also sharded: each process has some rows of every tensor, a DTensor.
@@ -69,10 +68,6 @@ class World:
         if self.is_launched:
             torch.distributed.all_gather_object(values, value)
         return values
-
-    def broadcast(self, value):
-        """Returns the plain data that rank 0 passes."""
-        return self.all_gather_object(value)[0]
 
     @contextmanager
     def share_errors(self):
@@ -164,9 +159,8 @@ def _read_world(device):
 def replicate(loss_fn, world: World):
     """Returns a module, wrapped in DDP if there are several processes that do not shard it.
 
-    DDP averages gradients, which are views of its buffers: set them to zero, not to None, which
-    would allocate others. Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
-    Parallel Training".
+    DDP averages gradients, which are views of its buffers: set them to zero, not to None. Li et al.
+    2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
     """
     if not world.is_launched or is_sharded(loss_fn):
         return loss_fn
@@ -190,8 +184,7 @@ def set_gradient_sync(loss_fn, enabled):
 def shard_model(model, world: World):
     """Moves a GPT from the CPU to the devices of the processes, each of which keeps a shard.
 
-    Before a block computes, its parameters are gathered in the dtype of the activations. Gradients
-    are averaged in float32.
+    Parameters are gathered in the dtype of activations. Gradients are averaged in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -102,8 +102,7 @@ def set_up_machine(device, dtype, compile, step_flops=None) -> Machine:
 
     Also makes the device the current one, allows TF32 for float32 products, where the device has
     it, and keeps freed memory. `step_flops` are the FLOPs of a training step, None if it cannot be
-    a CUDA graph. A short step becomes one: launching its kernels one by one would take about as
-    long as running them.
+    a CUDA graph. A short step becomes one: launching its kernels takes as long as running them.
     """
     torch.set_float32_matmul_precision("high")
     keep_freed_memory()

@@ -30,8 +30,7 @@ def disable_cudnn_attention(device):
     """Returns a context without cuDNN's attention, which torch 2.11 prefers on recent GPUs.
 
     With a mask, its results can be wrong there (https://github.com/pytorch/pytorch/issues/196678
-    and 193893). It also prepares a kernel for each shape, which is slow if every call has another
-    length.
+    and 193893). It also prepares a kernel for each shape, which is slow if lengths change.
     """
     return sdpa_kernel(NON_CUDNN_BACKENDS) if device.type == "cuda" else nullcontext()
 

@@ -29,8 +29,7 @@ def optimize_for_training(loss_fn, batch, machine: Machine, world, activation_ch
     """
     model = getattr(loss_fn, "model", loss_fn)
     use_fast_kernels(model)
-    # The loss and the norms are not faster on a CPU. With FSDP, products of weights, which are not
-    # sharded, would stay in memory.
+    # They are not faster on a CPU. With FSDP, unsharded products of weights would stay in memory.
     if machine.kind == "cuda" and not hasattr(model, "unshard"):
         model.cross_entropy = kernels.fast_cross_entropy
         for block in model.transformer.h:
@@ -60,8 +59,7 @@ def compile_methods(model, machine: Machine):
     """Compiles the `compiled_methods` of a model's modules, in place. Returns whether it succeeds.
 
     Modules of a class share the code, so that a GPT compiles one block instead of all. The first
-    calls run the compiler; see run_compiler. After torch.compiler.set_stance("force_eager"), the
-    methods run without compilation.
+    calls run the compiler, unless torch.compiler.set_stance("force_eager") comes before.
     """
     mode = "max-autotune-no-cudagraphs" if machine.compile == "max-autotune" else None
     # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.
@@ -117,8 +115,7 @@ def optimize_for_inference(model: GPT, machine: Machine, rows=None) -> GPT:
     """Makes a GPT faster for inference, in place, and unfit for training. Returns the model.
 
     Removes dropout and, on a CPU, replaces linear layers by others for the dtype of the machine,
-    which cannot be compiled. `rows` is the number of texts that are generated at a time; None:
-    many.
+    which cannot be compiled. `rows` is the number of texts at a time; None: many.
     """
     model.eval()
     for module in list(model.modules()):

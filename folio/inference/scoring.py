@@ -43,8 +43,7 @@ def token_nll(model: GPT, ids, context_stride=None, vocab_size=None):
 
     Windows of block_size advance by the stride (see stride_of); the last one ends with the text.
     Each token is scored in the first window that contains it, after at least block_size - stride
-    tokens, except in the first window. The likelihood is that among the ids below `vocab_size`, as
-    in `generate`.
+    tokens, except in the first window. Ids from `vocab_size` on are left out, as in generate.
     """
     last, stride, losses = len(ids) - 1, stride_of(model, context_stride), []
     size = min(model.config.block_size, last)

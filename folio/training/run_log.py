@@ -32,7 +32,6 @@ class RunLog:
     def __init__(self, run):
         self.run, self.settings = run, run.settings
         self.final_loss = None  # of the final evaluation
-        self.tokens_per_step = run.settings.tokens_per_step
         self.flops_per_token = run.model.flops_per_token()
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
@@ -132,10 +131,10 @@ class RunLog:
 
     def step(self, loss, grad_norm, lr):
         """Reports a step with the speed since the last report. Waits for the device."""
-        tokens, machine, seconds = self.tokens_per_step, self.run.machine, self.run.timer.lap()
+        tokens, seconds = self.settings.tokens_per_step, self.run.timer.lap()
         tokens_per_s = tokens / seconds
         flops_per_s = self.flops_per_token * tokens_per_s
-        mfu = flops_per_s / machine.peak_flops / self.run.world.size
+        mfu = flops_per_s / self.run.machine.peak_flops / self.run.world.size
         values = {
             "tokens": self.run.progress.tokens + tokens,
             "loss": loss,

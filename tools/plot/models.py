@@ -22,8 +22,7 @@ def compute_attention(model, ids):
     """Returns the attention weights of a list of ids, and the logits of the next token.
 
     The weights are those of the last D = MAX_DRAWN_TOKENS ids, (n_layer, n_head, D, D) float32 on
-    the CPU. Element [l, h, t, s] is the weight of position s in the output for position t. The
-    logits are (vocab_size,).
+    the CPU; [l, h, t, s] is that of position s in the output for position t. Logits: (vocab_size,).
     """
     idx = torch.tensor(ids, device=model.transformer.wte.weight.device)
     positions = torch.arange(len(idx), device=idx.device)
