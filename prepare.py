@@ -224,10 +224,7 @@ def select_sources(name, address, split, settings):
 
 
 def check_folder(folder, corpus: Corpus, settings):
-    """Raises UserError if a folder has files of the user, a different program or a different text.
-
-    Deletes the test text of an earlier dataset.
-    """
+    """Raises UserError if a folder has the files of the user, another program or another text."""
     meta, meta_path, test_path = {}, folder / "meta.json", folder / "test.txt"
     with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads(meta_path.read_bytes())
@@ -240,7 +237,7 @@ def check_folder(folder, corpus: Corpus, settings):
     if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
         raise UserError(f"{folder} has token files of a different program: {advice} them")
     if meta.get("test_fraction"):
-        test_path.unlink(missing_ok=True)
+        test_path.unlink(missing_ok=True)  # of the earlier dataset
     elif settings.test_fraction and test_path.exists():
         raise UserError(f"--test_fraction writes {test_path}, which exists: move it elsewhere")
 
@@ -287,10 +284,7 @@ def choose_tokenizer(characters, size):
 
 
 def build_tokenizer(tokenizer_class, corpus: Corpus, characters, vocab_size) -> Tokenizer:
-    """Returns the tokenizer for a Corpus with these characters; `vocab_size` None: by its size.
-
-    Raises UserError if the training text has fewer tokens than `vocab_size`.
-    """
+    """Returns the tokenizer for a Corpus. Raises UserError if vocab_size is too large."""
     if tokenizer_class is CharTokenizer:
         return CharTokenizer(characters)
     size = corpus.split_ends["train"]

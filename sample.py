@@ -252,8 +252,7 @@ def read_prompts(settings):
     """Returns the prompts; None is the default. Raises UserError if one is empty or unreadable."""
     if settings.prompts is None:
         return [read_prompt(settings.start)]
-    lines = read_text(settings.prompts).split("\n")
-    prompts = [line for line in lines if line]
+    prompts = list(filter(None, read_text(settings.prompts).split("\n")))
     if not prompts:
         raise UserError(f"{settings.prompts} contains no prompt")
     return prompts

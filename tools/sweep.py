@@ -147,9 +147,8 @@ def has_finished(folder, settings, fingerprint):
             raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")
     if earlier.data != fingerprint:
         raise UserError(f"{refusal} the content of dataset {settings.dataset} has changed")
-    has_evaluated = not settings.has_final_evaluation
-    for event in RunDir(folder).read_events()[-1:]:
-        has_evaluated = has_evaluated or event["event"] == "final"
+    last_event = [event["event"] for event in RunDir(folder).read_events()[-1:]]
+    has_evaluated = last_event == ["final"] or not settings.has_final_evaluation
     return earlier.progress.is_finished(settings) and has_evaluated
 
 

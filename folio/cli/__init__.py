@@ -1,4 +1,1 @@
-"""How a script starts and ends. Start reading in `settings.py`.
-
-It needs the standard library only, so that `--help` does not wait for torch.
-"""
+"""How a script starts and ends, with the standard library only. Start reading in `settings.py`."""

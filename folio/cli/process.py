@@ -120,9 +120,6 @@ def printable(text):
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-# Processes of a run
-
-
 def is_launched():
     """Whether torchrun has started this process. Kubernetes, for example, sets RANK alone."""
     return os.environ.keys() >= {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
@@ -131,9 +128,6 @@ def is_launched():
 def is_main():
     """Whether this is the process that prints: the only one, or rank 0."""
     return not is_launched() or os.environ["RANK"] == "0"
-
-
-# Signals
 
 
 def _set_handlers(handler):

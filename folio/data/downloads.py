@@ -71,9 +71,6 @@ def _write(path, content, name=None):
     return Source(path, name=name)
 
 
-# The Hugging Face hub
-
-
 def load_hub(address, subset, split, text_key, max_tokens=None):
     """Downloads the tables of a split of a dataset. Returns their Sources, sorted by path.
 

@@ -57,8 +57,7 @@ class Tokenizer(ABC):
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,) of type `dtype`.
 
-        The text of a special token is ordinary text, or that token if `allow_special`. Raises
-        UserError if the vocabulary lacks a part of the text.
+        Without allow_special, special tokens are ordinary text. Raises UserError for unknown text.
         """
 
     @abstractmethod

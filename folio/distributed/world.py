@@ -71,13 +71,10 @@ class World:
 
     @contextmanager
     def share_errors(self):
-        """A context in which a UserError of any process is raised by all of them, at its end.
-
-        The code in it must not communicate.
-        """
+        """A context in which a UserError of any process is raised by all of them, at its end."""
         own_error = None
         try:
-            yield
+            yield  # to code that must not communicate
         except UserError as error:
             own_error = str(error)
         for rank, message in enumerate(self.all_gather_object(own_error)):
@@ -99,9 +96,6 @@ class World:
 
 
 SINGLE_PROCESS = World()
-
-
-# Start and end
 
 
 @contextmanager
@@ -182,10 +176,7 @@ def set_gradient_sync(loss_fn, enabled):
 
 
 def shard_model(model, world: World):
-    """Moves a GPT from the CPU to the devices of the processes, each of which keeps a shard.
-
-    Parameters are gathered in the dtype of activations. Gradients are averaged in float32.
-    """
+    """Moves a GPT from the CPU to the devices of the processes, each of which keeps a shard."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -229,14 +220,10 @@ def shard_like(parameter, full):
     return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
 
 
-# State, whether or not it is sharded
-
-
 def gather_on_cpu(state, is_main=True):
     """Returns nested dicts and lists with their tensors, in full, on the CPU; all else is shared.
 
-    Tied weights, which are one object, stay tied. Sharded tensors are gathered one by one, which
-    all processes must do, but only rank 0 keeps them.
+    Tied weights stay tied. Collective if tensors are sharded; then only rank 0 keeps them.
     """
 
     @cache

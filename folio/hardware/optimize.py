@@ -155,9 +155,6 @@ def step_accelerator(machine: Machine):
     return accelerate
 
 
-# CUDA graphs, for both
-
-
 class CudaGraph:
     """A function of tensors whose kernels, from the fourth call on, are launched together.
 

@@ -92,9 +92,6 @@ def orthogonalize(x):
     return x * math.sqrt(x.shape[2])
 
 
-# Matrices of a shape, together and divided over processes
-
-
 def orthogonalize_together(matrices, world: World):
     """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
 

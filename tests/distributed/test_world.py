@@ -20,8 +20,8 @@ from folio.distributed import world
 from folio.distributed.world import World, process_group
 from folio.hardware.device import Machine
 from folio.inference.completion import sample_text
+from folio.training.run import Timer
 from folio.training.setup import check_parallel
-from folio.training.timer import Timer
 
 SETTINGS = {"gradient_accumulation_steps": 4, "batch_size": 2, "eval_interval": 50}
 SETTINGS |= {"learning_rate": 1e-3, "bias": True, "n_layer": 2, "n_embd": 32}

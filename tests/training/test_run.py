@@ -13,7 +13,7 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.distributed.world import gather_on_cpu
 from folio.training.evaluation import evaluation_cost, is_evaluation_due
-from folio.training.timer import Timer
+from folio.training.run import Timer
 from train import learning_rate_at
 
 BUDGET = {"minutes": 1, "max_iters": 1000, "eval_interval": 100, "eval_iters": None}

@@ -12,7 +12,7 @@ import tiny
 
 import train
 from folio.cli.errors import UserError
-from folio.training import run_log, timer
+from folio.training import run_log
 from folio.training.run import open_log
 
 
@@ -49,7 +49,7 @@ def run(verse):
 def test_speed_excludes_pauses_and_time_left_includes_them(run, monkeypatch, capsys):
     peak = run.machine.peak_flops  # measured with the real clock
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(timer.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
     with open_log(run) as log:
         with run.timer.pause():
             clock.now += 1000  # the first evaluation
