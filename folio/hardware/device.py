@@ -166,10 +166,7 @@ class ThreadTuner:
         self.times, self.check_at = _thread_times(), time.perf_counter() + CORES_CHECK_INTERVAL_S
 
     def check(self):
-        """Reduces the number of threads if they lack cores, and later tries more of them.
-
-        Called after each step. Returns a message when the number reaches a new minimum, or None.
-        """
+        """Adapts the threads, after each step. Returns a message at a new minimum, or None."""
         now = time.perf_counter()
         if not self.is_used or now < self.check_at:
             return None

@@ -33,12 +33,10 @@ class Distillation(nn.Module):
         self.teachers = nn.ModuleList(teachers).requires_grad_(False)
 
     def forward(self, idx, targets, temperature=1.0):
-        """Returns a loss; see GPT.forward. In training mode, no target may be -1.
-
-        The temperature is not used: the teachers prevent overconfidence, too.
-        """
+        """Returns a loss; see GPT.forward. In training mode, no target may be -1."""
         if not self.model.training:
             return self.model(idx, targets)
+        # without the temperature, because the teachers prevent overconfidence, too
         return self.loss(self.model.logits(idx).flatten(0, 1), targets.flatten(), self.predict(idx))
 
     def loss(self, logits, targets, predictions):

@@ -93,14 +93,11 @@ def orthogonalize(x):
 
 
 def orthogonalize_together(matrices, world: World):
-    """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
-
-    Their parts have one part_shape and form a stack, of which each process computes n.
-    """
+    """Orthogonalizes matrices of one part_shape that all processes have, as a list. Collective."""
     parts = [part for matrix in matrices for part in split_attention(matrix)]
     shape = part_shape(matrices[0])
     stack = torch.stack([part if part.shape == shape else part.T for part in parts])
-    n = math.ceil(len(parts) / world.size)
+    n = math.ceil(len(parts) / world.size)  # that each process computes
     padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(parts)))
     stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
     pairs = zip(stack, parts, strict=False)  # without the padding

@@ -65,9 +65,9 @@ def make_row(title, figure, measured):
 
 
 def measure_command(command, folder=".", output=None):
-    """Runs a command in a folder, and returns its figures, {name: value}.
+    """Runs a command, appends what it prints to `output`, and returns its figures, {name: value}.
 
-    Appends what it prints to the file `output`. Raises UserError if it cannot be started or fails.
+    Raises UserError if the command cannot be started, or if it fails.
     """
     env = os.environ | {"PYTHONUNBUFFERED": "1"}  # so that errors are printed last
     start = time.perf_counter()

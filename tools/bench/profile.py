@@ -15,13 +15,10 @@ MAX_ROWS = 20
 
 
 def profile_training(arguments):
-    """Prints the time of a step of train.py, and the operations that take the most of STEPS steps.
-
-    On a GPU, these include its kernels. The step is not a CUDA graph, which would hide them.
-    """
+    """Prints the time of a step of train.py, and the operations, or kernels, that take the most."""
     settings = load_settings(TrainConfig, arguments, {"device": resolve_device})
     run = make_run(settings, SINGLE_PROCESS)
-    run.machine = dataclasses.replace(run.machine, cuda_graph=False)
+    run.machine = dataclasses.replace(run.machine, cuda_graph=False)  # it would hide operations
 
     def train_steps():
         for step in range(STEPS):
