@@ -1,1 +1,4 @@
-"""How a script starts and ends, with the standard library only. Start reading in `settings.py`."""
+"""How a script starts and ends. Start reading in `settings.py`.
+
+Importing it needs the standard library only, so that `--help` does not wait for torch.
+"""

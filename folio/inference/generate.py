@@ -69,7 +69,7 @@ def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=Non
 
     The model sees at most the last block_size tokens of each text. When the context of a row is
     full, its oldest tokens are dropped and the others are processed again (see stride_of). A
-    context_stride of 1 equals sampling without a cache. Log-probabilities are the model's own.
+    context_stride of 1 equals sampling without a cache. Log-probabilities are before temperature.
 
     Args:
         prompts: for each text a nonempty list of ids.
