@@ -224,7 +224,7 @@ def select_sources(name, address, split, settings):
 
 
 def check_folder(folder, corpus: Corpus, settings):
-    """Raises UserError if a folder has the files of the user, another program or another text."""
+    """Raises UserError if a folder has files of the user, another program or another text."""
     meta, meta_path, test_path = {}, folder / "meta.json", folder / "test.txt"
     with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
         meta = json.loads(meta_path.read_bytes())
@@ -246,7 +246,10 @@ def check_folder(folder, corpus: Corpus, settings):
 
 
 def find_tokenizer(settings) -> Tokenizer | type[Tokenizer] | None:
-    """Returns a class, a path's tokenizer or None for auto. Raises UserError for unfit settings."""
+    """Returns the class of a kind of tokenizer, or the tokenizer in a path; None for auto.
+
+    Raises UserError if other settings do not fit it.
+    """
     kinds = [kind for kind in TOKENIZERS if kind != "list"]  # which is not made from a text
     tokenizer_class = TOKENIZERS[settings.kind] if settings.kind in kinds else None
     is_auto = settings.kind == "auto"
@@ -284,7 +287,10 @@ def choose_tokenizer(characters, size):
 
 
 def build_tokenizer(tokenizer_class, corpus: Corpus, characters, vocab_size) -> Tokenizer:
-    """Returns the tokenizer for a Corpus. Raises UserError if vocab_size is too large."""
+    """Returns the tokenizer for a Corpus with these characters; `vocab_size` None: by its size.
+
+    Raises UserError if the training text has fewer tokens than `vocab_size`.
+    """
     if tokenizer_class is CharTokenizer:
         return CharTokenizer(characters)
     size = corpus.split_ends["train"]

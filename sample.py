@@ -249,10 +249,13 @@ def print_score(trained: TrainedModel, text, settings):
 
 
 def read_prompts(settings):
-    """Returns the prompts; None is the default. Raises UserError if one is empty or unreadable."""
+    """Returns the list of prompts; None is the tokenizer's default prompt.
+
+    Raises UserError if a prompt or file is empty or unreadable.
+    """
     if settings.prompts is None:
         return [read_prompt(settings.start)]
-    prompts = list(filter(None, read_text(settings.prompts).split("\n")))
+    prompts = [line for line in read_text(settings.prompts).split("\n") if line]
     if not prompts:
         raise UserError(f"{settings.prompts} contains no prompt")
     return prompts

@@ -94,7 +94,8 @@ def main(argv=None):
 def combine_values(argv):
     """Returns {folder: settings} of all combinations of the values in a command line, each once.
 
-    The setting that is named last varies fastest. Raises UserError as load_settings or for one run.
+    The setting that is named last varies fastest. Raises UserError like load_settings, or if no
+    setting of train.py has several values.
     """
     names, choices, remaining = [], [], list(argv)
     while remaining:
@@ -147,8 +148,9 @@ def has_finished(folder, settings, fingerprint):
             raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")
     if earlier.data != fingerprint:
         raise UserError(f"{refusal} the content of dataset {settings.dataset} has changed")
-    last_event = [event["event"] for event in RunDir(folder).read_events()[-1:]]
-    has_evaluated = last_event == ["final"] or not settings.has_final_evaluation
+    events = RunDir(folder).read_events()
+    has_final = bool(events) and events[-1]["event"] == "final"
+    has_evaluated = has_final or not settings.has_final_evaluation
     return earlier.progress.is_finished(settings) and has_evaluated
 
 
@@ -156,9 +158,10 @@ def has_finished(folder, settings, fingerprint):
 
 
 def train_runs(runs, jobs):
-    """Trains runs, {folder: settings}, up to `jobs` at a time. Returns the folders of failed runs.
+    """Trains runs, {folder: settings}, up to `jobs` at a time, even if one fails.
 
-    After a stop signal, waits until the workers have saved their state, and raises Interrupted.
+    Returns the folders of the runs that failed. After a stop signal, waits until the workers have
+    saved their state, and raises Interrupted.
     """
     waiting, failed, jobs = list(runs), [], min(jobs, len(runs))
     workers: dict[int, tuple[Path, Popen]] = {}  # by number, below jobs
@@ -228,7 +231,10 @@ def worker_environment(device, number, jobs):
 
 
 def describe_outcome(folder, status):
-    """Returns the loss of a run whose worker has ended, or why it failed, with its exit status."""
+    """Returns the loss of a run whose worker has ended, or why it failed.
+
+    `status` is that of the worker; -9 if signal 9 has ended it.
+    """
     if status:
         output = (folder / OUTPUT_FILE).read_text(errors="replace")
         cause = process.printable(output.strip().rpartition("\n")[2])

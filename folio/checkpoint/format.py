@@ -73,7 +73,8 @@ class Checkpoint:
     def load_into(self, model: GPT):
         """Sets the parameters of a GPT, sharded or not, to the weights, and drops these.
 
-        They share memory if possible. Raises UserError if the names or shapes differ.
+        They share memory if their dtype and device are the same. Raises UserError if the names or
+        shapes differ.
         """
         parameters, weights = model.state_dict(keep_vars=True), self.weights
         for name in parameters | weights:

@@ -44,7 +44,8 @@ class RunDir:
     @staticmethod
     def parse_list(folders):
         """Returns the RunDirs of folders that are separated by commas."""
-        names = re.split(r",(?!\w+=)", folders)  # not in a run of a sweep, n_layer=4,seed=1
+        # A comma before NAME= belongs to the name of a run of a sweep, such as n_layer=4,seed=1.
+        names = re.split(r",(?!\w+=)", folders)
         return [RunDir(os.path.expanduser(name.strip())) for name in names]
 
     def exists(self):

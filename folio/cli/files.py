@@ -39,7 +39,7 @@ def write_atomically(*paths):
 
 
 def replace_by_link(source, path):
-    """Atomically makes `path` a link to `source`, or a copy. Raises UserError if that fails."""
+    """Atomically makes `path` a hard link to `source`, or a copy. Raises UserError on failure."""
     temporary = temporary_path(path)
     with suppress(OSError):  # the file system has no hard links
         temporary.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ def lock_folder(folder, timeout_s=0):
 
 
 def read_text(name):
-    """Returns the text of a UTF-8 file without byte order mark; "-" is standard input."""
+    """Returns the text of a UTF-8 file, without a byte order mark. "-" is standard input."""
     source = "standard input" if name == "-" else name
     check_lfs(name)
     with os_errors("read", source):
@@ -132,5 +132,5 @@ def unify_line_ends(text):
 
 
 def unescape(text):
-    """Replaces backslash n by a newline, and backslash t by a tab, which most shells do not."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+    """Returns a text in which backslash n is a newline, and backslash t a tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")  # most shells keep them as they are

@@ -54,7 +54,7 @@ def start(module_name, settings_class, only_help=False, **environment):
 
 
 def run(main, memory_advice=MEMORY_ADVICE):
-    """Calls `main()` and ends the process. `memory_advice`: what to do if memory is exhausted."""
+    """Calls `main()` and ends the process. If memory is exhausted, prints `memory_advice`."""
     gc.freeze()  # modules live until exit; scanning them again at exit takes 0.4 s
     gc.enable()
     status = _run(main, memory_advice=memory_advice)

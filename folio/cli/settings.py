@@ -227,7 +227,7 @@ def _options(annotation):
 
 
 def _run_config_file(path, fields, readable):
-    """Returns the checked values that a config file assigns. It can read the values `readable`."""
+    """Runs a config file, which can read `readable`. Returns the values it assigns, checked."""
     names = {"__name__": "config", "__file__": str(path)}
     names["__builtins__"] = vars(builtins) | readable
     try:

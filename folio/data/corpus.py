@@ -34,18 +34,19 @@ class Piece(NamedTuple):
 
 @dataclass
 class Corpus:
-    """The documents of Sources. scan() must precede read(). A terminal shows their progress."""
+    """The documents of Sources. scan() must precede read(). Both show progress on a terminal.
+
+    If there are `val_sources`, they are the validation split, and `sources` the training split.
+    """
 
     sources: list
     name: str  # of several sources, in messages and meta.json
-    val_sources: list = field(default_factory=list)  # of validation; the others are for training
-    end_text: str | None = None  # of a special token that ends a document
+    val_sources: list = field(default_factory=list)
+    end_text: str | None = None  # of a special token that ends a document; None: there is none
     val_fraction: float | None = None  # of the characters; None: the default
     test_fraction: float = 0.0  # of the characters, which follow those of the validation split
     max_characters: int | None = None  # after which reading stops; None: all are read
-    split_ends: dict = field(
-        default_factory=dict
-    )  # {split: characters up to its end}, after scan()
+    split_ends: dict = field(default_factory=dict)  # {split: characters to its end}, from scan()
     _bucket_starts: np.ndarray = field(init=False, repr=False)  # characters before each bucket
 
     @property

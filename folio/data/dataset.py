@@ -37,7 +37,7 @@ class Dataset:
     train: Any  # (N,) uint16 or uint32, memory-mapped if they are many; after `to`, a Split
     val: Any  # the same
     tokenizer: Tokenizer
-    fingerprint: dict  # {split: CRC-32 of its bytes}; of nanoGPT's large ones, see load_dataset
+    fingerprint: dict  # {split: CRC-32 of its bytes}; see load_dataset for nanoGPT's
     train_bytes: int  # of the training text; of nanoGPT's, the number of tokens
 
     @property
@@ -85,7 +85,12 @@ def meta_checksum(meta):
 
 
 def load_dataset(name) -> Dataset:
-    """Returns the Dataset in data/NAME. Raises UserError if a file is missing, damaged or wrong."""
+    """Returns the Dataset in data/NAME, folio's or nanoGPT's.
+
+    Raises UserError if a file is missing, damaged or does not match the others. Only the size and
+    the first MAX_CHECKED_TOKENS of a split are checked. The fingerprint of a larger split of
+    nanoGPT's is the CRC-32 of these and of the number of tokens as decimal digits.
+    """
     folder = dataset_folder(name)
     meta, tokenizer = _read_meta(folder)
     splits, fingerprint = {}, {}
@@ -98,7 +103,7 @@ def load_dataset(name) -> Dataset:
             _check_type(path, checked_ids)
         if largest >= size:
             raise _unusable(path, f"it contains token {largest}, but the vocabulary has {size}")
-        if len(ids) > len(checked_ids):  # nanoGPT's: of the first tokens and their number
+        if len(ids) > len(checked_ids):
             crc = meta[split]["crc32"] if meta else zlib.crc32(b"%d" % len(ids), crc)
         if meta and (len(ids), crc) != (meta[split]["tokens"], meta[split]["crc32"]):
             raise _unusable(path, "it does not match meta.json")

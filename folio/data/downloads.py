@@ -106,7 +106,8 @@ def select_tables(paths, address, subset, split):
 
     The name of a split is a word in the name of a file or of its folder, such as
     plain_text/train-00000-of-00002.parquet; without such words, all files are training data. Files
-    in several formats are copies, so only one format is used. Raises UserError if there is none.
+    in several formats are copies of each other, so only one format is used. Raises UserError if no
+    table is selected.
     """
     for suffix in TABLE_SUFFIXES:
         tables = [path for path in paths if path.name.lower().endswith(suffix)]

@@ -17,7 +17,10 @@ MAX_NULS = 100  # in the first 8 kB of a text
 
 
 def explain_encoding(source, error):
-    """Returns what a Source is whose reading has raised this UnicodeDecodeError, and what helps."""
+    """Returns what the file of a Source is that is not UTF-8 text, and what helps.
+
+    `error` is the UnicodeDecodeError of reading it.
+    """
     path, byte = shlex.quote(str(source.path)), error.object[error.start]
     read = f"{READERS.get(source.path.suffix.lower(), 'cat')} {path}"
     with source.open() as file:

@@ -45,9 +45,9 @@ class Source:
         self.path, self.name = path, name or str(path)
         lower = str(path).lower()
         self.suffix = next((suffix for suffix in TABLE_SUFFIXES if lower.endswith(suffix)), "")
-        self.template = text_key if "{" in text_key else f"{{{text_key}}}"  # of a row's text
+        self.template = text_key if "{" in text_key else f"{{{text_key}}}"  # a row's text
         self.columns = re.findall(COLUMN_IN_TEMPLATE, self.template)
-        self.empty_rows = set()  # numbers of those read without text, which are not documents
+        self.empty_rows = set()  # numbers of the rows without text that were read; not documents
 
     def sha256(self):
         """Returns the hash of the file's bytes."""
@@ -55,7 +55,10 @@ class Source:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def read(self):
-        """Yields (text, whether it begins a document). Raises UserError if it is not text."""
+        """Yields (text, whether it begins a document) for all parts of the documents.
+
+        Raises UserError for content that is not text.
+        """
         with self.errors():
             check_lfs(self.path)
             yield from _read_table(self) if self.suffix else _read_text(self)
@@ -89,7 +92,7 @@ def _open_text(source, newline=None):
 
 
 def _read_text(source):
-    """Yields the parts of a UTF-8 file, cut where that does not change the tokens if possible."""
+    """Yields the parts of a UTF-8 file. If possible, they end where that does not change tokens."""
     text, is_start, is_end = "", True, False
     with _open_text(source) as file:
         while not is_end:
@@ -219,7 +222,8 @@ def find_sources(name, text_key):
 
     In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
     in a folder of tables their documentation. Any other file that is not UTF-8 text or a table is
-    an error when it is read. A .json file among texts is a text. Raises UserError without files.
+    an error when it is read. A .json file among texts is a text. Raises UserError if there are no
+    files.
     """
     unique: dict[str, Source] = {}  # of several links to a file, one is read
     for path in sorted(_find_files(name)):

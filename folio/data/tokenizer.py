@@ -33,8 +33,9 @@ class Tokenizer(ABC):
 
     kind: str  # its name in settings and files
     vocab_size: int  # number of token ids
-    end: int | None = None  # id of the end-of-text token; of a class, that in from_texts
-    end_text = END_OF_TEXT
+    # The id of the end-of-text token, or None. The class has that of the tokenizers of from_texts.
+    end: int | None = None
+    end_text = END_OF_TEXT  # the text of that token
     start = "\n"  # default prompt
 
     def __init_subclass__(cls):
@@ -42,7 +43,7 @@ class Tokenizer(ABC):
 
     @classmethod
     def from_texts(cls, texts, vocab_size=None) -> "Tokenizer":
-        """Returns the tokenizer for texts. A trained one needs `vocab_size`, its number of ids."""
+        """Returns the tokenizer for an iterable of texts. A trained kind needs `vocab_size`."""
         return cls()
 
     def to_dict(self):
@@ -50,14 +51,15 @@ class Tokenizer(ABC):
         return {"kind": self.kind}
 
     def to_definition(self):
-        """Returns a tokenizer.json with the same tokens. Raises UserError if there is none."""
+        """Returns the content of a tokenizer.json. Raises UserError if none has the same tokens."""
         raise UserError(f"a tokenizer of kind {self.kind} cannot be written as tokenizer.json")
 
     @abstractmethod
     def encode(self, text, allow_special=False):
         """Returns the ids of `text`, (N,) of type `dtype`.
 
-        Without allow_special, special tokens are ordinary text. Raises UserError for unknown text.
+        The text of a special token is ordinary text, or that token if `allow_special`. Raises
+        UserError if the vocabulary lacks a part of the text.
         """
 
     @abstractmethod

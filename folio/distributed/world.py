@@ -71,10 +71,13 @@ class World:
 
     @contextmanager
     def share_errors(self):
-        """A context in which a UserError of any process is raised by all of them, at its end."""
+        """A context in which a UserError of any process is raised by all of them, at its end.
+
+        The code in it must not communicate.
+        """
         own_error = None
         try:
-            yield  # to code that must not communicate
+            yield
         except UserError as error:
             own_error = str(error)
         for rank, message in enumerate(self.all_gather_object(own_error)):
@@ -211,7 +214,7 @@ def full_tensor(tensor):
 
 
 def shard_like(parameter, full):
-    """Returns a full tensor, which all processes have, sharded if the parameter is sharded."""
+    """Returns `full`, which all processes have, sharded like `parameter` if that is sharded."""
     if not is_sharded(parameter):
         return full
     from torch.distributed.tensor import distribute_tensor

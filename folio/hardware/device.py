@@ -166,7 +166,10 @@ class ThreadTuner:
         self.times, self.check_at = _thread_times(), time.perf_counter() + CORES_CHECK_INTERVAL_S
 
     def check(self):
-        """Adapts the threads, after each step. Returns a message at a new minimum, or None."""
+        """Reduces the number of threads if they lack cores, and later tries more of them.
+
+        Called after each step. Returns a message when the number reaches a new minimum, or None.
+        """
         now = time.perf_counter()
         if not self.is_used or now < self.check_at:
             return None
@@ -195,7 +198,7 @@ class ThreadTuner:
 
 
 def _thread_times():
-    """Returns how long each thread ran and waited for a core: {path: (2,) nanoseconds}, or {}."""
+    """Returns how long threads ran and waited for a core, {path: (2,) ns}; {} except on Linux."""
     times = {}
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError), open(path) as file:  # the thread may have ended

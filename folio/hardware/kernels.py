@@ -81,7 +81,8 @@ class Dropout(nn.Dropout):
 def apply_dropout(x, rate):
     """Returns x with a fraction `rate` of its elements set to zero and the others scaled up.
 
-    torch draws 64 random bits for each element on a CPU; 16 are enough, which rounds the rate.
+    torch draws 64 random bits for each element on a CPU; 16 are enough. The rate is rounded to a
+    multiple of 1 / DROPOUT_LEVELS, and the scale is that of the rounded rate.
     """
     if not rate:
         return x

@@ -29,7 +29,8 @@ def optimize_for_training(loss_fn, batch, machine: Machine, world, activation_ch
     """
     model = getattr(loss_fn, "model", loss_fn)
     use_fast_kernels(model)
-    # They are not faster on a CPU. With FSDP, unsharded products of weights would stay in memory.
+    # The loss and the norms are not faster on a CPU. With FSDP, products of weights, which are not
+    # sharded, would stay in memory.
     if machine.kind == "cuda" and not hasattr(model, "unshard"):
         model.cross_entropy = kernels.fast_cross_entropy
         for block in model.transformer.h:
@@ -59,7 +60,8 @@ def compile_methods(model, machine: Machine):
     """Compiles the `compiled_methods` of a model's modules, in place. Returns whether it succeeds.
 
     Modules of a class share the code, so that a GPT compiles one block instead of all. The first
-    calls run the compiler, unless torch.compiler.set_stance("force_eager") comes before.
+    calls run the compiler; see run_compiler. After torch.compiler.set_stance("force_eager"), the
+    methods run without compilation.
     """
     mode = "max-autotune-no-cudagraphs" if machine.compile == "max-autotune" else None
     # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.
@@ -79,7 +81,10 @@ def compile_methods(model, machine: Machine):
 
 
 def run_compiler(loss_fn, batch):
-    """Makes the first calls of a compiled loss function, and returns whether they succeed."""
+    """Makes the first calls of a compiled loss function. Returns whether they succeed.
+
+    `batch` has its arguments in a training step; an evaluation passes inputs and targets only.
+    """
     start, has_compiled = time.monotonic(), False
     with continue_on_failure("compilation"):
         # Training is last because an evaluation with FSDP leaves some parameters gathered, and then
@@ -87,7 +92,7 @@ def run_compiler(loss_fn, batch):
         for training in (False, True):
             loss_fn.train(training)
             with torch.set_grad_enabled(training):
-                loss = loss_fn(*batch) if training else loss_fn(*batch[:2])  # no temperature
+                loss = loss_fn(*batch) if training else loss_fn(*batch[:2])
         loss.backward()
         has_compiled = True
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
@@ -138,7 +143,10 @@ def identity(x):
 
 
 def step_accelerator(machine: Machine):
-    """Returns accelerate(step, *arguments), which makes a step faster for such shapes, or None."""
+    """Returns a function accelerate(step, *arguments), or None if the machine has no use for it.
+
+    It returns a faster version of `step` for tensors with the shapes of the arguments.
+    """
     on_cuda = machine.kind == "cuda"
     if not (machine.compile or on_cuda):
         return None

@@ -12,7 +12,10 @@ MAX_TOKENS = 2**25  # of the training text, which is searched in memory
 
 
 def load_texts(checkpoint: Checkpoint):
-    """Returns a Checkpoint's training and validation text. Raises UserError if it cannot."""
+    """Returns the training and the validation text of a Checkpoint.
+
+    Raises UserError if its dataset is unknown, missing, changed or too large.
+    """
     if not checkpoint.data:
         raise UserError(f"--copied needs a model of folio's train.py; {checkpoint.path} is none")
     dataset = load_dataset(checkpoint.settings["dataset"])

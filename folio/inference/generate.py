@@ -31,7 +31,8 @@ BATCH_MEMORY_FRACTION = 1 / 4  # more texts take several batches
 def complete(trained: TrainedModel, completions, params, stream=False):
     """Generates the continuations of a batch of Completions with a TrainedModel.
 
-    `params` are SamplingParams or a SampleConfig. Yields after new tokens, after each if `stream`.
+    `params` are SamplingParams or a SampleConfig. Yields whenever tokens were added; after every
+    token if `stream`.
     """
     steps = generate(
         trained.model,
@@ -69,7 +70,8 @@ def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=Non
 
     The model sees at most the last block_size tokens of each text. When the context of a row is
     full, its oldest tokens are dropped and the others are processed again (see stride_of). A
-    context_stride of 1 equals sampling without a cache. Log-probabilities are before temperature.
+    context_stride of 1 equals sampling without a cache. Log-probabilities are the model's, before
+    temperature and the other parameters.
 
     Args:
         prompts: for each text a nonempty list of ids.
@@ -133,7 +135,10 @@ class Context:
     """
 
     def __init__(self, model: GPT, prompts, params, fixed_shapes):
-        """Keeps the last block_size tokens of prompts. `fixed_shapes`: all steps have the same."""
+        """Keeps the last block_size tokens of each prompt, with room for max_new_tokens more.
+
+        If `fixed_shapes` is true, decode_one() has the same shapes in all steps.
+        """
         config, weight = model.config, model.transformer.wte.weight
         self.model, self.fixed_shapes = model, fixed_shapes
         self.stride = stride_of(model, params.context_stride)

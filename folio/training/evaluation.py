@@ -72,7 +72,8 @@ def format_losses(step, losses):
 def split_loss(run, split, final=False):
     """Returns the mean loss of a split's windows, a scalar tensor, or None after a stop signal.
 
-    The processes share the windows, and fill the last batches with others, which are ignored.
+    The processes of a run share the windows. All compute the same number of batches, so the
+    last ones are filled with repeated windows, whose targets are ignored.
     """
     B, T, world = run.settings.batch_size, run.settings.block_size, run.world
     tokens, starts = getattr(run.dataset, split), evaluation_starts(run, split, final)

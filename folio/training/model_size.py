@@ -38,7 +38,8 @@ MODEL_SIZES = (
 def choose_model_size(train_tokens, train_bytes, vocab_size, flops):
     """Returns the largest ModelSize that suits a text and a number of FLOPs.
 
-    `flops` is the peak speed times the time. If it is low, a step has fewer tokens.
+    `flops` is the peak speed times the time. The tokens per step are reduced if the time would
+    allow fewer than MIN_STEPS.
     """
     for size in MODEL_SIZES:
         possible_tokens = count_possible_tokens(size, vocab_size, flops)

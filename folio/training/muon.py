@@ -31,7 +31,10 @@ class Muon(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler sets found_inf
 
     def __init__(self, params, lr, weight_decay, dtype, world: World = SINGLE_PROCESS):
-        """`lr` is a scalar tensor on the device of `params`, `dtype` that of matrix products."""
+        """`params` are matrices, sharded or not. `dtype` is that of the matrix products.
+
+        `lr` is a scalar tensor on their device.
+        """
         self.dtype, self.world = dtype, world
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "lr_scale": 1.0}
         super().__init__(params, defaults)
@@ -93,11 +96,14 @@ def orthogonalize(x):
 
 
 def orthogonalize_together(matrices, world: World):
-    """Orthogonalizes matrices of one part_shape that all processes have, as a list. Collective."""
+    """Orthogonalizes matrices of which every process has a copy. Returns a list. Collective.
+
+    Their parts must have the same part_shape. Each process computes `n` of the parts.
+    """
     parts = [part for matrix in matrices for part in split_attention(matrix)]
     shape = part_shape(matrices[0])
     stack = torch.stack([part if part.shape == shape else part.T for part in parts])
-    n = math.ceil(len(parts) / world.size)  # that each process computes
+    n = math.ceil(len(parts) / world.size)
     padded = F.pad(stack, (0, 0, 0, 0, 0, world.size * n - len(parts)))
     stack = world.all_gather(orthogonalize(padded[world.rank * n :][:n]))
     pairs = zip(stack, parts, strict=False)  # without the padding
@@ -108,7 +114,7 @@ def orthogonalize_together(matrices, world: World):
 def split_attention(matrix):
     """Returns the query, key and value matrices in a c_attn, or only the matrix if it is none."""
     rows, columns = matrix.shape
-    return matrix.chunk(3) if rows == 3 * columns else (matrix,)  # no other is so tall
+    return matrix.chunk(3) if rows == 3 * columns else (matrix,)  # only c_attn is so tall
 
 
 def part_shape(matrix):

@@ -188,7 +188,7 @@ class RunLog:
 
 
 def start_wandb(settings, run_settings):
-    """Returns a run of Weights & Biases. Raises UserError if it cannot start."""
+    """Returns a Weights & Biases run that stores `run_settings`. Raises UserError if that fails."""
     advice = "run pip install wandb, or set wandb_log=False"
     with as_user_error(f"wandb_log cannot start: {advice}", Exception):  # it can raise anything
         import wandb

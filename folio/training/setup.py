@@ -101,7 +101,7 @@ def _differences(checkpoint, config, settings, dataset, free):
 
 
 def choose_machine(settings, config: GPTConfig, world: World) -> Machine:
-    """Returns the Machine of a run. Raises UserError if the model or its steps do not fit."""
+    """Returns the Machine of a run. Raises UserError if the model or its steps do not fit it."""
     shape = empty_model(config, "meta")  # without values
     device, step_flops = world.device or settings.device, graph_flops(shape, settings, world)
     machine = set_up_machine(device, settings.dtype, settings.compile, step_flops)

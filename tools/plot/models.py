@@ -40,7 +40,8 @@ def compute_attention(model, ids):
 def draw_attention(trained, ids, title, layer=None):
     """Returns a matplotlib figure of each head's attention and of the most likely next tokens.
 
-    `ids` are the prompt, not empty. Raises UserError if there is no such layer. None: all layers.
+    `trained` is a TrainedModel, `ids` the prompt, a nonempty list, and `layer` the number of the
+    layer to draw; None: all. Raises UserError if it does not exist.
     """
     from matplotlib.figure import Figure
 
@@ -114,7 +115,7 @@ def draw_embeddings(trained, title, ids=None):
 
 
 def draw_heat_map(axes, values, labels, **colors):
-    """Draws values, (T, T), with arguments of imshow. Rows and columns have the same labels."""
+    """Draws values, (T, T), and returns the image. `colors` are arguments of imshow."""
     rotation = 90 if max(map(len, labels)) > 2 else 0
     axes.tick_params(labelsize=6)
     axes.set_xticks(range(len(labels)), labels, rotation=rotation, **TOKEN_STYLE)

@@ -73,7 +73,10 @@ def read_run(folder):
 
 
 def read_runs(folders):
-    """Returns the evaluated runs in folders, or in folders of runs. Raises UserError for none."""
+    """Returns the evaluated runs in `folders`. A folder of runs, such as a sweep's, adds its runs.
+
+    Raises UserError if there are none.
+    """
     runs = []
     for folder in dict.fromkeys(map(Path, folders)):  # each once
         paths = [] if RunDir(folder).log.is_file() else RunDir.find(folder)
@@ -86,10 +89,10 @@ def read_runs(folders):
 
 
 def group_runs(runs):
-    """Returns groups of runs, {name: runs}, the best mean loss first, per text.
+    """Returns groups of runs, {name: runs}, the best mean loss first.
 
     Runs whose folders differ only in "seed=NUMBER" are a group, such as n_layer=2,seed=*. Names are
-    relative to the innermost folder that contains all runs.
+    relative to the innermost folder that contains all runs. Losses are compared per text.
     """
     parent = os.path.commonpath([os.path.abspath(Path(run.folder).parent) for run in runs])
     runs_of_pattern, groups = defaultdict(list), {}
@@ -171,7 +174,10 @@ def draw_losses(groups, axis):
 
 
 def mean_curve(logs, key):
-    """Returns the mean of `key`, and mean and deviation of the loss, over logs: (3, events)."""
+    """Returns the means of `key`, and the means and standard deviations of the losses.
+
+    They are (3, events). `logs` has a list of events per run; only as many as all have are used.
+    """
     length = min(map(len, logs))
     x = np.array([[event[key] for event in log[:length]] for log in logs])
     loss = np.array([[event["loss"] for event in log[:length]] for log in logs])
