@@ -16,7 +16,9 @@ smear = 0
 ngrams = 0
 window = 0
 
-if device == "cpu":  # where attention to all tokens of a long context takes long
+# On a CPU, attention to all tokens of a long context takes long. If you set another --block_size,
+# set --batch_size, too: their product is the number of tokens per step.
+if device == "cpu":
     _tokens = batch_size * block_size
     block_size = min(block_size, 256)
     batch_size = _tokens // block_size

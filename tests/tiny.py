@@ -93,6 +93,12 @@ def random_model(**changes):
     return model
 
 
+def post_norm(block, x, rotation=None, attend=None):
+    """Block.forward of an edited model.py: norms after, as in Vaswani et al. 2017."""
+    x = block.ln_1(x + block.attn(x, rotation, attend))
+    return block.ln_2(x + block.mlp(x))
+
+
 def random_ids(model, rows=3, length=None):
     config, generator = model.config, torch.Generator().manual_seed(1)
     shape = (rows, length or config.block_size)

@@ -7,7 +7,7 @@ The first is a folder for transformers (folio/pretrained/huggingface.py), the se
 llama.cpp, Ollama and LM Studio (folio/pretrained/gguf.py).
 """
 
-import json
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class ExportConfig:
 
     @property
     def is_gguf(self):
-        return self.to.endswith(".gguf")
+        return self.to.lower().endswith(".gguf")
 
 
 # --help must not wait for torch. transformers would show bars for steps of milliseconds.
@@ -48,9 +48,9 @@ from folio.checkpoint.format import build_model
 from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.cli.files import write_atomically
-from folio.data.dataset import load_dataset
+from folio.data.dataset import MAX_CHECKED_TOKENS, load_dataset
 from folio.pretrained.architectures import Folio, find_architecture
-from folio.pretrained.gguf import write_gguf
+from folio.pretrained.gguf import choose_architecture, write_gguf
 from folio.pretrained.huggingface import write_pretrained
 from folio.pretrained.load import checkpoint_tokenizer
 from sample import SampleConfig
@@ -70,40 +70,49 @@ def main(argv=None):
 
 def export_file(path, checkpoint, tokenizer, dtype):
     """Writes a GGUF file, and a Modelfile of Ollama beside it. Prints how to use them."""
-    modelfile = path.with_suffix(".Modelfile")
-    for file in (path, modelfile):
+    modelfile_path = path.with_suffix(".Modelfile")
+    for file in (path, modelfile_path):
         if file.exists():
             raise UserError(f"{file} exists: choose a new name")
-    end, end_text = tokenizer.end, tokenizer.end_text
+    config, end, end_text = checkpoint.config, tokenizer.end, tokenizer.end_text
+    choose_architecture(config)  # raises UserError before the text is read
     if end is None:
-        end, end_text = find_rarest(load_dataset(checkpoint.settings.get("dataset", "openwebtext")))
-    write_gguf(path, checkpoint, tokenizer, end, dtype)
-    with write_atomically(modelfile) as [file]:
-        file.write(make_modelfile(path.name, tokenizer, checkpoint.config.block_size).encode())
-    print(f"wrote {path} and {modelfile}: {checkpoint.summary}")
+        end, end_text = find_rarest(checkpoint, tokenizer)
+    shift, length = " --context-shift", SampleConfig.max_new_tokens
+    if config.position == "learned":  # a full context cannot be shifted
+        shift, length = "", min(length, config.block_size // 2)
+    modelfile = make_modelfile(path.name, tokenizer, config.block_size, length)
+    with write_atomically(path, modelfile_path) as [model_file, text_file]:
+        write_gguf(model_file.name, checkpoint, tokenizer, end, dtype)
+        text_file.write(modelfile.encode())
+    print(f"wrote {path} and {modelfile_path}: {checkpoint.summary}")
     print(f"other programs end a text at {end_text}")
-    name, modelfile_name = shlex.quote(path.stem), shlex.quote(str(modelfile))
-    print(f"Ollama: ollama create {name} -f {modelfile_name} && ollama run {name}")
-    flags = (
-        "--temp {temperature} --top-k {top_k} --top-p {top_p} --min-p {min_p} -n {max_new_tokens}"
-    )
-    flags = flags.format_map(vars(SampleConfig))  # defaults
+    name, file = re.sub(r"[^\w.-]", "-", path.stem), shlex.quote(str(modelfile_path))
+    print(f"Ollama: ollama create {name} -f {file} && ollama run {name}")
+    flags = "--temp {temperature} --top-k {top_k} --top-p {top_p} --min-p {min_p}"
+    flags = flags.format_map(vars(SampleConfig)) + f" -n {length}{shift}"  # defaults of sample.py
     print(f"llama.cpp: llama-completion -no-cnv -m {shlex.quote(str(path))} {flags} -p PROMPT")
 
 
-def find_rarest(data):
-    """Returns the token that a Dataset's training text has least, and a description.
+def find_rarest(checkpoint, tokenizer):
+    """Returns the token that the training text has least, and a description.
 
-    It serves as end token for tokenizers that have none, because llama.cpp requires one.
+    It serves as end token for tokenizers that have none, because llama.cpp requires one. Raises
+    UserError if the dataset is missing or has another tokenizer.
     """
-    counts = np.bincount(data.train, minlength=data.tokenizer.vocab_size)
+    data = load_dataset(checkpoint.settings.get("dataset", "openwebtext"))
+    if data.tokenizer.to_dict() != tokenizer.to_dict():
+        raise UserError(
+            f"data/{data.name} has a different tokenizer than the model: prepare it again"
+        )
+    ids = data.train[:MAX_CHECKED_TOKENS]
+    counts = np.bincount(ids, minlength=tokenizer.vocab_size)
     token = len(counts) - 1 - int(counts[::-1].argmin())  # the last of several: byte 255
-    is_byte = data.tokenizer.kind == "byte"
-    name = f"byte {token}" if is_byte else repr(data.tokenizer.decode([token]))
-    return token, f"{name}, {counts[token]:,} of the {len(data.train):,} training tokens"
+    name = f"byte {token}" if tokenizer.kind == "byte" else repr(tokenizer.decode([token]))
+    return token, f"{name}, {counts[token]:,} of {len(ids):,} training tokens"
 
 
-def make_modelfile(name, tokenizer, block_size):
+def make_modelfile(name, tokenizer, block_size, length):
     """Returns the text of a Modelfile for Ollama, with the defaults of sample.py."""
     parameters = {
         "temperature": SampleConfig.temperature,
@@ -111,11 +120,11 @@ def make_modelfile(name, tokenizer, block_size):
         "top_p": SampleConfig.top_p,
         "min_p": SampleConfig.min_p,
         "repeat_penalty": SampleConfig.repetition_penalty,
-        "num_predict": SampleConfig.max_new_tokens,
+        "num_predict": length,
         "num_ctx": block_size,
     }
     if tokenizer.end is not None:
-        parameters["stop"] = json.dumps(tokenizer.end_text)
+        parameters["stop"] = f'"{tokenizer.end_text}"'
     lines = [f"FROM ./{name}", 'TEMPLATE """{{ .Prompt }}"""']
     lines += [f"PARAMETER {key} {value}" for key, value in parameters.items()]
     return "\n".join(lines) + "\n"

@@ -25,12 +25,14 @@ class Architecture(ABC):
     names: {field of GPTConfig: its name in config.json}.
     allowed: {field of GPTConfig: values that a model of the class can have}. A field that is
         neither here nor in `names` must have its default.
+    transposed: ends of the names of matrices that are transposed.
     """
 
     model_type: str
     class_name: str
     names: dict[str, str]
     allowed: dict[str, tuple] = {}
+    transposed: tuple[str, ...] = ()
 
     def misfits(self, config: GPTConfig):
         """Returns the switches of a GPT that the class does not have, such as ["window=64"]."""
@@ -53,7 +55,7 @@ class Architecture(ABC):
     def from_fields(self, values) -> GPTConfig:
         """Returns the GPTConfig for the content of a config.json. Raises ValueError."""
         fields = {field: allowed[0] for field, allowed in self.allowed.items()}
-        # The default of a missing field, GPT-2's, is also that of GPTConfig.
+        # GPT-2's default of a missing field is also that of GPTConfig.
         fields |= {field: values[name] for field, name in self.names.items() if name in values}
         config = GPTConfig(**fields)
         for name, value in self.fixed_fields(config).items():
@@ -174,6 +176,12 @@ class Qwen3(Architecture):
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "use_sliding_window": False,
         }
+
+    def from_fields(self, values):
+        for name in (*self.names.values(), *self.fixed_fields(GPTConfig())):
+            if name not in values:
+                raise ValueError(f"{name} is missing")
+        return super().from_fields(values)
 
     def to_tensors(self, weights, config):
         tensors: dict[str, torch.Tensor] = {}

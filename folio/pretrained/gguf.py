@@ -6,57 +6,32 @@ so that llama.cpp encodes a prompt as folio does.
 
 import json
 from dataclasses import replace
-from pathlib import Path
+
+import torch
 
 from folio.checkpoint.format import EMBEDDING_WEIGHT, HEAD_WEIGHT, Checkpoint, build_model
 from folio.cli.errors import UserError, import_optional
-from folio.cli.files import write_atomically
 from folio.data.bpe import byte_characters, load_encoder
 from folio.data.tokenizer import Tokenizer
 from folio.pretrained.architectures import GPT2, Architecture, Qwen3
-from folio.pretrained.huggingface import check_logits, make_tensors
+from folio.pretrained.huggingface import TOLERANCE, check_logits, make_tensors, refuse_misfits
+from model import GPTConfig
 
 TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # {here: in the format}
-TOLERANCES = {"float32": 1e-2, "float16": 1e-2, "q8_0": 1e-1}  # see check_logits
+TOLERANCES = {"F32": TOLERANCE, "F16": 1e-2, "Q8_0": 1e-1}  # see check_logits
+FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "Q8_0": "MOSTLY_Q8_0"}
 Q8_0_BLOCK = 32  # values of a row that share a scale
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # the texts only
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 
 
 class GPT2InLlamaCpp(GPT2):
-    """GPT-2 as llama.cpp computes it, with the approximate gelu only."""
+    """GPT-2 with the activations that llama.cpp has."""
 
     allowed = {"activation": ("gelu", "gelu_tanh")}
 
-    def to_fields(self, config):
-        return super().to_fields(config) | {"activation_function": "gelu_new"}
 
-
-def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
-    """Writes the model of a checkpoint and its tokenizer to a file.
-
-    `end` is the id at which llama.cpp ends a text. `dtype`, one of TYPES, is that of the matrices.
-    Raises UserError if llama.cpp has no such model or tokenizer, writing fails, or transformers
-    computes other logits with the file. No file is written then.
-    """
-    gguf = import_optional("gguf", "an export to GGUF", "transformers")
-    architecture = _choose_architecture(checkpoint.config)
-    model = build_model(_without_padding(checkpoint, tokenizer.vocab_size))
-    with write_atomically(path) as [file]:
-        writer = gguf.GGUFWriter(file.name, architecture.model_type)
-        prefix = "ALL" if dtype == "float32" else "MOSTLY"
-        writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{TYPES[dtype]}"])
-        _add_config(writer, architecture, model.config)
-        _add_tokenizer(writer, tokenizer, end)
-        _add_tensors(writer, architecture, model, TYPES[dtype])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        check_logits(model, architecture, Path(file.name), TOLERANCES[dtype])
-
-
-def _choose_architecture(config) -> Architecture:
+def choose_architecture(config: GPTConfig) -> Architecture:
     """Returns the Architecture of a GPT in llama.cpp. Raises UserError if there is none."""
     kinds = GPT2InLlamaCpp(), Qwen3()
     closest = min(kinds, key=lambda kind: len(kind.misfits(config)))
@@ -68,12 +43,41 @@ def _choose_architecture(config) -> Architecture:
     return closest
 
 
-def _without_padding(checkpoint, vocab_size):
-    """Returns a Checkpoint without the ids that are not tokens."""
-    weights = dict(checkpoint.weights)
-    for name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
+    """Writes the model of a checkpoint and its tokenizer to a file.
+
+    `end` is the id at which llama.cpp ends a text. `dtype`, one of TYPES, is that of the matrices.
+    Raises UserError if llama.cpp has no such model or tokenizer, or if transformers computes other
+    logits with the architecture or with the weights in the file.
+    """
+    gguf = import_optional("gguf", "an export to GGUF", "transformers")
+    architecture = choose_architecture(checkpoint.config)
+    model = build_model(_as_in_llama_cpp(checkpoint, tokenizer.vocab_size))
+    tensors, kind = make_tensors(model, architecture), TYPES[dtype]
+    _check_tensors(model, architecture, tensors, TOLERANCE)
+    names = _tensor_names(model.config, architecture, tensors)
+    writer = gguf.GGUFWriter(path, architecture.model_type)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
+    _add_config(writer, architecture, model.config)
+    _add_tokenizer(writer, tokenizer, end)
+    for name, tensor in tensors.items():
+        _add_tensor(writer, names[name], _transpose(name, tensor, architecture), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    written = _read_tensors(path, names, architecture)
+    _check_tensors(model, architecture, written, TOLERANCES[kind])
+
+
+def _as_in_llama_cpp(checkpoint, vocab_size):
+    """Returns a Checkpoint without the ids that are not tokens, and with an approximate gelu."""
+    weights, activation = dict(checkpoint.weights), checkpoint.config.activation
+    for name in weights.keys() & {EMBEDDING_WEIGHT, HEAD_WEIGHT}:
         weights[name] = weights[name][:vocab_size]
-    config = replace(checkpoint.config, vocab_size=vocab_size)
+    if activation == "gelu":
+        activation = "gelu_tanh"
+    config = replace(checkpoint.config, vocab_size=vocab_size, activation=activation)
     return replace(checkpoint, config=config, weights=weights)
 
 
@@ -99,17 +103,22 @@ def _add_tokenizer(writer, tokenizer, end):
     from gguf import TokenType
 
     definition = json.loads(load_encoder(tokenizer.to_definition()).to_str())
-    special_tokens = {token["id"]: token["content"] for token in definition["added_tokens"]}
-    tokens, types, characters = [], [], byte_characters()
+    characters, added = byte_characters(), {}
+    for token in definition["added_tokens"]:
+        kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        added[token["id"]] = token["content"], kind
+    tokens, types = [], []
     for token_id in range(tokenizer.vocab_size):
-        token = "".join(characters[byte] for byte in tokenizer.token_bytes(token_id))
-        tokens.append(special_tokens.get(token_id, token))
-        types.append(TokenType.CONTROL if token_id in special_tokens else TokenType.NORMAL)
+        text = "".join(characters[byte] for byte in tokenizer.token_bytes(token_id))
+        token, kind = added.get(token_id, (text, TokenType.NORMAL))
+        tokens.append(token)
+        types.append(kind)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(_merges(definition) or _merges_of_characters(tokens))
+    own_tokens = [token for token_id, token in enumerate(tokens) if token_id not in added]
+    writer.add_token_merges(_merges(definition) or _merges_of_characters(own_tokens))
     writer.add_bos_token_id(end)
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)
@@ -136,18 +145,52 @@ def _merges_of_characters(tokens):
     return merges or [" ".join(2 * byte_characters()[255])]
 
 
-def _add_tensors(writer, architecture, model, kind):
+def _tensor_names(config, architecture, tensors):
+    """Returns {name in transformers: name in a file}."""
     import gguf
 
     architecture_id = gguf.MODEL_ARCH[architecture.model_type.upper()]
-    names = gguf.get_tensor_name_map(architecture_id, model.config.n_layer)
-    for name, tensor in make_tensors(model, architecture).items():
-        if isinstance(architecture, GPT2) and name.endswith(GPT2.transposed):
-            tensor = tensor.T
-        values = tensor.contiguous().numpy()
-        is_small = values.ndim == 1 or kind == "Q8_0" and values.shape[1] % Q8_0_BLOCK
-        value_type = gguf.GGMLQuantizationType["F32" if is_small else kind]
-        quantized = gguf.quants.quantize(values, value_type)
-        writer.add_tensor(
-            names.get_name(name, (".weight", ".bias")), quantized, raw_dtype=value_type
-        )
+    names = gguf.get_tensor_name_map(architecture_id, config.n_layer)
+    return {name: names.get_name(name, (".weight", ".bias")) for name in tensors}
+
+
+def _transpose(name, tensor, architecture):
+    """Returns a tensor of transformers as it is in llama.cpp, or the reverse."""
+    return tensor.T if name.endswith(architecture.transposed) else tensor
+
+
+def _add_tensor(writer, name, tensor, kind):
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    if tensor.ndim == 1 or kind == "Q8_0" and tensor.shape[1] % Q8_0_BLOCK:
+        kind = "F32"
+    array = quantize(tensor.contiguous().numpy(), GGMLQuantizationType[kind])
+    writer.add_tensor(name, array, raw_dtype=GGMLQuantizationType[kind])
+
+
+def _read_tensors(path, names, architecture):
+    """Returns the tensors of a file, in float32, under their names in transformers."""
+    import gguf
+
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors = {}
+    for name, name_in_file in names.items():
+        tensor = found[name_in_file]
+        values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        tensors[name] = _transpose(name, values, architecture)
+    return tensors
+
+
+def _check_tensors(model, architecture, tensors, tolerance):
+    """Raises UserError unless transformers computes a model's logits with tensors."""
+    transformers = import_optional("transformers", "an export to GGUF")
+    fields = architecture.to_fields(model.config)
+    fields |= {"bos_token_id": None, "eos_token_id": None}  # GPT-2's are beyond small vocabularies
+    config = transformers.AutoConfig.for_model(**fields)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with refuse_misfits(architecture):
+        unknown = theirs.load_state_dict(tensors, strict=False).unexpected_keys
+        if unknown:
+            raise RuntimeError(f"it has no {unknown[0]}")
+    check_logits(model, theirs, tolerance, "; a GGUF file cannot have a changed model.py")

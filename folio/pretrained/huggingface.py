@@ -5,9 +5,9 @@ architectures.py has the classes of transformers that a folder can hold.
 
 import json
 import os
-import shutil
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -19,7 +19,7 @@ from folio.checkpoint.format import (
     match_head,
 )
 from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
-from folio.cli.files import check_lfs, read_text, temporary_path, write_atomically
+from folio.cli.files import check_lfs, read_text, write_atomically
 from folio.data.tokenizer import Tokenizer
 from folio.pretrained.architectures import ARCHITECTURES, Architecture, Folio
 from folio.pretrained.tokenizer_files import TOKENIZER_FILE, make_tokenizer_files, read_tokenizer
@@ -84,30 +84,30 @@ def _read_tensors(path):
 def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Architecture):
     """Writes a model and its tokenizer to a new or empty folder, for transformers.
 
-    Raises UserError if the folder is not empty, writing fails, or transformers computes other
-    logits with the files. No folder is written then.
+    The model gets into eval mode. Raises UserError if the folder is not empty, writing fails, or
+    transformers computes other logits with the files. The folder is as before then.
     """
-    import_optional("safetensors", "an export", "transformers")
+    transformers = import_optional("transformers", "an export", "safetensors")
+    import_optional("safetensors", "an export")
     from safetensors.torch import save
 
-    fields = make_fields(model, tokenizer, architecture)
+    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+    fields = architecture.to_fields(model.config) | ends
     texts = make_tokenizer_files(tokenizer) | {CONFIG_FILE: json.dumps(fields, indent=2)}
-    if isinstance(architecture, Folio):
-        for path in architecture.code_files:
-            texts[path.name] = path.read_text(encoding="utf-8")
+    is_own = isinstance(architecture, Folio)
+    for path in Folio.code_files if is_own else ():
+        texts[path.name] = path.read_text(encoding="utf-8")
     contents = {name: text.encode() for name, text in texts.items()}
     contents[WEIGHTS_FILE] = save(make_tensors(model, architecture), metadata={"format": "pt"})
-    with _new_folder(Path(folder)) as temporary:
-        with write_atomically(*(temporary / name for name in contents)) as files:
+    with _new_folder(folder) as new_folder:
+        with write_atomically(*(new_folder / name for name in contents)) as files:
             for file, content in zip(files, contents.values(), strict=True):
                 file.write(content)
-        check_logits(model, architecture, temporary, TOLERANCE)
-
-
-def make_fields(model: GPT, tokenizer: Tokenizer, architecture: Architecture):
-    """Returns the content of config.json."""
-    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-    return architecture.to_fields(model.config) | ends
+        with refuse_misfits(architecture):
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            theirs = load(new_folder, trust_remote_code=is_own, dtype=torch.float32)
+        hint = "" if is_own else "; if model.py was changed, use --own_code=True"
+        check_logits(model, theirs, TOLERANCE, hint)
 
 
 def make_tensors(model: GPT, architecture: Architecture):
@@ -121,41 +121,44 @@ def make_tensors(model: GPT, architecture: Architecture):
 @contextmanager
 def _new_folder(folder):
     """Yields a temporary folder, which becomes `folder` when the context ends without an error."""
-    temporary = temporary_path(folder.resolve())
+    target = Path(folder).resolve()
     with os_errors("write to", folder):
-        if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+        if target.is_file() or target.is_dir() and any(target.iterdir()):
             raise UserError(f"{folder} exists and is not empty: choose a new folder")
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-        temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        if folder.is_dir():
-            folder.rmdir()
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as parent:
+            new_folder = Path(parent, target.name)
+            new_folder.mkdir()
+            yield new_folder
+            if target.is_dir():
+                target.rmdir()
+            os.replace(new_folder, target)
+
+
+# Checking
+
+
+def refuse_misfits(architecture: Architecture):
+    """A context that reports tensors that do not fit a class of transformers as a UserError."""
+    message = f"the weights do not fit {architecture.class_name}; was model.py changed?"
+    return as_user_error(message, RuntimeError)
 
 
 @torch.no_grad()
-def check_logits(model: GPT, architecture: Architecture, path, tolerance):
-    """Raises UserError unless transformers computes a model's logits with a folder or GGUF file.
+def check_logits(model: GPT, theirs, tolerance, hint=""):
+    """Raises UserError unless a model of transformers computes the logits of a GPT.
 
-    The tolerance is relative to the largest logit.
+    The tolerance is relative to the largest logit. The mean of a position's logits has no effect
+    on probabilities and is not compared. `hint` ends the message.
     """
-    transformers = import_optional("transformers", "an export")
-    load, options = transformers.AutoModelForCausalLM.from_pretrained, {}
-    if path.is_file():
-        fields = architecture.to_fields(model.config) | {"bos_token_id": None, "eos_token_id": None}
-        config = transformers.AutoConfig.for_model(**fields)
-        path, options = path.parent, {"gguf_file": path.name, "config": config}
-    theirs = load(path, trust_remote_code=True, dtype=torch.float32, **options)
-    generator = torch.Generator().manual_seed(0)
-    shape = 1, model.config.block_size
+    shape, generator = (1, model.config.block_size), torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, shape, generator=generator)
-    expected, found = model.eval().logits(ids), theirs(ids).logits
-    difference = (found - expected).abs().max().item() / expected.abs().max().item()
+    expected, found = model.eval().logits(ids), theirs.eval()(ids).logits
+    expected = expected - expected.mean(-1, keepdim=True)
+    found = found - found.mean(-1, keepdim=True)
+    difference = ((found - expected).abs().max() / expected.abs().max()).item()
     if not difference <= tolerance:
         raise UserError(
-            f"{architecture.class_name} computes other logits than model.py, with a relative "
-            f"difference of {difference:.1g}; if model.py was changed, use --own_code=True"
+            f"{type(theirs).__name__} computes other logits than model.py, with a relative "
+            f"difference of {difference:.1g}{hint}"
         )

@@ -14,7 +14,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .model import GPT, GPTConfig, causal_mask
 
-WITHOUT_EFFECT = ("use_cache", "return_dict")  # arguments of forward(): as if they were True
+# What forward() accepts of other arguments. A cache is used if it is passed.
+ACCEPTED = {"use_cache": (None, False, True), "return_dict": (None, True)}
+PASSED = ("output_attentions", "output_hidden_states", "logits_to_keep")  # from generate()
 
 
 class FolioConfig(PretrainedConfig):
@@ -56,6 +58,8 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
         return self.gpt.transformer.wte
 
     def set_input_embeddings(self, value):
+        if self.config.ngrams:  # their rows depend on the size of the vocabulary
+            raise ValueError("the embedding of a model with n-grams cannot be replaced")
         self.gpt.transformer.wte = value
 
     def get_output_embeddings(self):
@@ -88,8 +92,8 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
         Raises ValueError for other arguments, and for a mask that excludes tokens at the start.
         """
         for name, value in others.items():
-            if value is not None and value is not False and name not in WITHOUT_EFFECT:
-                raise ValueError(f"folio models do not support {name}")
+            if not any(value is accepted for accepted in ACCEPTED.get(name, (None, False))):
+                raise ValueError(f"folio models do not support {name}={value}")
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
             raise ValueError("folio models do not support padding on the left")
         T, past = input_ids.shape[1], past_key_values.get_seq_length() if past_key_values else 0
@@ -125,4 +129,6 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
         """Returns the arguments of forward(), without a cache if the first tokens are dropped."""
         size, mask = self.config.block_size, kwargs.get("attention_mask")
         cache = past_key_values if input_ids.shape[1] <= size else None
-        return {"input_ids": input_ids[:, -size:], "past_key_values": cache, "attention_mask": mask}
+        inputs = {"input_ids": input_ids[:, -size:], "past_key_values": cache}
+        passed = {name: kwargs[name] for name in PASSED if name in kwargs}
+        return inputs | passed | {"attention_mask": mask}

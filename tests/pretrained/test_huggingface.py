@@ -1,6 +1,8 @@
 """Folders in Hugging Face's format, read and written, compared with transformers."""
 
 import json
+import multiprocessing
+import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from folio.checkpoint.format import build_model
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
 from folio.data.tokenizer import BPETokenizer, ByteTokenizer
+from folio.pretrained.architectures import GPT2, Qwen3
 from folio.pretrained.huggingface import (
     CONFIG_FILE,
     EMBEDDING_WEIGHT,
@@ -130,6 +133,8 @@ def test_an_own_head_is_read_whatever_the_config_says():
 
 # Refusals
 
+FOREIGN = Qwen3().to_fields(GPTConfig(**tiny.SMALL))  # with a change, not folio's
+
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -139,8 +144,10 @@ def test_an_own_head_is_read_whatever_the_config_says():
         ({"n_positions": "8"}, "describes no supported model"),
         ({"n_head": 3}, "n_head=3"),
         ({"model_type": "folio", **asdict(GPTConfig()), "position": "absolute"}, "absolute"),
-        ({"model_type": "qwen3", "num_key_value_heads": 2}, "num_key_value_heads=2, not 12"),
-        ({"model_type": "qwen3", "rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+        (FOREIGN | {"num_key_value_heads": 1}, "num_key_value_heads=1, not 2"),
+        (FOREIGN | {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
+        (FOREIGN | {"rope_parameters": {"rope_theta": 1e6}}, "rope_theta"),
+        ({"model_type": "qwen3"}, "is missing"),
     ],
 )
 def test_config_of_an_unknown_model_is_refused(changes, words):
@@ -163,7 +170,7 @@ def test_damaged_and_missing_files_are_refused(name):
 
 # Writing
 
-GPT2 = (
+GPT2_MODELS = (
     {},
     {"activation": "gelu_tanh", "dropout": 0.2},
     {"bias": False, "activation": "relu2"},
@@ -184,7 +191,7 @@ OWN = (
     {"smear": 2, "n_layer": 0},
 )
 CLASSES = {
-    "GPT2LMHeadModel": GPT2,
+    "GPT2LMHeadModel": GPT2_MODELS,
     "Qwen3ForCausalLM": QWEN3,
     "FolioForCausalLM": OWN,
 }
@@ -273,7 +280,9 @@ def test_generation_ends_at_the_end_token(position):
     assert load("exported").generation_config.eos_token_id == tokenizer.end is not None
 
 
-@pytest.mark.parametrize("changes", [tiny.SWITCHES, tiny.QWEN3], ids=["own", "qwen3"])
+@pytest.mark.parametrize(
+    "changes", [tiny.SWITCHES | {"ngrams": 0}, tiny.QWEN3], ids=["own", "qwen3"]
+)
 def test_what_other_libraries_use_of_a_class(changes):
     ours, theirs = exported(**changes)
     idx = tiny.random_ids(ours)
@@ -292,15 +301,34 @@ def test_what_other_libraries_use_of_a_class(changes):
     assert theirs(torch.full((1, 3), 39)).logits.shape == (1, 3, 40)
 
 
-def test_arguments_without_an_implementation_are_refused():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("inputs_embeds", torch.zeros(3, 8, 16)), ("output_attentions", True), ("return_dict", False)],
+)
+def test_arguments_without_an_implementation_are_refused(name, value):
     ours, theirs = exported(**tiny.SWITCHES)
-    with pytest.raises(ValueError, match="inputs_embeds"):
-        theirs(tiny.random_ids(ours), inputs_embeds=torch.zeros(3, 8, 16))
+    with pytest.raises(ValueError, match=f"do not support {name}="):
+        theirs(tiny.random_ids(ours), **{name: value})
+
+
+def test_generation_returns_hidden_states():
+    ours, theirs = exported(**tiny.SWITCHES)
+    options = {"max_length": 6, "return_dict_in_generate": True, "output_hidden_states": True}
+    states = theirs.generate(tiny.random_ids(ours)[:, :3], **options).hidden_states
+    assert [len(layers) for layers in states] == [3, 3, 3]
+
+
+def test_an_embedding_that_tables_depend_on_is_not_replaced():
+    _, theirs = exported(**tiny.SWITCHES)
+    with pytest.raises(ValueError, match="n-grams"):
+        theirs.resize_token_embeddings(40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "layer"), [(tiny.SWITCHES, "c_attn"), (tiny.QWEN3, "q_proj")], ids=["own", "qwen3"]
+    ("changes", "layer"),
+    [(tiny.SWITCHES, "c_attn"), (tiny.QWEN3, "q_proj"), ({}, "c_attn")],
+    ids=["own", "qwen3", "gpt2"],
 )
 def test_lora_of_peft_lowers_the_loss(changes, layer):
     peft = pytest.importorskip("peft")
@@ -318,9 +346,10 @@ def test_lora_of_peft_lowers_the_loss(changes, layer):
 
 
 @pytest.mark.slow
-def test_a_pipeline_generates_text(transformers):
-    ours, theirs = exported(**tiny.QWEN3, vocab_size=256)
-    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+@pytest.mark.parametrize("changes", [tiny.SWITCHES, tiny.QWEN3], ids=["own", "qwen3"])
+def test_a_pipeline_generates_text(changes, transformers):
+    ours, theirs = exported(**changes, vocab_size=256)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported", trust_remote_code=True)
     pipeline = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
     [result] = pipeline("ab", max_new_tokens=5, do_sample=False)
     ids = greedy(ours, torch.tensor([[97, 98]]), 5)
@@ -337,23 +366,38 @@ def test_trained_norms_of_queries_are_refused():
 
 @pytest.mark.parametrize("changes", [{}, tiny.QWEN3], ids=["gpt2", "qwen3"])
 def test_a_changed_model_is_not_written_as_another_one(changes, monkeypatch):
-    def forward(block, x, rotation=None, attend=None):
-        x = block.ln_1(x + block.attn(x, rotation, attend))  # norms after, as in Vaswani et al.
-        return block.ln_2(x + block.mlp(x))
-
-    monkeypatch.setattr(Block, "forward", forward)
+    monkeypatch.setattr(Block, "forward", tiny.post_norm)
     with pytest.raises(UserError, match="other logits than model.py.*--own_code=True$"):
         exported(**changes)
     assert not list(Path().iterdir())
 
 
-def test_an_export_that_was_killed_is_repeated():
-    for name in ("exported", "exported.tmp"):
-        Path(name).mkdir()
-    Path("exported.tmp", "model.safetensors.tmp").write_bytes(b"half")
+def test_a_change_of_shapes_is_reported_in_a_line(monkeypatch):
+    monkeypatch.setattr(GPT2, "to_fields", lambda *_: {**SHAPE, "model_type": "gpt2", "n_embd": 8})
+    with pytest.raises(UserError, match="^the weights do not fit GPT2LMHeadModel[^\n]*$"):
+        exported()
+
+
+def test_an_export_that_was_killed_is_repeated(monkeypatch):
+    def kill(*args):
+        os._exit(9)
+
+    monkeypatch.setattr("folio.pretrained.huggingface.check_logits", kill)
+    process = multiprocessing.get_context("fork").Process(target=exported)
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert not Path("exported").exists()
+    monkeypatch.undo()
     tiny.export(tiny.random_model(), ByteTokenizer())
-    assert [path.name for path in Path().iterdir()] == ["exported"]
-    assert not list(Path("exported").glob("*.tmp"))
+    assert (Path("exported") / CONFIG_FILE).is_file()
+
+
+def test_an_export_to_a_link_fills_the_folder(folder):
+    Path("disk/exports").mkdir(parents=True)
+    Path("exported").symlink_to("disk/exports")
+    tiny.export(tiny.random_model(), ByteTokenizer())
+    assert Path("disk/exports", CONFIG_FILE).is_file()
 
 
 def test_a_full_disk_leaves_no_folder(limit_files):

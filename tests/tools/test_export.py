@@ -80,8 +80,9 @@ def test_a_gguf_file_ends_texts_at_the_rarest_character(verse, capsys):
     assert (verse.train == end).sum() == rarest
     output = capsys.readouterr().out
     assert f"{verse.tokenizer.decode([end])!r}" in output
-    assert f" {rarest} of the {len(verse.train):,} training tokens" in output
+    assert f", {rarest} of {len(verse.train):,} training tokens" in output
     assert "ollama create verse -f verse.Modelfile" in output
+    assert "--context-shift" in output
     modelfile = Path("verse.Modelfile").read_text()
     assert modelfile.startswith("FROM ./verse.gguf\n")
     assert "PARAMETER temperature 0.8\n" in modelfile
@@ -114,6 +115,30 @@ def test_mistakes_are_reported_and_change_nothing(folder, flags, words):
     before = tiny.contents()
     assert words in tiny.error_of(export.main, ["--out_dir=out", *flags])
     assert tiny.contents() == before
+
+
+def test_the_rarest_character_is_that_of_the_model(verse):
+    tiny.write_checkpoint("out/ckpt.pt", ByteTokenizer(), **tiny.QWEN3, dataset="verse")
+    message = tiny.error_of(export.main, ["--out_dir=out", "--to=verse.gguf"])
+    assert "data/verse has a different tokenizer" in message
+
+
+def test_a_full_disk_leaves_no_file(verse, limit_files):
+    tiny.write_checkpoint("out/ckpt.pt", verse.tokenizer, **tiny.QWEN3, dataset="verse")
+    before = tiny.contents()
+    limit_files(1000)
+    message = tiny.error_of(export.main, ["--out_dir=out", "--to=verse.gguf"])
+    assert message.startswith("cannot write verse.gguf")
+    assert tiny.contents() == before
+
+
+def test_learned_positions_end_with_the_context(verse, capsys):
+    tiny.write_checkpoint("out/ckpt.pt", verse.tokenizer, dataset="verse")
+    export.main(["--out_dir=out", "--to=my verse.gguf"])
+    assert "num_predict 4\n" in Path("my verse.Modelfile").read_text()
+    output = capsys.readouterr().out
+    assert "--context-shift" not in output
+    assert "ollama create my-verse -f 'my verse.Modelfile'" in output
 
 
 @pytest.mark.slow
