@@ -382,13 +382,13 @@ def test_an_export_that_was_killed_is_repeated(monkeypatch):
     def kill(*args):
         os._exit(9)
 
-    monkeypatch.setattr("folio.pretrained.huggingface.check_logits", kill)
-    process = multiprocessing.get_context("fork").Process(target=exported)
-    process.start()
-    process.join()
+    with monkeypatch.context() as patch:
+        patch.setattr("folio.pretrained.huggingface.check_logits", kill)
+        process = multiprocessing.get_context("fork").Process(target=exported)
+        process.start()
+        process.join()
     assert process.exitcode == 9
     assert not Path("exported").exists()
-    monkeypatch.undo()
     tiny.export(tiny.random_model(), ByteTokenizer())
     assert (Path("exported") / CONFIG_FILE).is_file()
 
