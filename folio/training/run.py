@@ -16,6 +16,7 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
+from folio.data.batches import dropout_seed
 from folio.data.dataset import Dataset
 from folio.distributed.world import World, full_tensor, gather_on_cpu
 from folio.hardware.device import Machine, ThreadTuner
@@ -155,6 +156,11 @@ class Run:
     @property
     def micro_batches_per_process(self):
         return self.settings.gradient_accumulation_steps // self.world.size
+
+    def seed_dropout(self, step):
+        """Seeds torch for the dropout of a step in this process."""
+        if self.settings.dropout:
+            torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
 
     def is_stopped(self):
         """Whether any process of the run has received a stop signal. Collective."""
