@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 COMMIT = "a" * 40
 REPOSITORIES = (
-    r"/api/models/(org/model|openai-community/gpt2)/revision/(main|v1)"
+    r"/api/models/(org/model|openai-community/gpt2)(/revision/v1)?"
     r"|/api/datasets/[\w.-]+/[\w.-]+(/revision/.+)?"
 )
 USER_AGENT_PATH = "/api/agent-harnesses"  # which the client reads for its user agent
@@ -32,7 +32,11 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         files: {name: content} of the model or the dataset.
         requests: (method, path) of each request.
+        commit: what it names as the commit of each revision.
+        listed_bytes: added to the size of each file in its list.
     """
+
+    commit, listed_bytes = COMMIT, 0
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -74,9 +78,10 @@ class Handler(BaseHTTPRequestHandler):
         if path != USER_AGENT_PATH:
             hub.requests.append((self.command, path))
         if re.fullmatch(REPOSITORIES, path):
-            self.send(200, json.dumps({"id": "org/name", "sha": COMMIT}).encode())
+            self.send(200, json.dumps({"id": "org/name", "sha": hub.commit}).encode())
         elif "/tree/" in path:
-            self.send(200, json.dumps([file_info(*item) for item in hub.files.items()]).encode())
+            infos = [file_info(*item, hub.listed_bytes) for item in hub.files.items()]
+            self.send(200, json.dumps(infos).encode())
         elif name in hub.files:
             self.send(200, hub.files[name])
         else:
@@ -99,6 +104,6 @@ def digest(body):
     return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
 
 
-def file_info(name, body):
+def file_info(name, body, more_bytes):
     """Returns the entry of a file in the list of a repository's files."""
-    return {"type": "file", "path": name, "size": len(body), "oid": digest(body)}
+    return {"type": "file", "path": name, "size": len(body) + more_bytes, "oid": digest(body)}

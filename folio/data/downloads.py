@@ -33,6 +33,7 @@ HUB_DATASETS = {  # name: (address, subset)
     ),
 }
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+COMMIT = re.compile("[0-9a-f]{40}")
 MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 
 
@@ -85,7 +86,7 @@ def load_hub(address, subset, split, text_key, max_tokens=None):
     repository, _, revision = address.removeprefix("hf:").partition("@")
     with open_hub(address, "pyarrow") as library:
         hub = library.HfApi()
-        commit = hub.dataset_info(repository, revision=revision or None).sha
+        commit = find_commit(hub, repository, revision, "dataset")
         options = {"revision": commit, "repo_type": "dataset"}
         entries = list(hub.list_repo_tree(repository, recursive=True, **options))
     files = {PurePosixPath(entry.path): entry for entry in entries if hasattr(entry, "size")}
@@ -96,6 +97,9 @@ def load_hub(address, subset, split, text_key, max_tokens=None):
         name = f"{repository}/{path}"
         with open_hub(name, "pyarrow") as library:
             local_path = library.hf_hub_download(repository, str(path), **options)
+            size, listed = os.path.getsize(local_path), files[path].size
+            if size != listed:
+                raise OSError(f"{local_path} has {size:,} bytes instead of {listed:,}: delete it")
         sources.append(Source(Path(local_path), text_key, name))
         num_bytes += files[path].size
     return sources
@@ -134,6 +138,17 @@ def select_tables(paths, address, subset, split):
             f"{', '.join(sorted(known_splits)) or 'train'}"
         )
     return sorted(selected)
+
+
+def find_commit(hub, repository, revision, repo_type):
+    """Returns the commit that a branch, a tag or "" means, from the cache if the hub is away.
+
+    Raises OSError if the server names something else, because the client makes a path of it.
+    """
+    found = hub.resolve_revision(repository, repo_type=repo_type, revision=revision or None)
+    if not COMMIT.fullmatch(found.resolved):
+        raise OSError(f"its server names {found.resolved!r} instead of a commit: check HF_ENDPOINT")
+    return found.resolved
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from folio.checkpoint.format import Checkpoint, load_checkpoint
 from folio.checkpoint.run_dir import BEST, RunDir
 from folio.cli.errors import UserError, suggest
 from folio.data.dataset import load_tokenizer
-from folio.data.downloads import open_hub
+from folio.data.downloads import find_commit, open_hub
 from folio.data.tokenizer import Tokenizer, from_dict
 from folio.pretrained.huggingface import read_pretrained
 
@@ -76,10 +76,12 @@ def pretrained_folder(name):
     Those that are not in the cache are downloaded. Raises UserError if that fails.
     """
     model, _, revision = name.partition("@")
+    repository = HUB_MODELS.get(model, model)
     with open_hub(name, "safetensors") as huggingface_hub:
+        commit = find_commit(huggingface_hub.HfApi(), repository, revision, "model")
         return huggingface_hub.snapshot_download(
-            HUB_MODELS.get(model, model),
-            revision=revision or None,
+            repository,
+            revision=commit,
             # never pytorch_model.bin, a pickle that can execute code
             allow_patterns=["*.json", "model.safetensors"],
             ignore_patterns=["*/*"],  # variants in subfolders

@@ -129,5 +129,19 @@ def test_a_dataset_of_the_hub(hub, folder):
     assert "(2 files)" in prepare_hub(*flags, "--max_tokens=300")
     assert not hub.downloads()  # they are in the cache
     prepare_hub("--dataset=openwebtext", "--max_tokens=300")
-    path = f"/datasets/Skylion007/openwebtext/resolve/{COMMIT}/{names[0]}"
+    commit = downloads.HUB_DATASETS["openwebtext"][0].partition("@")[2]
+    path = f"/datasets/Skylion007/openwebtext/resolve/{commit}/{names[0]}"
     assert path in [path for _, path in hub.requests]
+
+
+@pytest.mark.slow
+def test_a_hub_that_names_no_commit_or_a_wrong_size_is_refused(hub, folder):
+    pytest.importorskip("huggingface_hub")
+    hub.files = {"train.csv": b"text\nfirst\nsecond\n"}
+    command = [ROOT / "prepare.py", "--input=hf:org/data", "--dataset=own", "--tokenizer=byte"]
+    hub.listed_bytes = -1
+    assert "train.csv has 18 bytes instead of 17: delete it" in hub.run(*command)
+    hub.commit = "../../../../x"
+    assert "cannot download hf:org/data: its server names '../.." in hub.run(*command)
+    hub.commit, hub.listed_bytes = COMMIT, 0
+    assert "of org/data/train.csv" in hub.run(*command)
