@@ -29,7 +29,7 @@ TABLE_SUFFIXES = (  # .json is last, because repositories of datasets have other
 )
 COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
 DOCUMENTATION = re.compile(  # of tables: in a clone of the hub's, and of datasets.save_to_disk
-    r"(?i)readme.*|license.*|.*\.md|dataset_info\.json|state\.json|cache-.*\.arrow"
+    r"(?i)readme.*|license.*|dataset_info\.json|state\.json|cache-.*\.arrow"
 )
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
@@ -152,7 +152,7 @@ def _column_text(row, column):
     if column not in row:
         known = f"{', '.join(row):.200}"
         advice = f"name one, or several in braces, with --text_key ({known})"
-        raise RowError(f"has no column {column!r}: {advice}")
+        raise RowError(f"has no column {column!r}: {advice}, use a pattern of other files")
     text = row[column]
     if isinstance(text, bytes):  # as Spark and Hive write texts to Parquet
         text = text.decode("utf-8", "surrogateescape")
@@ -267,6 +267,11 @@ def _select_sources(sources):
     selected = [source for source in sources if not _is_binary(source)]
     documents = [source for source in selected if not DOCUMENTATION.fullmatch(source.path.name)]
     if documents and all(source.suffix for source in documents):
+        notes = [s.path for s in selected if not (s.suffix or s in documents)]
+        tables = [source.path for source in documents]
+        if sum(map(os.path.getsize, notes)) > sum(map(os.path.getsize, tables)):
+            files = f"{notes[0]} or in {tables[0]}"
+            raise UserError(f"the text can be in {files}: name one of them, or a pattern of files")
         selected = documents
     kept = set(selected)
     names = [source.path.name for source in sources if source not in kept]

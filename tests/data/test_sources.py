@@ -246,6 +246,17 @@ def test_documentation_and_metadata_of_tables_are_left_out(capsys):
         find_sources("in", "text")
 
 
+def test_notes_beside_a_table_are_texts(capsys):
+    Path("in/a").mkdir(parents=True)
+    Path("in/a.csv").write_text("Name,Date\nTask,2024\n")
+    Path("in/a/note.md").write_text("a note " * 9)
+    assert names_of("in") == ["in/a/note.md", "in/a.csv"]
+    assert "--text_key (Name, Date), use a pattern of other" in error_of(Source(Path("in/a.csv")))
+    Path("in/a/note.md").rename("in/a/README.md")  # a package, or a folder of such texts
+    with pytest.raises(UserError, match="can be in in/a/README.md or in in/a.csv: name one"):
+        names_of("in")
+
+
 @pytest.mark.parametrize("name", ["in", "in/*.md", "in/broken", "png", "x" * 300, "http://a"])
 def test_a_name_without_regular_files_is_refused(name):
     Path("in").mkdir()
