@@ -165,7 +165,7 @@ def print_samples(trained: TrainedModel, prompts, stop_texts, settings):
 def make_completions(tokenizer: Tokenizer, prompts, stop_texts, settings):
     """Yields num_samples empty completions per prompt, with consecutive seeds."""
     prompts = [prompt or tokenizer.start for prompt in prompts]
-    encoded = [tokenizer.encode(prompt, settings.allow_special).tolist() for prompt in prompts]
+    encoded = [tokenizer.encode_prompt(prompt, settings.allow_special) for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         for number in range(settings.num_samples):
             yield Completion(prompt, ids, settings.seed + number, tokenizer, stop_texts)
@@ -217,7 +217,7 @@ def converse(trained: TrainedModel, stop_texts, settings):
     while True:
         try:
             prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
-            ids = tokenizer.encode(prompt, settings.allow_special).tolist()
+            ids = tokenizer.encode_prompt(prompt, settings.allow_special)
             completion = Completion("", ids, seed, tokenizer, stop_texts)  # prints no prompt
             text, seed = prompt, seed + 1
             for _ in complete(trained, [completion], settings, stream=True):

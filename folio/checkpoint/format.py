@@ -1,7 +1,8 @@
 """The format of a checkpoint file, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
-format, version, muon, scaler, tokenizer, data, log_bytes, and the rest of Progress.
+format, version, muon, scaler, tokenizer, start (the default prompt), data, log_bytes, and the rest
+of Progress.
 `version` is the version of folio that wrote the file, and is not read. `optimizer` is AdamW's
 state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they have their default
 values, so that nanoGPT can read folio's checkpoints of such models.
@@ -36,11 +37,12 @@ FORMAT_VERSION = 1
 PROGRESS_KEYS = {"step": "iter_num", "evaluated_schedule_step": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 TOKENS_PER_STEP = ("gradient_accumulation_steps", "batch_size", "block_size")
-OPTIONAL_KEYS = ("scaler", "tokenizer", "data", "log_bytes")  # not in nanoGPT's files
+OPTIONAL_KEYS = ("scaler", "tokenizer", "start", "data", "log_bytes")  # not in nanoGPT's files
 CONTENT_TYPES = {  # beside Progress; NoneType: it may be missing, as in nanoGPT's files
     **dict.fromkeys(("model", "model_args"), dict),
     **dict.fromkeys(("config", "optimizer", "muon", "scaler", "tokenizer", "data"), dict | None),
     **dict.fromkeys(("format", "log_bytes"), int | None),
+    "start": str | None,
 }
 PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")  # of models that are compiled or distributed
 HARMLESS_MODULES = ("argparse.", "numpy.")  # of objects in checkpoints of nanoGPT's forks
@@ -59,6 +61,7 @@ class Checkpoint:
     optimizers: dict = field(default_factory=dict)  # {name: its state_dict()}
     scaler: dict | None = None  # loss scaler, for float16
     tokenizer: dict | None = None  # tokenizer.to_dict(); None in nanoGPT's
+    start: str | None = None  # tokenizer.start for the dataset
     data: dict | None = None  # Dataset.fingerprint; None in nanoGPT's
     log_bytes: int = 0  # length of log.jsonl when this was saved
     path: Path | None = None  # of the file it was read from

@@ -108,6 +108,8 @@ def load_dataset(name) -> Dataset:
         if meta and (len(ids), crc) != (meta[split]["tokens"], meta[split]["crc32"]):
             raise _unusable(path, "it does not match meta.json")
         fingerprint[split] = crc
+    if tokenizer.end not in splits["train"][:MAX_CHECKED_TOKENS]:  # models do not learn it
+        tokenizer.start = tokenizer.start or "\n"
     train_bytes = meta["train"]["bytes"] if meta else len(splits["train"])
     return Dataset(name, splits["train"], splits["val"], tokenizer, fingerprint, train_bytes)
 

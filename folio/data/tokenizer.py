@@ -36,7 +36,7 @@ class Tokenizer(ABC):
     # The id of the end-of-text token, or None. The class has that of the tokenizers of from_texts.
     end: int | None = None
     end_text = END_OF_TEXT  # the text of that token
-    start = "\n"  # default prompt
+    start = "\n"  # default prompt; an empty one is the end-of-text token
 
     def __init_subclass__(cls):
         TOKENIZERS[cls.kind] = cls
@@ -61,6 +61,10 @@ class Tokenizer(ABC):
         The text of a special token is ordinary text, or that token if `allow_special`. Raises
         UserError if the vocabulary lacks a part of the text.
         """
+
+    def encode_prompt(self, prompt, allow_special=False):
+        """Returns the ids of a prompt, a nonempty list. An empty prompt begins a document."""
+        return self.encode(prompt, allow_special).tolist() if prompt else [self.end]
 
     @abstractmethod
     def token_bytes(self, token):
@@ -206,6 +210,7 @@ class BPETokenizer(Tokenizer):
         with as_user_error("the BPE tokenizer is damaged", KeyError, ValueError):
             self._token_bytes, added_ids = bpe.read_vocabulary(self._encoder)
         self.vocab_size, self.end = len(self._token_bytes), added_ids.get(end_text)
+        self.start = "\n" if self.end is None else ""
 
     @classmethod
     def from_texts(cls, texts, vocab_size=None):
@@ -235,6 +240,7 @@ class GPT2Tokenizer(Tokenizer):
     vocab_size = 50257
     padded_vocab_size = 50304  # as in nanoGPT; multiples of 64 are faster on GPUs
     end = 50256
+    start = ""
 
     @cached_property
     def _encoding(self):

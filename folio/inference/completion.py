@@ -74,7 +74,7 @@ class Completion:
 
 def sample_text(model: GPT, tokenizer: Tokenizer, seed):
     """Returns a short sample of a model in training."""
-    prompt = tokenizer.encode(tokenizer.start).tolist()
+    prompt = tokenizer.encode_prompt(tokenizer.start)
     params = SamplingParams(temperature=0.8, top_k=200, max_new_tokens=200)
     model.eval()
     device = model.transformer.wte.weight.device

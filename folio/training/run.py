@@ -207,6 +207,7 @@ class Run:
             optimizers=optimizers,
             scaler=self.scaler.state_dict(),
             tokenizer=self.dataset.tokenizer.to_dict(),
+            start=self.dataset.tokenizer.start,
             data=self.dataset.fingerprint,
             log_bytes=self.run_dir.log_size(),
         )

@@ -78,7 +78,7 @@ def test_attributes_are_consistent(kind):
     assert tokenizer.name == f"{kind} with {tokenizer.vocab_size} tokens"
     assert tokenizer.fits(tokenizer.vocab_size)
     assert tokenizer.fits(tokenizer.padded_vocab_size)
-    assert len(tokenizer.encode(tokenizer.start)) >= 1
+    assert None not in tokenizer.encode_prompt(tokenizer.start)
     if tokenizer.end is not None:
         assert tokenizer.encode(END_OF_TEXT, allow_special=True).tolist() == [tokenizer.end]
         assert tokenizer.end not in tokenizer.encode(f"a{END_OF_TEXT}b")

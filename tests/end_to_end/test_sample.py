@@ -189,6 +189,23 @@ def test_a_bpe_model_needs_no_dataset(capsys, monkeypatch):
     assert scores["tokens"] == len(tokenizer.encode("naïve 🦶")) - 1
 
 
+@pytest.mark.parametrize("separated", [True, False])
+def test_texts_begin_like_documents(capsys, interact, separated):
+    row = json.dumps({"text": tiny.VERSE * 4}) + "\n"
+    Path("v.jsonl").write_text(row * 20 if separated else json.dumps({"text": tiny.VERSE * 80}))
+    prepare.main(["--input=v.jsonl", "--dataset=verse", "--tokenizer=bpe"])
+    train.main(tiny.flags(max_iters=3, overwrite=True, sample_interval=3))
+    shutil.rmtree("data")
+    (sampled,) = objects(capsys)
+    assert sampled["prompt"] == ("" if separated else "\n")
+    start = "<|endoftext|>" if separated else "FILE:line.txt"
+    Path("line.txt").write_text("\n")
+    (expected,) = objects(capsys, f"--start={start}", "--allow_special")
+    assert (sampled["text"], sampled["ids"]) == (expected["text"], expected["ids"])
+    assert texts(capsys) == texts(capsys, "--stream") == [sampled["prompt"] + sampled["text"]]
+    assert interact("").out == sampled["text"] + "\n\n"
+
+
 # Interactive
 
 

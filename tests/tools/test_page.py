@@ -22,7 +22,10 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-backgroun
 DRIVER = """
 const { runs, task } = JSON.parse(require("fs").readFileSync(0));
 const run = loadRun(runs[0]);
-const start = (text) => run.tokenizer.encode(text).map((id) => ({ id, start: 0, logprob: null }));
+const { tokenizer } = run;
+const isDefault = (text) => !text && task.action === "generate";
+const encode = (text) => (isDefault(text) ? tokenizer.start : tokenizer.encode(text));
+const start = (text) => encode(text).map((id) => ({ id, start: 0, logprob: null }));
 const texts = task.texts.map(start);
 for (const tokens of texts) {
   if (task.action === "score") for (const _ of score(run, tokens));
@@ -97,6 +100,14 @@ def test_a_greedy_text_is_that_of_sample(model, folder, capsys, request):
     generated = tokens[-len(expected["ids"]) :]
     assert [token for token, _ in generated] == expected["ids"]
     assert [logprob for _, logprob in generated] == pytest.approx(expected["logprobs"], abs=1e-4)
+
+
+@needs_node
+def test_a_text_begins_with_the_end_token_as_in_sample(folder, capsys):
+    write_run(tiny.new_tokenizer("bpe", tiny.VERSE))
+    expected = in_sample(capsys, "--temperature=0", "--max_new_tokens=9")
+    [[first, *tokens]] = in_node("generate", "", max_new_tokens=9, temperature=0)
+    assert (first[0], [token for token, _ in tokens]) == (0, expected["ids"])
 
 
 @needs_node

@@ -91,7 +91,7 @@ def encode(matrix):
 
 def describe_tokenizer(tokenizer):
     """Returns the tokens, and how text.js finds those of a text."""
-    data = {"start": tokenizer.start, "end": tokenizer.end}
+    data = {"start": tokenizer.encode_prompt(tokenizer.start), "end": tokenizer.end}
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     if tokenizer.kind in ("char", "list"):
         return data | {"tokens": [token.decode(errors="surrogatepass") for token in tokens]}

@@ -46,7 +46,8 @@ function submit(event) {
   const { tokenizer, model } = runs[number];
   const isScore = event.submitter?.value === "score";
   try {
-    const ids = tokenizer.encode(byId("text").value || (isScore ? "" : tokenizer.start));
+    const given = byId("text").value;
+    const ids = given || isScore ? tokenizer.encode(given) : tokenizer.start;
     if (isScore && ids.length < 2) throw new Error("A score needs a text of two tokens or more.");
     const tokens = ids.map((id) => ({ id, start: 0, logprob: null, likely: [] }));
     model.cached = [];

@@ -98,8 +98,8 @@ function loadRun(data) {
  */
 function* generate(run, tokens, params, random) {
   const promptLength = tokens.length;
-  const { end } = run.tokenizer;
-  while (tokens.length < promptLength + params.max_new_tokens && tokens.at(-1).id !== end) {
+  const isEnd = () => tokens.length > 1 && tokens.at(-1).id === run.tokenizer.end; // or the start
+  while (tokens.length < promptLength + params.max_new_tokens && !isEnd()) {
     const index = tokens.length;
     const start = contextStart(index, run.config.block_size, promptLength);
     for (const [next, logits] of readContext(run, tokens, start, index)) {

@@ -75,7 +75,7 @@ def plot_model(folder, settings):
     import_optional("matplotlib", "a plot")
     prompt = read_prompt(settings.start)
     trained = load_trained(RunDir(folder).load_best())
-    ids = trained.tokenizer.encode(prompt or trained.tokenizer.start).tolist()
+    ids = trained.tokenizer.encode_prompt(prompt or trained.tokenizer.start)
     if settings.embeddings:
         return draw_embeddings(trained, folder, ids if prompt else None)
     return draw_attention(trained, ids, folder, settings.layer)
