@@ -18,11 +18,13 @@ def make_optimizers(model: GPT, settings, world: World = SINGLE_PROCESS):
 
     Biases and the weights of norms are not decayed (Loshchilov and Hutter 2019). Each parameter
     group has an `lr_scale`, a factor for the learning rate of a step, and an `lr`, a scalar tensor
-    on the model's device, so that a CUDA graph of a step can read it.
+    on the model's device, so that a CUDA graph of a step can read it. Frozen parameters are not in
+    them.
     """
     decay, device = settings.weight_decay, model.transformer.wte.weight.device
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    vectors = [p for p in trained if p.dim() < 2]
+    matrices = [p for p in trained if p.dim() >= 2]
     tables, hidden = [], []  # Muon takes the matrices of the blocks, AdamW the tables and the rest
     if settings.optimizer == "muon" and model.config.n_layer:
         in_tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -45,7 +47,17 @@ def make_optimizers(model: GPT, settings, world: World = SINGLE_PROCESS):
         dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
         lr = torch.zeros((), device=device)
         optimizers["muon"] = Muon(hidden, lr, decay, dtype=dtype, world=world)
+    for optimizer in optimizers.values():
+        optimizer.register_step_pre_hook(fill_gradients)
     return optimizers
+
+
+def fill_gradients(optimizer, *_):
+    """Sets the gradients of parameters that the loss does not depend on to zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def momentum_at(step, settings):
@@ -60,7 +72,7 @@ def momentum_at(step, settings):
 
 def clip_gradients(model, max_norm):
     """Clips the gradient, if max_norm is not 0. Returns its norm before that, a scalar tensor."""
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.grad is not None]
     norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     if max_norm:
         # After an overflow in float16, NaN must not spread to the gradients of other optimizers.

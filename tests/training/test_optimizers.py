@@ -10,10 +10,12 @@ import tiny
 import torch
 
 import train
+from folio.checkpoint import format as checkpoint_format
 from folio.cli.errors import UserError
 from folio.distributed.world import SINGLE_PROCESS
 from folio.training.muon import Muon, orthogonalize_together
 from folio.training.optimizers import EMBEDDING_LR_SCALE, make_optimizers
+from model import GPT
 from train import learning_rate_at, momentum_at
 
 BLOCK_MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -95,6 +97,26 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(changes, n_lay
         assert names["adamw"][-1] == [f"transformer.{name}.weight" for name in tables]
     all_names = sum(names["adamw"], matrices)
     assert sorted(all_names) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_frozen_and_unused_parameters_train_and_resume(verse, optimizer, monkeypatch):
+    class EditedGPT(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.transformer.h[0].requires_grad_(False)
+            self.transformer.h[1].unused = torch.nn.Linear(3, 3)
+
+    for module in (checkpoint_format, train):
+        monkeypatch.setattr(module, "GPT", EditedGPT)
+    settings = {"n_layer": 2, "optimizer": optimizer}
+    initial = tiny.new_run(**settings).model.transformer.h[0].state_dict()
+    train.main(tiny.flags(**settings))
+    train.main(tiny.flags(**settings, init_from="resume", max_iters=9))
+    weights = tiny.load()["model"]
+    for name, weight in initial.items():
+        assert torch.equal(weight, weights[f"transformer.h.0.{name}"])
+        assert not torch.equal(weight, weights[f"transformer.h.1.{name}"])
 
 
 # Muon
