@@ -136,14 +136,14 @@ from folio.inference.completion import sample_text
 from folio.training.distillation import add_teachers
 from folio.training.evaluation import evaluate, format_losses, is_evaluation_due
 from folio.training.optimizers import clip_gradients, load_optimizers, make_optimizers, momentum_at
-from folio.training.run import Run, open_log
+from folio.training.run import Run, lock_run, open_log
 from folio.training.setup import MEMORY_ADVICE, choose_machine, choose_model, load_start
 from model import GPT
 
 
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
-    with process_group(settings.device) as world:
+    with process_group(settings.device) as world, lock_run(settings, world):
         run = make_run(settings, world)
         if settings.eval_only:
             print(format_losses(run.progress.step, evaluate(run, final=True)))

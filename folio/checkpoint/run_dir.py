@@ -88,6 +88,7 @@ class RunDir:
     def begin(self, settings, resumed: Checkpoint | None = None):
         """Prepares the folder for a run. Returns where an earlier run was moved, or None."""
         with os_errors("write to", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
             if resumed:
                 if self.log_size() > resumed.log_bytes:  # events of steps that the run repeats
                     os.truncate(self.log, resumed.log_bytes)

@@ -246,19 +246,31 @@ class Run:
 
 
 @contextmanager
-def open_log(run: Run):
-    """A context in which a run writes to its folder, which it locks. Yields its RunLog. Collective.
+def lock_run(settings, world: World):
+    """A context in which no other process writes to the run's folder. Collective.
 
-    Raises UserError if another process has the lock, if Weights & Biases cannot start, or if
-    --minutes are over. An earlier run in the folder is then not moved or deleted.
+    It begins before checkpoints are read: the steps that another process saves are not repeated.
+    Raises UserError if another process has the lock. With eval_only, nothing is written or locked.
+    """
+    with ExitStack() as stack:
+        with world.share_errors():
+            if world.is_main and not settings.eval_only:
+                stack.enter_context(lock_folder(RunDir(settings.out_dir).folder))
+        yield
+
+
+@contextmanager
+def open_log(run: Run):
+    """A context in which a run writes to its folder. Yields its RunLog. Collective.
+
+    Raises UserError if Weights & Biases cannot start, or if --minutes are over. An earlier run in
+    the folder is then not moved or deleted.
     """
     minutes, is_new = run.settings.minutes, not run.progress.step
     if minutes and is_new and run.schedule_step() >= run.settings.max_iters:
         raise UserError(f"--minutes={minutes:g} is over before the first step: increase it")
     with ExitStack() as stack:
         with run.world.share_errors():
-            if run.world.is_main:
-                stack.enter_context(lock_folder(run.run_dir.folder))
             log = RunLog(run)
             stack.callback(log.close)
             log.begin()

@@ -16,7 +16,7 @@ from filelock import FileLock
 import sample
 import train
 from folio.cli.errors import UserError
-from folio.cli.files import LOCK_FILE
+from folio.cli.files import LOCK_FILE, lock_folder
 from folio.cli.process import SIGPIPE, Interrupted
 from folio.training import evaluation, run_log
 
@@ -292,6 +292,20 @@ def test_a_folder_in_use_is_not_changed(verse):
             train.main(tiny.flags(init_from=init_from))
     assert tiny.contents("out") == before
     assert not Path("out.1").exists()
+
+
+def test_a_checkpoint_is_read_while_the_folder_is_locked(verse, monkeypatch):
+    train.main(tiny.flags(stop_at=1))
+
+    def check(settings):
+        with pytest.raises(UserError, match="another process is writing to out"):
+            lock_folder("out").__enter__()
+        return load_start(settings)
+
+    load_start = train.load_start
+    monkeypatch.setattr(train, "load_start", check)
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.load("last.pt")["iter_num"] == 6
 
 
 # Checkpoints of several steps
