@@ -109,6 +109,18 @@ def test_a_killed_run_resumes_from_the_file_file_and_a_longer_log(verse, capsys,
     assert f"resumed out/{file}" in capsys.readouterr().out
 
 
+def test_a_best_model_that_is_later_than_last_pt_is_kept_with_its_loss(verse, monkeypatch):
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 1.5, 1.4)  # at 0, 3, 6 and at the end
+    train.main(tiny.flags(eval_iters=None, stop_at=2))
+    shutil.copy("out/last.pt", "kept.pt")
+    train.main(tiny.flags(eval_iters=None, stop_at=4, init_from="resume"))
+    os.replace("kept.pt", "out/last.pt")
+    train.main(tiny.flags(eval_iters=None, init_from="resume", learning_rate=0.02))
+    assert tiny.load("ckpt.pt")["iter_num"] == 3
+    assert tiny.load("last.pt")["best_val_loss"] == 1.0
+    assert tiny.log_events()[-1]["loss"] == 1.4  # of step 3
+
+
 def test_a_run_stopped_in_its_first_evaluation_makes_it_when_resumed(verse, capsys):
     stop = interrupted(*tiny.flags(), name="split_loss", calls=1)
     assert "stopped at step 0, saved in out; to continue" in str(stop)
