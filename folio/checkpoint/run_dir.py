@@ -10,6 +10,7 @@ line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of each
 | nanoGPT's, or a copy of ckpt.pt | of any step | missing | ckpt.pt |
 | running, or finished | the best step | the newest step; best: linked | last.pt |
 | killed before last.pt was linked | the newest step | an earlier step | ckpt.pt |
+| killed before an earlier run was gone; has .replacing | any | any | nothing: it starts |
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ class RunDir:
         if not folder or os.path.isfile(folder):  # in a list of teachers, or with /ckpt.pt
             raise UserError(f"'{folder}' is not a run's folder: give one, such as --out_dir=out")
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
+        self.replacing = self.folder / ".replacing"  # exists while an earlier run is removed
 
     @staticmethod
     def find(parent="."):
@@ -49,8 +51,9 @@ class RunDir:
         return [RunDir(os.path.expanduser(name.strip())) for name in names]
 
     def exists(self):
-        """Whether there is a checkpoint."""
-        return os.path.isfile(self.last) or os.path.isfile(self.best)
+        """Whether there is a checkpoint, which is not the rest of an earlier run."""
+        has_file = os.path.isfile(self.last) or os.path.isfile(self.best)
+        return has_file and not os.path.isfile(self.replacing)
 
     def files(self):
         """Returns the paths of a run's files, not all of which exist."""
@@ -67,6 +70,11 @@ class RunDir:
         """Returns the newest checkpoint, or None if there is none and it is not required."""
         if not (required or self.exists()):
             return None
+        if os.path.isfile(self.replacing):
+            advice = (
+                f"start with --init_from=auto, or delete {self.replacing} to resume what is left"
+            )
+            raise UserError(f"{self.folder} has the rest of a run that was being moved: {advice}")
         if not os.path.isfile(self.last):
             return self._load(self.best, optimizers)
         newest = self._load(self.last, optimizers)
@@ -93,10 +101,13 @@ class RunDir:
                 if self.log_size() > resumed.log_bytes:  # events of steps that the run repeats
                     os.truncate(self.log, resumed.log_bytes)
                 return None
+            self.replacing.touch()
             if settings.overwrite:
                 for path in self.files():
                     path.unlink(missing_ok=True)
-            return move_aside(self.folder, self.files())
+            moved_to = move_aside(self.folder, self.files())
+            self.replacing.unlink()
+            return moved_to
 
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""

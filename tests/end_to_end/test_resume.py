@@ -295,6 +295,30 @@ def test_overwriting_deletes_an_earlier_run_unless_it_is_resumed(verse):
     assert len(tiny.log_events()) == 7
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_while_an_earlier_run_is_removed_does_not_make_it_the_new_one(
+    verse, monkeypatch, overwrite
+):
+    train.main(tiny.flags(max_iters=3))
+    name, remove = ("unlink", Path.unlink) if overwrite else ("move", shutil.move)
+
+    def kill_after_one(path, *args, **kwargs):
+        remove(path, *args, **kwargs)
+        if path.name == "ckpt.pt":
+            raise KeyboardInterrupt  # in place of SIGKILL
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if overwrite else shutil, name, kill_after_one)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(tiny.flags(seed=5, overwrite=overwrite))
+    with pytest.raises(UserError, match=r"rest of a run .* or delete out/\.replacing to resume"):
+        train.main(tiny.flags(seed=5, init_from="resume"))
+    train.main(tiny.flags(seed=5, init_from="auto", overwrite=overwrite))
+    assert run_files() == RUN_FILES
+    assert tiny.log_events()[0]["settings"]["seed"] == 5
+    assert [event["step"] for event in tiny.log_events() if event["event"] == "val"] == [0, 3, 6]
+
+
 def test_a_folder_in_use_is_not_changed(verse):
     train.main(tiny.flags(max_iters=1))
     before = tiny.contents("out")
