@@ -22,7 +22,7 @@ from pathlib import Path
 
 from folio.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, os_errors
-from folio.cli.files import move_aside, replace_by_link
+from folio.cli.files import move_aside, replace_by_link, write_atomically
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 
@@ -71,9 +71,7 @@ class RunDir:
         if not (required or self.exists()):
             return None
         if os.path.isfile(self.replacing):
-            advice = (
-                f"start with --init_from=auto, or delete {self.replacing} to resume what is left"
-            )
+            advice = f"use --init_from=auto, or delete {self.replacing} to resume it"
             raise UserError(f"{self.folder} has the rest of a run that was being moved: {advice}")
         if not os.path.isfile(self.last):
             return self._load(self.best, optimizers)
@@ -98,8 +96,7 @@ class RunDir:
         with os_errors("write to", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed:
-                if self.log_size() > resumed.log_bytes:  # events of steps that the run repeats
-                    os.truncate(self.log, resumed.log_bytes)
+                self._cut_log(resumed.log_bytes)
                 return None
             self.replacing.touch()
             if settings.overwrite:
@@ -108,6 +105,14 @@ class RunDir:
             moved_to = move_aside(self.folder, self.files())
             self.replacing.unlink()
             return moved_to
+
+    def _cut_log(self, size):
+        """Removes events of steps that a run repeats, or a torn line. A link becomes a file."""
+        log = self.log.read_bytes() if self.log.is_file() else b""
+        kept = log[: log.rfind(b"\n", 0, size) + 1]
+        if kept != log:
+            with write_atomically(self.log) as [file]:
+                file.write(kept)
 
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""

@@ -33,7 +33,6 @@ HUB_DATASETS = {  # name: (address, subset)
     ),
 }
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
-COMMIT = re.compile("[0-9a-f]{40}")
 MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 
 
@@ -146,7 +145,7 @@ def find_commit(hub, repository, revision, repo_type):
     Raises OSError if the server names something else, because the client makes a path of it.
     """
     found = hub.resolve_revision(repository, repo_type=repo_type, revision=revision or None)
-    if not COMMIT.fullmatch(found.resolved):
+    if not re.fullmatch("[0-9a-f]{40}", found.resolved):
         raise OSError(f"its server names {found.resolved!r} instead of a commit: check HF_ENDPOINT")
     return found.resolved
 

@@ -249,8 +249,7 @@ class Run:
 def lock_run(settings, world: World):
     """A context in which no other process writes to the run's folder. Collective.
 
-    It begins before checkpoints are read: the steps that another process saves are not repeated.
-    Raises UserError if another process has the lock. With eval_only, nothing is written or locked.
+    It begins before checkpoints are read. Raises UserError if another process has the lock.
     """
     with ExitStack() as stack:
         with world.share_errors():

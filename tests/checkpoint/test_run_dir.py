@@ -1,6 +1,7 @@
 """RunDir: which checkpoint is loaded, and what is written to the folder."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,21 @@ def test_last_pt_is_a_link_to_the_best_checkpoint_until_the_next_save():
     steps = [saved.progress.step for saved in (run_dir.load_best(), run_dir.load_newest())]
     assert steps == [1, 2]
     assert not list(run_dir.folder.glob("*.tmp"))
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("size", [0, 2, 4, 6, 8, 99])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_log_of_a_resumed_run_has_whole_lines_and_links_are_not_cut(size, is_link):
+    content = b"{}\n[]\n{"
+    for log in (Path("other.jsonl"), RunDir("out").log):
+        log.parent.mkdir(exist_ok=True)
+        log.write_bytes(content)
+    if is_link:
+        log.unlink()
+        log.symlink_to("../other.jsonl")
+    RunDir("out").begin(None, replace(checkpoint_at(1), log_bytes=size))
+    assert log.read_bytes() == content[: min(size // 3, 2) * 3]
+    assert Path("other.jsonl").read_bytes() == content
