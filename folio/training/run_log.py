@@ -65,6 +65,8 @@ class RunLog:
             self._log("start", parameters=run.model.num_params(), settings=values)
         if run.resumed:
             self._report_changes(run.resumed)
+        for line in hints(run):
+            self.say(line)
         if run.progress.is_finished(settings):
             advice = f"to train longer, increase {self._limit()}"
             self.say(f"finished at step {run.progress.step}; {advice}")
@@ -199,6 +201,15 @@ def start_wandb(settings, run_settings):
             config=run_settings,
             dir=settings.out_dir,
         )
+
+
+def hints(run):
+    """Yields a line for each choice that is probably a mistake."""
+    settings, steps = run.settings, run.settings.max_iters
+    if settings.decay_lr and steps <= settings.warmup_iters:
+        problem = "is as long as the run or longer, so that the rate does not reach learning_rate"
+        warmup = f"the warmup of {settings.warmup_iters:,} steps"
+        yield f"{warmup} {problem}: set --warmup_iters={steps // 20}"
 
 
 def advice_on(evaluations, settings, epochs):

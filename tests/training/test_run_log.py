@@ -131,7 +131,14 @@ def test_a_missing_package_is_reported_before_training(verse, monkeypatch):
     assert tiny.load("last.pt")["iter_num"] == 1  # the earlier run is still there
 
 
-# Advice at the end
+# Hints at the start, and advice at the end
+
+
+@pytest.mark.parametrize(("changes", "is_said"), [({}, True), ({"decay_lr": False}, False)])
+def test_a_warmup_longer_than_the_run_is_reported(verse, capsys, changes, is_said):
+    train.main(tiny.flags(max_iters=41, warmup_iters=41, eval_interval=50, **changes))
+    line = "\nthe warmup of 41 steps is as long as the run or longer.*: set --warmup_iters=2\n"
+    assert bool(re.search(line, capsys.readouterr().out)) == is_said
 
 
 @pytest.mark.parametrize(
