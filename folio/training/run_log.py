@@ -218,8 +218,8 @@ def advice_on(evaluations, settings, epochs):
     It is empty if the log does not decide. Returns None with fewer than 3 `evaluations`, their
     events in the log, of which the first is before any training. That the validation loss falls at
     the end says little, because a decaying learning rate always has this effect. If it falls as
-    the training loss does, the model still learns what holds for other texts, too. If the gap
-    between them grows in many `epochs`, it memorizes; whether more steps help is then open.
+    the training loss does in few `epochs`, the model still learns what holds for other texts, too.
+    If the gap between them grows in many, it memorizes; whether more steps help is then open.
     """
     if len(evaluations) < 3:
         return None
@@ -236,10 +236,11 @@ def advice_on(evaluations, settings, epochs):
     text = f"{epochs:.2g} passes over the text, {losses}"
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
-    if fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
+    has_few_passes = epochs < MANY_PASSES  # with more, longer runs were better or worse
+    if has_few_passes and fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
         names = ("minutes", "max_iters", "lr_decay_iters")
         changes = {name: 2 * getattr(settings, name) for name in names if getattr(settings, name)}
         return f"{text}; longer training would help most", changes
-    if epochs >= MANY_PASSES and train_fall - fall > MAX_GAP_GROWTH_NATS:
+    if not has_few_passes and train_fall - fall > MAX_GAP_GROWTH_NATS:
         text += " (memorization); more text would help most"
     return text, {}

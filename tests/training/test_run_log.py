@@ -152,6 +152,7 @@ def test_a_warmup_longer_than_the_run_is_reported(verse, capsys, changes, is_sai
         # runs that docs/lab-notebook.md follows up: quick, fast
         ([4.2, 1.25, 1.16], [4.2, 1.48, 1.44], 1.4, "1.4 passes .* loss 1.44$", {}),
         ([4.2, 1.42, 1.12], [4.2, 1.61, 1.44], 3.5, "more text", {}),
+        ([4.2, 1.39, 1.25], [4.2, 1.50, 1.40], 3.3, "3.3 passes .* loss 1.40$", {}),
     ],
 )
 def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text, changes):
