@@ -121,7 +121,9 @@ class RunLog:
             print(f"peak memory: {peak:.2f} GiB")
         events = [event for event in run.run_dir.read_events() if event["event"] == "val"]
         same = [event for event in events if event.get("val_windows") == progress.val_windows]
-        if advice := advice_on(same, settings, progress.tokens / len(run.dataset.train)):
+        if minutes := minutes_for_all_steps(events, progress, settings):
+            print(f"all steps take about --minutes={minutes}, and the text improves until then")
+        elif advice := advice_on(same, settings, progress.tokens / len(run.dataset.train)):
             text, changes = advice
             flags = [f"--{name}={value}" for name, value in changes.items()]
             print(f"{text}: {' '.join(flags)}" if flags else text)
@@ -210,6 +212,15 @@ def hints(run):
         problem = "is as long as the run or longer, so that the rate does not reach learning_rate"
         warmup = f"the warmup of {settings.warmup_iters:,} steps"
         yield f"{warmup} {problem}: set --warmup_iters={steps // 20}"
+
+
+def minutes_for_all_steps(evaluations, progress, settings):
+    """Returns how many all steps take, or None unless most did not fit and the loss still fell."""
+    if len(evaluations) < 2 or not progress.best_step == progress.step < settings.max_iters / 2:
+        return None
+    steps, seconds = (evaluations[-1][key] - evaluations[0][key] for key in ("step", "elapsed_s"))
+    remaining_s = (settings.max_iters - progress.step) * seconds / max(1, steps)
+    return math.ceil(settings.minutes + remaining_s / 60)
 
 
 def advice_on(evaluations, settings, epochs):
