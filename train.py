@@ -199,12 +199,10 @@ def make_run(settings, world) -> Run:
     # A resumed run continues with its moments, so that its losses do not show that it stopped.
     optimizers = make_optimizers(model, settings, world)
     scaler = torch.amp.GradScaler(machine.kind, enabled=machine.dtype == "float16")
-    if resumed:
-        with world.share_errors():
-            load_optimizers(optimizers, scaler, resumed)
-
-    # loss_fn(x, y, temperature) is the model, or wraps it; its forward pass returns the loss.
     with world.share_errors():
+        if resumed:
+            load_optimizers(optimizers, scaler, resumed)
+        # loss_fn(x, y, temperature) is the model, or wraps it; its forward pass returns the loss.
         loss_fn = add_teachers(model, settings, dataset.tokenizer)
     # Changes it in place. The compiler runs here, on the first batch, and not in the first step.
     x, y = dataset.train.batch(settings.seed, 0, settings.batch_size, settings.block_size)

@@ -1,8 +1,7 @@
 """The format of a checkpoint file, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
-format, version, muon, scaler, tokenizer, start (the default prompt), data, log_bytes, and the rest
-of Progress.
+format, version, muon, scaler, tokenizer, start, data, log_bytes, and the rest of Progress.
 `version` is the version of folio that wrote the file, and is not read. `optimizer` is AdamW's
 state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they have their default
 values, so that nanoGPT can read folio's checkpoints of such models.

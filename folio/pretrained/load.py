@@ -62,8 +62,7 @@ def checkpoint_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         tokenizer = from_dict(saved) if saved else load_tokenizer(dataset)
     except UserError as error:
         raise UserError(f"{checkpoint.path}: {error}") from error
-    if checkpoint.start is not None:
-        tokenizer.start = checkpoint.start
+    tokenizer.start = checkpoint.start or tokenizer.start
     if tokenizer.fits(size):
         return tokenizer
     name, meta = tokenizer.name, "the meta.pkl that the model was trained with"

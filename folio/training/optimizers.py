@@ -18,8 +18,7 @@ def make_optimizers(model: GPT, settings, world: World = SINGLE_PROCESS):
 
     Biases and the weights of norms are not decayed (Loshchilov and Hutter 2019). Each parameter
     group has an `lr_scale`, a factor for the learning rate of a step, and an `lr`, a scalar tensor
-    on the model's device, so that a CUDA graph of a step can read it. Frozen parameters are not in
-    them.
+    on the model's device, so that a CUDA graph of a step can read it. Frozen ones are left out.
     """
     decay, device = settings.weight_decay, model.transformer.wte.weight.device
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -54,10 +53,9 @@ def make_optimizers(model: GPT, settings, world: World = SINGLE_PROCESS):
 
 def fill_gradients(optimizer, *_):
     """Sets the gradients of parameters that the loss does not depend on to zero."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in sum((group["params"] for group in optimizer.param_groups), []):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def momentum_at(step, settings):

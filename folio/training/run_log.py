@@ -9,15 +9,16 @@ from tqdm import tqdm
 
 from folio.cli.errors import as_user_error
 from folio.cli.process import SIGPIPE
-from folio.cli.settings import names_affecting
+from folio.cli.settings import changed_settings, names_affecting
 from folio.hardware.memory import peak_memory_gib
-from folio.training.evaluation import format_losses, val_bytes
+from folio.training.evaluation import evaluation_cost, format_losses, val_bytes
 
 MAX_LOSS_RISE_NATS = 0.05  # rise of the validation loss from its lowest value
 MIN_LOSS_FALL_NATS = 0.05  # of the validation loss in the second half of the evaluations
 MIN_FALL_SHARE = 2 / 3  # of the training loss's fall in this half
 MAX_GAP_GROWTH_NATS = 0.1  # in this half, of the gap between the losses
 MANY_PASSES = 2  # over the training text
+LONG_WAIT_S, LONG_RUN_DAYS = 10, 1  # for the first step; for all
 
 
 class RunLog:
@@ -73,10 +74,8 @@ class RunLog:
 
     def _report_changes(self, resumed):
         """Reports the settings that differ from those of the resumed Checkpoint."""
-        old, changes = resumed.settings, {}
-        for name, value in self.run_settings.items():
-            if name in old and old[name] != value:
-                changes[name] = old[name], value
+        old = resumed.settings
+        changes = {k: (old[k], v) for k, v in self.run_settings.items() if old.get(k, v) != v}
         if changes:
             self._log("resume", changed=changes)
         pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
@@ -207,11 +206,18 @@ def start_wandb(settings, run_settings):
 
 def hints(run):
     """Yields a line for each choice that is probably a mistake."""
-    settings, steps = run.settings, run.settings.max_iters
-    if settings.decay_lr and steps <= settings.warmup_iters:
-        problem = "is as long as the run or longer, so that the rate does not reach learning_rate"
-        warmup = f"the warmup of {settings.warmup_iters:,} steps"
-        yield f"{warmup} {problem}: set --warmup_iters={steps // 20}"
+    settings, steps, warmup = run.settings, run.settings.max_iters, run.settings.warmup_iters
+    if settings.decay_lr and steps <= warmup:
+        yield f"the run ends in the warmup of {warmup:,} steps: set --warmup_iters={steps // 20}"
+    flops = run.model.flops_per_token() * settings.tokens_per_step
+    step_s = flops / run.machine.peak_flops / run.world.size
+    wait_s, days = step_s * (1 + evaluation_cost(run)), steps * step_s / (24 * 60 * 60)
+    is_size_given = changed_settings(settings).keys() & {"n_layer", "n_embd", "batch_size"}
+    if days > LONG_RUN_DAYS and settings.init_from == "scratch" and not is_size_given:
+        text = f"{steps:,} steps of GPT-2's size take {days:,.0f} days or more; for your own text,"
+        yield f"{text} use python train.py config/own_text.py --dataset={settings.dataset}"
+    if wait_s > LONG_WAIT_S:
+        yield f"the first step ends after {tqdm.format_interval(wait_s)} or more"
 
 
 def minutes_for_all_steps(evaluations, progress, settings):
@@ -247,11 +253,10 @@ def advice_on(evaluations, settings, epochs):
     text = f"{epochs:.2g} passes over the text, {losses}"
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
-    has_few_passes = epochs < MANY_PASSES  # with more, longer runs were better or worse
-    if has_few_passes and fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
+    if epochs < MANY_PASSES and fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
         names = ("minutes", "max_iters", "lr_decay_iters")
         changes = {name: 2 * getattr(settings, name) for name in names if getattr(settings, name)}
         return f"{text}; longer training would help most", changes
-    if not has_few_passes and train_fall - fall > MAX_GAP_GROWTH_NATS:
+    if epochs >= MANY_PASSES and train_fall - fall > MAX_GAP_GROWTH_NATS:
         text += " (memorization); more text would help most"
     return text, {}

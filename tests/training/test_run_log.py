@@ -12,8 +12,11 @@ import tiny
 
 import train
 from folio.cli.errors import UserError
+from folio.cli.settings import load_settings
+from folio.hardware.device import Machine
 from folio.training import run_log
 from folio.training.run import open_log
+from model import GPT, GPTConfig
 
 
 def test_console_and_log_have_a_line_for_each_event(verse, capsys):
@@ -134,10 +137,23 @@ def test_a_missing_package_is_reported_before_training(verse, monkeypatch):
 # Hints at the start, and advice at the end
 
 
+def test_a_run_of_the_default_size_that_takes_days_is_reported(verse, monkeypatch):
+    run = tiny.new_run()
+    monkeypatch.setattr(Machine, "peak_flops", 1e12)
+    assert list(run_log.hints(run)) == []
+    run.model = GPT(GPTConfig(vocab_size=64, n_layer=1))
+    for flags, count in ((["--dataset=verse"], 2), (["--batch_size=12"], 1), (["--minutes=1"], 2)):
+        run.settings = load_settings(train.TrainConfig, flags)
+        *lines, wait = run_log.hints(run)
+        assert re.fullmatch(r"the first step ends after [\d:]+ or more", wait)
+        assert len(lines) == count - 1
+        assert all("config/own_text.py --dataset=" in line for line in lines)
+
+
 @pytest.mark.parametrize(("changes", "is_said"), [({}, True), ({"decay_lr": False}, False)])
 def test_a_warmup_longer_than_the_run_is_reported(verse, capsys, changes, is_said):
     train.main(tiny.flags(max_iters=41, warmup_iters=41, eval_interval=50, **changes))
-    line = "\nthe warmup of 41 steps is as long as the run or longer.*: set --warmup_iters=2\n"
+    line = "\nthe run ends in the warmup of 41 steps: set --warmup_iters=2\n"
     assert bool(re.search(line, capsys.readouterr().out)) == is_said
 
 
