@@ -45,8 +45,8 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
             if entry["tokens"] < 2:
                 num_bytes = sum(each["bytes"] for each in splits.values())
                 raise UserError(
-                    f"{corpus.description} is too short to split: its {num_bytes} bytes leave "
-                    f"{entry['tokens']} tokens for {split}.bin, which needs at least 2"
+                    f"{corpus.description} is too short to split: {split}.bin needs at least 2 "
+                    f"tokens, and the text (bytes: {num_bytes}) leaves {entry['tokens']}"
                 )
         meta = {
             "format": FORMAT,

@@ -22,7 +22,7 @@ def score_text(trained: TrainedModel, text, context_stride=None, allow_special=F
     ids = tokenizer.encode(text, allow_special)
     size = tokenizer.byte_lengths()[ids[1:]].sum().item()  # of scored tokens
     if not size:
-        raise UserError(f"the text has {len(ids)} tokens; a score needs text after the first")
+        raise UserError(f"a score needs text after the first token; tokens of the text: {len(ids)}")
     # Ids of padding have no probability, as in generation.
     idx = torch.from_numpy(ids.astype("int64"))
     nll = token_nll(trained.model, idx, context_stride, tokenizer.vocab_size)

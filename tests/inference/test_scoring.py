@@ -86,7 +86,7 @@ def test_bits_per_byte_exclude_the_first_token_and_end_of_text_tokens(trained, g
     *_, totals = score_text(trained, text, allow_special=True)
     assert totals["tokens"] == 3
     assert totals["bits_per_byte"] == pytest.approx(3 * totals["loss"] / math.log(2) / 2)
-    with pytest.raises(UserError, match="has 2 tokens"):
+    with pytest.raises(UserError, match="tokens of the text: 2"):
         score_text(trained, "a<|endoftext|>", allow_special=True)
 
 
