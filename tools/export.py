@@ -29,6 +29,8 @@ class ExportConfig:
     own_code: bool = setting(False, "write a folder with this model.py, as for a changed one")
 
     def __post_init__(self):
+        if not self.to:
+            raise ValueError("--to is empty: name a new folder or file")
         if self.is_gguf and self.own_code:
             raise ValueError("a GGUF file cannot have code: omit --own_code")
         if not self.is_gguf and self.dtype != "float32":
@@ -46,7 +48,7 @@ import numpy as np
 
 from folio.checkpoint.format import build_model
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, os_errors
 from folio.cli.files import write_atomically
 from folio.data.dataset import MAX_CHECKED_TOKENS, load_dataset
 from folio.pretrained.architectures import Folio, find_architecture
@@ -82,12 +84,17 @@ def export_file(path, checkpoint, tokenizer, dtype):
     if config.position == "learned":  # a full context cannot be shifted
         shift, length = "", min(length, config.block_size // 2)
     modelfile = make_modelfile(path.name, tokenizer, config.block_size, length)
+    with os_errors("write to", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path, modelfile_path) as [model_file, text_file]:
         write_gguf(model_file.name, checkpoint, tokenizer, end, dtype)
         text_file.write(modelfile.encode())
     print(f"wrote {path} and {modelfile_path}: {checkpoint.summary}")
     print(f"other programs end a text at {end_text}")
-    name, file = re.sub(r"[^\w.-]", "-", path.stem), shlex.quote(str(modelfile_path))
+    name, file = (
+        re.sub(r"[^\w.-]", "-", path.stem, flags=re.ASCII),
+        shlex.quote(str(modelfile_path)),
+    )
     print(f"Ollama: ollama create {name} -f {file} && ollama run {name}")
     flags = "--temp {temperature} --top-k {top_k} --top-p {top_p} --min-p {min_p}"
     flags = flags.format_map(vars(SampleConfig)) + f" -n {length}{shift}"  # defaults of sample.py
@@ -100,7 +107,11 @@ def find_rarest(checkpoint, tokenizer):
     It serves as end token for tokenizers that have none, because llama.cpp requires one. Raises
     UserError if the dataset is missing or has another tokenizer.
     """
-    data = load_dataset(checkpoint.settings.get("dataset", "openwebtext"))
+    try:
+        data = load_dataset(checkpoint.settings.get("dataset", "openwebtext"))
+    except UserError as error:
+        cause = str(error).partition(";")[0]
+        raise UserError(f"the end token is the rarest of the training text, but {cause}") from error
     if data.tokenizer.to_dict() != tokenizer.to_dict():
         raise UserError(
             f"data/{data.name} has a different tokenizer than the model: prepare it again"

@@ -152,7 +152,7 @@ def _column_text(row, column):
     if column not in row:
         known = f"{', '.join(row):.200}"
         advice = f"name one, or several in braces, with --text_key ({known})"
-        raise RowError(f"has no column {column!r}: {advice}, use a pattern of other files")
+        raise RowError(f"has no column {column!r}: {advice}, or select other files with a pattern")
     text = row[column]
     if isinstance(text, bytes):  # as Spark and Hive write texts to Parquet
         text = text.decode("utf-8", "surrogateescape")

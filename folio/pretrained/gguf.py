@@ -37,8 +37,8 @@ def choose_architecture(config: GPTConfig) -> Architecture:
     closest = min(kinds, key=lambda kind: len(kind.misfits(config)))
     if misfits := closest.misfits(config):
         raise UserError(
-            f"a GGUF file cannot have {', '.join(misfits)}: train a model without, as by python "
-            "train.py config/own_text.py config/portable.py --dataset=NAME (docs/share.md)"
+            f"a GGUF file holds GPT-2's or Qwen3's architecture, and not {', '.join(misfits)}: "
+            "python train.py PRESET config/portable.py trains such a model (docs/share.md)"
         )
     return closest
 

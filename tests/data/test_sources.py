@@ -251,7 +251,7 @@ def test_notes_beside_a_table_are_texts(capsys):
     Path("in/a.csv").write_text("Name,Date\nTask,2024\n")
     Path("in/a/note.md").write_text("a note " * 9)
     assert names_of("in") == ["in/a/note.md", "in/a.csv"]
-    assert "--text_key (Name, Date), use a pattern of other" in error_of(Source(Path("in/a.csv")))
+    assert "--text_key (Name, Date), or select other files" in error_of(Source(Path("in/a.csv")))
     Path("in/a/note.md").rename("in/a/README.md")  # a package, or a folder of such texts
     with pytest.raises(UserError, match="can be in in/a/README.md or in in/a.csv: name one"):
         names_of("in")
