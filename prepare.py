@@ -10,6 +10,7 @@ Files of any size are read in constant memory. A dataset is replaced when the ne
 folio/data/corpus.py defines the validation split, folio/data/dataset.py the format.
 """
 
+import codecs
 import importlib.util
 import itertools
 import json
@@ -51,7 +52,7 @@ class PrepareConfig:
     )
     input: str | None = setting(
         None,
-        "your own UTF-8 text, JSON lines, CSV, TSV, Parquet or Arrow: a file, folder or glob "
+        "your own text, JSON lines, CSV, TSV, Parquet or Arrow: a file, folder or glob "
         "pattern, or hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub",
     )
     val_input: str | None = setting(
@@ -61,6 +62,7 @@ class PrepareConfig:
         "text",
         r"column with the text in a table, or a template such as 'Q: {question}\nA: {answer}'",
     )
+    encoding: str = setting("utf-8", "encoding of text, JSON lines and CSV, such as cp1252")
     subset: str | None = setting(
         None, "hf: folder of the files, such as that of a configuration; None: the only one"
     )
@@ -91,6 +93,10 @@ class PrepareConfig:
             raise ValueError(
                 "--val_input needs --input, and excludes --val_fraction and --test_fraction"
             )
+        try:
+            "".encode(self.encoding)
+        except (LookupError, UnicodeError):
+            raise ValueError(f"Python has no encoding {self.encoding}") from None
         if set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
             raise ValueError(f"--text_key={self.text_key} has an unmatched brace")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
@@ -193,6 +199,8 @@ def find_corpus(name, settings) -> Corpus:
     sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
     if settings.val_input is not None:
         val_sources = select_sources(name, settings.val_input, "validation", settings)
+    for source in [*sources, *val_sources]:
+        source.encoding = codecs.lookup(settings.encoding).name
     paths = {os.path.realpath(source.name) for source in sources}
     if common := sorted(paths & {os.path.realpath(source.name) for source in val_sources}):
         raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")

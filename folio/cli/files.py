@@ -1,7 +1,6 @@
 """Atomic writes, a lock for one writer per folder, and reading UTF-8 text."""
 
 import os
-import shlex
 import shutil
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -99,9 +98,7 @@ def read_text(name):
     check_lfs(name)
     with os_errors("read", source):
         raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    command = f"iconv -f WINDOWS-1252 -t UTF-8 {shlex.quote(str(name))} > NEW_FILE"
-    refusal = f"{source} is not UTF-8 text; if it is WINDOWS-1252: {command}"
-    with as_user_error(refusal, UnicodeDecodeError):
+    with as_user_error(f"{source} is not UTF-8 text: convert it", UnicodeDecodeError):
         return unify_line_ends(raw.decode().removeprefix("\ufeff"))
 
 

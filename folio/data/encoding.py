@@ -1,8 +1,11 @@
-"""What is wrong with a file that is not UTF-8 text, and a command that helps."""
+"""What is wrong with a file that is not UTF-8 text, and what helps."""
 
+import re
 import shlex
 
-UTF_16 = "it is UTF-16; to convert it: {read} | iconv -f UTF-16 -t UTF-8 > NEW_FILE"
+import charset_normalizer  # which requests needs, too
+
+UTF_16 = "it is UTF-16: use --encoding=utf-16"
 FOREIGN_FORMATS = {  # {first bytes: what a file is}
     b"\xff\xfe": UTF_16,
     b"\xfe\xff": UTF_16,
@@ -14,6 +17,7 @@ FOREIGN_FORMATS = {  # {first bytes: what a file is}
 }
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command that prints the content}
 MAX_NULS = 100  # in the first 8 kB of a text
+SAMPLE_BYTES = 2**16  # about as many show the encoding of a text
 
 
 def explain_encoding(source, error):
@@ -28,16 +32,33 @@ def explain_encoding(source, error):
     for signature, explanation in FOREIGN_FORMATS.items():
         if start.startswith(signature):
             return explanation.format(path=path, read=read)
-    if start.count(0) > MAX_NULS:
-        return "it is a file of numbers or a program"
+    if start.count(0) > (0 if byte else MAX_NULS):
+        return "it does not look like text, but like a file of numbers or a program"
     if byte == 0:
         return f"it contains a NUL byte; to remove it: {read} | tr -d '\\0' > NEW_FILE"
+    is_utf8 = False  # mostly: valid characters of several bytes precede the first bad byte
     with source.open() as file:
-        is_bad = (line.decode(errors="ignore").encode() != line for line in file)
-        number = next(number for number, bad in enumerate(is_bad, start=1) if bad)
-    # In a different encoding, no valid characters of several bytes precede the first bad byte.
-    is_cut, before = error.reason == "unexpected end of data", error.object[: error.start]
-    remedy = "it can be WINDOWS-1252: {} | iconv -f WINDOWS-1252 -t UTF-8 > NEW_FILE"
-    if is_cut or not before.isascii():
-        remedy = "to leave out such bytes: {} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
-    return f"line {number:,} has the byte 0x{byte:02x}; {remedy.format(read)}"
+        for number, line in enumerate(file, start=1):
+            before = re.split("[\udc80-\udcff]", line.decode(errors="surrogateescape"))[0]
+            is_utf8 = is_utf8 or not before.isascii()
+            if before.encode() != line:
+                place = f"line {number:,} has the byte 0x{byte:02x}"
+                break
+        sample = line + b"".join(file.readlines(SAMPLE_BYTES))
+    if is_utf8:
+        remove = f"{read} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
+        return f"{place}; to leave out such bytes: {remove}"
+    found = [f"{name} ({words})" for words, name in find_encodings(sample).items()]
+    if not found:
+        return f"{place}, and it does not look like text in another encoding"
+    return f"{place}; choose the encoding with --encoding=NAME: {', '.join(found[:3])}"
+
+
+def find_encodings(raw):
+    """Returns {words of a text that are not ASCII: encoding that reads them}, the best first."""
+    encodings: dict[str, str] = {}
+    utf_16 = ["utf_16", "utf_16_be", "utf_16_le"]  # which every short text can be
+    for match in charset_normalizer.from_bytes(raw, cp_exclusion=utf_16):
+        words = dict.fromkeys(word for word in str(match).split() if not word.isascii())
+        encodings.setdefault(" ".join(words)[:30], match.encoding)
+    return encodings

@@ -43,6 +43,7 @@ class Source:
     def __init__(self, path, text_key="text", name=None):
         """text_key: the column with the text, or a template such as "{question} {answer}"."""
         self.path, self.name = path, name or str(path)
+        self.encoding = "utf-8"  # of text, JSON lines and CSV
         lower = str(path).lower()
         self.suffix = next((suffix for suffix in TABLE_SUFFIXES if lower.endswith(suffix)), "")
         self.template = text_key if "{" in text_key else f"{{{text_key}}}"  # a row's text
@@ -70,9 +71,9 @@ class Source:
             damage = as_user_error(f"{self.name} is damaged", EOFError, zlib.error)
             with os_errors("read", self.name), damage:
                 yield
-        except UnicodeDecodeError as error:
-            cause = explain_encoding(self, error)
-            raise UserError(f"{self.name} is not UTF-8 text: {cause}") from error
+        except UnicodeError as error:
+            cause = explain_encoding(self, error) if self.encoding == "utf-8" else error
+            raise UserError(f"{self.name} is not {self.encoding.upper()} text: {cause}") from error
 
     def open(self):
         """Opens the file, which may be compressed, to read bytes."""
@@ -87,18 +88,19 @@ class Source:
 
 
 def _open_text(source, newline=None):
-    """Opens a UTF-8 file, which may be compressed. A byte order mark is dropped."""
-    return io.TextIOWrapper(source.open(), "utf-8-sig", newline=newline)
+    """Opens a file of text, which may be compressed. A byte order mark is dropped."""
+    encoding = "utf-8-sig" if source.encoding == "utf-8" else source.encoding
+    return io.TextIOWrapper(source.open(), encoding, newline=newline)
 
 
 def _read_text(source):
-    """Yields the parts of a UTF-8 file. If possible, they end where that does not change tokens."""
+    """Yields the parts of a text. If possible, they end where that does not change tokens."""
     text, is_start, is_end = "", True, False
     with _open_text(source) as file:
         while not is_end:
             new_text = file.read(CHUNK_CHARACTERS)
             if "\0" in new_text:
-                raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "not in a text")
+                raise UnicodeDecodeError(source.encoding, b"\0", 0, 1, "not in a text")
             text += new_text
             is_end = len(new_text) < CHUNK_CHARACTERS
             cut = len(text) if is_end else find_last_cut(text)

@@ -82,7 +82,7 @@ def test_text_keeps_its_line_endings_and_must_be_utf8():
     Path("text").write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9\r\n")
     assert read_text("text") == "café\n"
     Path("text").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(UserError, match="iconv -f WINDOWS-1252 -t UTF-8 text > .* byte 0xe9"):
+    with pytest.raises(UserError, match="text is not UTF-8 text: convert it .* byte 0xe9"):
         read_text("text")
     with pytest.raises(UserError, match="none"):
         read_text("none")
