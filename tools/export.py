@@ -91,11 +91,9 @@ def export_file(path, checkpoint, tokenizer, dtype):
         text_file.write(modelfile.encode())
     print(f"wrote {path} and {modelfile_path}: {checkpoint.summary}")
     print(f"other programs end a text at {end_text}")
-    name, file = (
-        re.sub(r"[^\w.-]", "-", path.stem, flags=re.ASCII),
-        shlex.quote(str(modelfile_path)),
-    )
-    print(f"Ollama: ollama create {name} -f {file} && ollama run {name}")
+    name = re.sub(r"[^\w.-]", "-", path.stem, flags=re.ASCII)  # what Ollama allows
+    source = shlex.quote(str(modelfile_path))
+    print(f"Ollama: ollama create {name} -f {source} && ollama run {name}")
     flags = "--temp {temperature} --top-k {top_k} --top-p {top_p} --min-p {min_p}"
     flags = flags.format_map(vars(SampleConfig)) + f" -n {length}{shift}"  # defaults of sample.py
     print(f"llama.cpp: llama-completion -no-cnv -m {shlex.quote(str(path))} {flags} -p PROMPT")

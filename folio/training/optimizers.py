@@ -53,9 +53,10 @@ def make_optimizers(model: GPT, settings, world: World = SINGLE_PROCESS):
 
 def fill_gradients(optimizer, *_):
     """Sets the gradients of parameters that the loss does not depend on to zero."""
-    for parameter in sum((group["params"] for group in optimizer.param_groups), []):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def momentum_at(step, settings):
