@@ -23,7 +23,6 @@ def test_the_tutorial_runs(folder):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     for cell in notebook.cells:
         cell.source = cell.source.replace("fraction = 1.0", "fraction = 0.002")
-        cell.source = cell.source.replace("400", "20")  # evaluated windows
         cell.source = cell.source.replace(", 2048, 4096, 8192]", "]")  # measured lengths
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": "docs"}}).execute()
 
