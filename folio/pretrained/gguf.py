@@ -5,6 +5,7 @@ so that llama.cpp encodes a prompt as folio does.
 """
 
 import json
+import os
 from dataclasses import replace
 
 import torch
@@ -53,21 +54,18 @@ def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
     gguf = import_optional("gguf", "an export to GGUF", "transformers")
     architecture = choose_architecture(checkpoint.config)
     model = build_model(_as_in_llama_cpp(checkpoint, tokenizer.vocab_size))
-    tensors, kind = make_tensors(model, architecture), TYPES[dtype]
-    _check_tensors(model, architecture, tensors, TOLERANCE)
-    names = _tensor_names(model.config, architecture, tensors)
+    kind = TYPES[dtype]
     writer = gguf.GGUFWriter(path, architecture.model_type)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     _add_config(writer, architecture, model.config)
     _add_tokenizer(writer, tokenizer, end)
-    for name, tensor in tensors.items():
-        _add_tensor(writer, names[name], _transpose(name, tensor, architecture), kind)
+    with refuse_misfits(architecture):
+        _add_tensors(writer, architecture, model, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    written = _read_tensors(path, names, architecture)
-    _check_tensors(model, architecture, written, TOLERANCES[kind])
+    _check_file(path, architecture, model, TOLERANCES[kind])
 
 
 def _as_in_llama_cpp(checkpoint, vocab_size):
@@ -145,52 +143,38 @@ def _merges_of_characters(tokens):
     return merges or [" ".join(2 * byte_characters()[255])]
 
 
-def _tensor_names(config, architecture, tensors):
-    """Returns {name in transformers: name in a file}."""
+def _add_tensors(writer, architecture, model, matrix_kind):
     import gguf
 
     architecture_id = gguf.MODEL_ARCH[architecture.model_type.upper()]
-    names = gguf.get_tensor_name_map(architecture_id, config.n_layer)
-    return {name: names.get_name(name, (".weight", ".bias")) for name in tensors}
+    names = gguf.get_tensor_name_map(architecture_id, model.config.n_layer)
+    for name, tensor in make_tensors(model, architecture).items():
+        name_in_file = names.get_name(name, (".weight", ".bias"))
+        if not name_in_file:
+            raise RuntimeError(f"it has no {name}")
+        if name.endswith(architecture.transposed):
+            tensor = tensor.T
+        kind = matrix_kind
+        if tensor.ndim == 1 or kind == "Q8_0" and tensor.shape[1] % Q8_0_BLOCK:
+            kind = "F32"
+        array = gguf.quants.quantize(tensor.contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(name_in_file, array, raw_dtype=gguf.GGMLQuantizationType[kind])
 
 
-def _transpose(name, tensor, architecture):
-    """Returns a tensor of transformers as it is in llama.cpp, or the reverse."""
-    return tensor.T if name.endswith(architecture.transposed) else tensor
+def _check_file(path, architecture, model, tolerance):
+    """Raises UserError unless transformers computes a model's logits with the weights in a file.
 
-
-def _add_tensor(writer, name, tensor, kind):
-    from gguf import GGMLQuantizationType
-    from gguf.quants import quantize
-
-    if tensor.ndim == 1 or kind == "Q8_0" and tensor.shape[1] % Q8_0_BLOCK:
-        kind = "F32"
-    array = quantize(tensor.contiguous().numpy(), GGMLQuantizationType[kind])
-    writer.add_tensor(name, array, raw_dtype=GGMLQuantizationType[kind])
-
-
-def _read_tensors(path, names, architecture):
-    """Returns the tensors of a file, in float32, under their names in transformers."""
-    import gguf
-
-    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    tensors = {}
-    for name, name_in_file in names.items():
-        tensor = found[name_in_file]
-        values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        tensors[name] = _transpose(name, values, architecture)
-    return tensors
-
-
-def _check_tensors(model, architecture, tensors, tolerance):
-    """Raises UserError unless transformers computes a model's logits with tensors."""
+    Then rounds the weights of the model to those, and compares the logits more exactly.
+    """
     transformers = import_optional("transformers", "an export to GGUF")
     fields = architecture.to_fields(model.config)
     fields |= {"bos_token_id": None, "eos_token_id": None}  # GPT-2's are beyond small vocabularies
     config = transformers.AutoConfig.for_model(**fields)
-    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    folder, name = os.path.split(path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
     with refuse_misfits(architecture):
-        unknown = theirs.load_state_dict(tensors, strict=False).unexpected_keys
-        if unknown:
-            raise RuntimeError(f"it has no {unknown[0]}")
-    check_logits(model, theirs, tolerance, "; a GGUF file cannot have a changed model.py")
+        theirs = load(folder or ".", gguf_file=name, config=config, dtype=torch.float32)
+    hint = "; a GGUF file cannot have a changed model.py"
+    check_logits(model, theirs, tolerance, hint)
+    model.load_state_dict(architecture.from_tensors(theirs.state_dict(), model.config))
+    check_logits(model, theirs, TOLERANCE, hint)

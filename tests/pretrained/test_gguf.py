@@ -12,6 +12,7 @@ import torch
 from folio.checkpoint.format import Checkpoint
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
+from folio.cli.files import write_atomically
 from folio.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -50,7 +51,8 @@ def write(tokenizer, dtype="float32", **changes):
     model = tiny.random_model(**(size | changes))
     checkpoint = Checkpoint(model.config, model.state_dict(), Progress(), {}, path=Path("ckpt.pt"))
     end = tokenizer.end if tokenizer.end is not None else tokenizer.vocab_size - 1
-    write_gguf("model.gguf", checkpoint, tokenizer, end, dtype)
+    with write_atomically("model.gguf") as [file]:  # as tools.export does
+        write_gguf(file.name, checkpoint, tokenizer, end, dtype)
     return model
 
 
@@ -175,6 +177,13 @@ def test_a_changed_model_is_refused(changes, monkeypatch):
     ):
         write(make_tokenizer("byte"), **changes)
     assert not list(Path().iterdir())
+
+
+def test_a_small_change_is_found_with_rounded_weights(monkeypatch):
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda block, x, *rest: forward(block, x, *rest) + x / 50)
+    with pytest.raises(UserError, match="relative difference of 0.00.*changed model.py"):
+        write(make_tokenizer("byte"), "q8_0")
 
 
 def test_wrong_weights_in_the_file_are_found(monkeypatch):
