@@ -19,8 +19,6 @@ DROPOUT_LEVELS = 2**16
 MAX_FEW_ROWS = 3
 PACKED_BATCH_SIZE = 16  # a hint for oneDNN; no other value is faster for 10 or more rows
 MIN_PACKED_WEIGHTS = 140_000  # in float32: a call takes 15 us more, which smaller layers lose
-# Activations that oneDNN fuses with a matrix product, as (its name, variant).
-FUSIBLE = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "none")}
 
 
 # Attention
@@ -176,7 +174,7 @@ def fast_linear(linear, dtype, rows):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer and its activation, with weights in oneDNN's blocked layout.
+    """A linear layer with weights in oneDNN's blocked layout.
 
     On two AMD cores, 10 rows took 1/2 of nn.Linear's time in float32 and 2/3 in bfloat16.
     """
@@ -185,12 +183,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, PACKED_BATCH_SIZE)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.bias, self.activation = linear.bias, ("none", "none")
+        self.bias = linear.bias
         self.product = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(self, x):
-        activation, variant = self.activation
-        return self.product(x, self.weight, self.bias, activation, [], variant)
+        return self.product(x, self.weight, self.bias, "none", [], "none")
 
 
 class FewRowsLinear(nn.Module):

@@ -130,11 +130,6 @@ def optimize_for_inference(model: GPT, machine: Machine, rows=None) -> GPT:
                 setattr(module, name, identity)
             elif isinstance(child, nn.Linear) and child.weight.is_cpu and not machine.compile:
                 setattr(module, name, kernels.fast_linear(child, machine.dtype, rows))
-    for block in model.transformer.h:
-        activation = kernels.FUSIBLE.get(model.config.activation)
-        if activation and isinstance(block.mlp.c_fc, kernels.PackedLinear):
-            block.mlp.c_fc.activation = activation
-            block.mlp.activation = identity
     return model
 
 
