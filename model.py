@@ -167,7 +167,7 @@ class GPT(nn.Module):
 
     `dtype` is the data type of activations and matrix products; None is that of the weights.
     Training sets it to bfloat16 or float16; weights and the loss stay float32 (Micikevicius et al.
-    2018, "Mixed Precision Training"). `cross_entropy` can be replaced by a faster function.
+    2018, "Mixed Precision Training").
     """
 
     dtype = None
@@ -190,7 +190,6 @@ class GPT(nn.Module):
         if config.tie_weights:
             self.lm_head.weight = self.transformer.wte.weight  # both are (V, C)
         self.rotary = RotaryEmbedding(config) if config.position == "rotary" else None
-        self.cross_entropy = linear_cross_entropy
 
     @torch.no_grad()
     def init_weights(self):
@@ -225,7 +224,7 @@ class GPT(nn.Module):
     def loss(self, x, targets, temperature):
         """Returns the loss of hidden states, (B, T, C). See forward."""
         x = x.flatten(0, 1) / temperature  # lm_head is linear
-        return self.cross_entropy(x, self.lm_head.weight.to(x.dtype), targets.flatten())
+        return F.cross_entropy(self.lm_head(x).float(), targets.flatten(), ignore_index=-1)
 
     def logits(self, idx):
         """Returns the logits of the token after each position: (B, T) -> (B, T, V)."""
@@ -285,11 +284,6 @@ class GPT(nn.Module):
         # For each pair, a score takes C multiplications, and a weighted sum of values C more.
         attention = self.config.n_layer * 2 * self.config.n_embd * pairs / T
         return 3 * 2 * (weights + attention)
-
-
-def linear_cross_entropy(x, weight, targets):
-    """Returns the mean cross-entropy of logits x W^T, a scalar: (N, C), (V, C) and (N,) int64."""
-    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=-1)
 
 
 # Later techniques, each a switch of GPTConfig

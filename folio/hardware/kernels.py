@@ -1,4 +1,4 @@
-"""Attention, dropout, norms, a loss and linear layers that are faster than torch's in model.py.
+"""Attention, dropout and linear layers that are faster than torch's in model.py.
 
 folio/hardware/optimize.py makes a model use them.
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import Linear, cast, causal_mask
+from model import causal_mask
 
 NON_CUDNN_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DROPOUT_LEVELS = 2**16
@@ -91,70 +91,6 @@ def apply_dropout(x, rate):
     numbers = bits.view(torch.int16)[: x.numel()].view(x.shape)  # uniform in -2^15 … 2^15 - 1
     mask = (numbers >= dropped - DROPOUT_LEVELS // 2).to(x.dtype)
     return x * mask.mul_(DROPOUT_LEVELS / (DROPOUT_LEVELS - dropped))
-
-
-# Norms
-
-
-def fold_norm(norm, linear, function):
-    """Makes a linear layer multiply by the weights of the norm before it, in place.
-
-    The result is the same, and parameters stay where they are. The gradient of the norm's weights
-    becomes a sum over the rows of a matrix, instead of one over all tokens, which takes longer and
-    rounds more. `function` is the norm, one of model.NORMS. A norm with a bias stays as it is.
-    """
-    if getattr(norm, "bias", None) is None:
-        norm.__class__, norm.function = UnweightedNorm, function
-        linear.__class__, linear.norm = FoldedLinear, [norm]  # a list, so that it is no submodule
-
-
-class UnweightedNorm(nn.Module):
-    """A norm whose weights are used by a FoldedLinear."""
-
-    def forward(self, x):
-        return self.function(x, self.normalized_shape, eps=self.eps)
-
-
-class FoldedLinear(Linear):
-    """A linear layer that multiplies by the weights of the norm before it."""
-
-    def forward(self, x):
-        weight = self.weight * self.norm[0].weight
-        return F.linear(x, weight.to(x.dtype), cast(self.bias, x.dtype))
-
-
-# Loss
-
-
-def fast_cross_entropy(x, weight, targets):
-    """model.linear_cross_entropy, which computes the gradient of the logits together with the loss.
-
-    Compiled for a GPU, one kernel reads the logits and writes their gradient for the backward pass.
-    """
-    return LinearCrossEntropy.apply(x, weight, targets)  # torch 2.11 cannot compile `apply` alone
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """The forward and backward pass of fast_cross_entropy."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets):
-        ops, reduction = torch.ops.aten, 2  # a sum
-        logprobs = F.linear(x, weight).float().log_softmax(dim=-1)  # (N, V)
-        total, weight_sum = ops.nll_loss_forward(logprobs, targets, None, reduction, -1)
-        count = (targets != -1).sum()
-        if ctx.needs_input_grad[0]:
-            one = torch.ones_like(total)
-            grad = ops.nll_loss_backward(one, logprobs, targets, None, reduction, -1, weight_sum)
-            grad = ops._log_softmax_backward_data(grad, logprobs, -1, torch.float32)
-            ctx.save_for_backward(grad.to(x.dtype), x, weight, count)
-        return total / count
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        grad, x, weight, count = ctx.saved_tensors  # elements of grad are at most 1, for float16
-        scale = grad_output / count
-        return grad @ weight * scale, grad.t() @ (x * scale), None
 
 
 # Linear layers for inference on a CPU

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from folio.cli.errors import cause_of, is_out_of_memory
 from folio.hardware import kernels
 from folio.hardware.device import Machine
-from model import GPT, NORMS, CausalSelfAttention
+from model import GPT, CausalSelfAttention
 
 # Training
 
@@ -29,13 +29,6 @@ def optimize_for_training(loss_fn, batch, machine: Machine, world, activation_ch
     """
     model = getattr(loss_fn, "model", loss_fn)
     use_fast_kernels(model)
-    # The loss and the norms are not faster on a CPU. With FSDP, products of weights, which are not
-    # sharded, would stay in memory.
-    if machine.kind == "cuda" and not hasattr(model, "unshard"):
-        model.cross_entropy = kernels.fast_cross_entropy
-        for block in model.transformer.h:
-            kernels.fold_norm(block.ln_1, block.attn.c_attn, NORMS[model.config.norm])
-            kernels.fold_norm(block.ln_2, block.mlp.c_fc, NORMS[model.config.norm])
     is_compiled = machine.compile and compile_methods(loss_fn, machine)
     if activation_checkpointing:
         for block in model.transformer.h:  # a wrapper would change the names of the parameters

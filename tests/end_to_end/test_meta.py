@@ -12,7 +12,6 @@ import train
 from folio.checkpoint.format import empty_model
 from folio.hardware import device
 from folio.hardware.device import Machine, set_up_machine
-from folio.hardware.optimize import optimize_for_training
 from folio.inference.generate import generate
 from folio.inference.sampling import SamplingParams
 from folio.training import evaluation
@@ -33,13 +32,8 @@ models = pytest.mark.parametrize(
 
 
 def new_run(monkeypatch, dtype="float32", **settings):
-    """Returns a Run on the meta device with the kernels for a GPU."""
-
-    def optimize(loss_fn, batch, machine, *options):
-        optimize_for_training(loss_fn, batch, Machine("cuda", dtype, False), *options)
-
+    """Returns a Run on the meta device."""
     monkeypatch.setattr(device, "_measure_peak", lambda *_: 1e12)
-    monkeypatch.setattr(train, "optimize_for_training", optimize)
     return tiny.new_run(Machine("meta", dtype, False), **settings)
 
 
