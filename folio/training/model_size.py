@@ -1,4 +1,4 @@
-"""The size of a model that suits a text, the time and the machine; `tools.sizes` has examples."""
+"""The size of a model that suits a text, the time and the machine; see docs/own-text.md."""
 
 import math
 from typing import NamedTuple

@@ -20,7 +20,9 @@ from folio.hardware import memory
 from folio.hardware.device import Machine
 from folio.hardware.optimize import optimize_for_training
 from folio.pretrained.architectures import Qwen3
+from folio.training.model_size import choose_model_size, count_possible_tokens
 from folio.training.setup import model_config
+from prepare import MIN_BPE_CHARACTERS, bpe_vocab_size
 from train import TrainConfig, learning_rate_at
 
 pytestmark = pytest.mark.usefixtures("text_size", "card")
@@ -223,6 +225,41 @@ def test_even_a_slow_machine_makes_many_steps(tflops, text_size, card):
     step_flops = settings.tokens_per_step * model.flops_per_token()
     assert 120 * 1e12 * tflops / 4 / step_flops > 250
     assert settings.block_size >= 128
+
+
+PEAKS = {  # in FLOP/s, of the machines in docs/own-text.md
+    "two laptop cores": 1e11,
+    "two server cores, float32": 1.9e11,
+    "two server cores, bfloat16": 3.7e11,
+    "T4": 6.5e13,
+    "H100": 9.89e14,
+}
+
+
+def describe_size(size, flops):
+    """Returns the millions of parameters and the steps for a text of `size` characters."""
+    vocab_size, tokens = 65, size
+    if size >= MIN_BPE_CHARACTERS:
+        vocab_size, tokens = bpe_vocab_size(size, 65), size // 3  # characters per token
+    model = choose_model_size(tokens, size, vocab_size, flops)
+    steps = min(count_possible_tokens(model, vocab_size, flops), 10 * tokens) / model.step_tokens
+    return f"{model.parameters(vocab_size) / 1e6:.1f} M, {steps:,.0f}"
+
+
+def test_the_guide_names_the_models_of_texts_machines_and_times():
+    guide = (CONFIG.parent / "docs/own-text.md").read_text("utf-8")
+    table = guide[guide.index("| machine, time") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    sizes = [round(1e6 * float(title.removesuffix(" MB"))) for title in rows[0][1:]]
+    expected = [
+        [
+            f"{name}, {minutes} minutes",
+            *(describe_size(size, 60 * minutes * peak) for size in sizes),
+        ]
+        for name, peak in PEAKS.items()
+        for minutes in (2, 10)
+    ]
+    assert rows[2:] == expected
 
 
 def test_a_resumed_run_keeps_the_model_of_its_first_measurement(text_size, card, folder):
