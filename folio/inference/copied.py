@@ -8,6 +8,7 @@ from folio.data.dataset import load_dataset
 from folio.data.tokenizer import UNICODE_CODE_POINTS, code_points
 
 MIN_CHARACTERS = 40  # of a passage that counts as copied
+PART = 8  # characters that are compared at once
 MAX_TOKENS = 2**25  # of the training text, which is searched in memory
 
 
@@ -33,12 +34,14 @@ def load_texts(checkpoint: Checkpoint):
 def find_copies(texts, source):
     """Returns (longest passage that occurs in the source, share of characters) of each text.
 
-    The share is that of characters in passages of MIN_CHARACTERS or more. Passages of fewer than 8
-    characters are not found. Hashes of 8 characters tell where one may begin, because a search
-    through the source for each would take too long.
+    The share is that of characters in passages of MIN_CHARACTERS or more. Passages of fewer than
+    PART characters are not found. Hashes of PART characters tell where one may begin, because a
+    search through the source for each would take too long.
     """
-    hashes_of_texts = [hash_parts(text) for text in texts]
-    positions, hashes = find_candidates(np.concatenate(hashes_of_texts), hash_parts(source))
+    hashes, hashes_of_texts = hash_parts(source), [hash_parts(text) for text in texts]
+    positions = np.flatnonzero(np.isin(hashes, np.concatenate(hashes_of_texts)))
+    positions = positions[np.argsort(hashes[positions])]
+    hashes = hashes[positions]
     source_codes = np.append(code_points(source), UNICODE_CODE_POINTS)  # no text has the last one
     copies = []
     for text, parts in zip(texts, hashes_of_texts, strict=True):
@@ -46,28 +49,20 @@ def find_copies(texts, source):
         firsts, ends = np.searchsorted(hashes, parts), np.searchsorted(hashes, parts, "right")
         for start, (first, end) in enumerate(zip(firsts, ends, strict=True)):
             length = match_length(codes[start:], source_codes, positions[first:end])
-            passage = max(passage, text[start : start + length], key=len)
+            if length >= PART and length > len(passage):
+                passage = text[start : start + length]
             is_copied[start : start + length] |= length >= MIN_CHARACTERS
         copies.append((passage, is_copied.sum() / max(len(text), 1)))
     return copies
 
 
 def hash_parts(text):
-    """Returns a hash of the 8 characters from each position on, (positions,) uint64."""
+    """Returns a hash of the PART characters from each position on, (positions,) int32 < 2^20."""
     hashes, factor = code_points(text).astype(np.uint64), np.full(1, 0x9E3779B97F4A7C15, np.uint64)
     for width in (1, 2, 4):  # a polynomial of twice as many characters, modulo 2^64
         hashes = hashes[:-width] * factor + hashes[width:]
         factor *= factor
-    return hashes
-
-
-def find_candidates(wanted, hashes):
-    """Returns positions whose hashes may be wanted, and these hashes, sorted by hash."""
-    is_wanted = np.zeros(2**20, bool)  # by the first bits of a hash
-    is_wanted[wanted >> np.uint64(44)] = True
-    positions = np.flatnonzero(is_wanted[hashes >> np.uint64(44)])
-    positions = positions[np.argsort(hashes[positions])]
-    return positions, hashes[positions]
+    return (hashes >> np.uint64(44)).astype(np.int32)  # few enough for a table in np.isin
 
 
 def match_length(codes, source_codes, positions):
