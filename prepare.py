@@ -13,11 +13,9 @@ folio/data/corpus.py defines the validation split, folio/data/dataset.py the for
 import codecs
 import importlib.util
 import itertools
-import json
 import os
 import re
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,12 +116,12 @@ process.start(__name__, PrepareConfig)
 
 import numpy as np
 
-from folio.cli.files import unescape, write_atomically
+from folio.cli.files import lock_folder, unescape
 from folio.data.corpus import Corpus
-from folio.data.dataset import dataset_folder
+from folio.data.dataset import dataset_folder, finish_replacement, read_valid_meta
 from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
 from folio.data.sources import TABLE_SUFFIXES, find_sources
-from folio.data.tokenizer import BLANK_LINE, TOKENIZERS, BPETokenizer, CharTokenizer, Tokenizer
+from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, Tokenizer
 from folio.data.writer import write_dataset
 
 
@@ -136,44 +134,38 @@ def main(argv=None):
     corpus = find_corpus(name, settings)
     if tokenizer and settings.allow_special and tokenizer.end is not None:
         corpus.end_text = tokenizer.end_text
-    check_folder(folder, corpus, settings)
-    reason = ""
-    if settings.max_tokens is not None:
-        sample = corpus.sample()
+    with lock_folder(folder):
+        check_folder(folder, corpus, settings)
+        reason = ""
+        if settings.max_tokens is not None:
+            sample = corpus.sample()
+            if tokenizer is None:
+                tokenizer, reason = choose_tokenizer(set(sample), settings.max_tokens)
+            corpus.max_characters = estimate_characters(sample, tokenizer, settings)
+        characters = corpus.scan()  # finds the boundaries of the splits, too
         if tokenizer is None:
-            tokenizer, reason = choose_tokenizer(set(sample), settings.max_tokens)
-        corpus.max_characters = estimate_characters(sample, tokenizer, settings)
-    characters = corpus.scan()  # finds the boundaries of the splits, too
-    if tokenizer is None:
-        tokenizer, reason = choose_tokenizer(characters, corpus.split_ends["train"])
-    if isinstance(tokenizer, type):
-        tokenizer = build_tokenizer(tokenizer, corpus, characters, settings.vocab_size)
-    meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
+            tokenizer, reason = choose_tokenizer(characters, corpus.split_ends["train"])
+        if isinstance(tokenizer, type):
+            tokenizer = build_tokenizer(tokenizer, corpus, characters, settings.vocab_size)
+        meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
+    ends, num_documents = corpus.split_ends, corpus.num_documents
     print(
-        f"{folder}: {corpus.split_ends['val']:,} characters of {corpus.description}, "
+        f"{folder}: {ends['test']:,} characters of {corpus.description}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}{reason}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
+        + (f" with separators of {num_documents:,} documents" if num_documents > 1 else "")
     )
     if settings.test_fraction:
-        path = folder / "test.txt"
-        write_test(corpus, path)
-        print(f"test: python sample.py --out_dir=out-{name} --score={path}")
+        command = f"python sample.py --out_dir=out-{name} --score={folder / 'test.txt'}"
+        print(f"test, {ends['test'] - ends['val']:,} characters: {command}")
     num_empty_rows = sum(len(source.empty_rows) for source in corpus.all_sources)
     if num_empty_rows:
-        print(f"left out {num_empty_rows:,} rows without text")
+        print(f"left out rows without text: {num_empty_rows:,}")
     ids = np.fromfile(folder / "train.bin", tokenizer.dtype, MAX_COUNTED_TOKENS)
     if settings.kind in ("auto", *TOKENIZERS) and (advice := advice_on_tokens(ids, tokenizer)):
         print(advice)
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
-
-
-def write_test(corpus: Corpus, path):
-    """Writes the test text of a Corpus, with a blank line between its documents."""
-    with write_atomically(path) as [file]:
-        for piece in corpus.read():
-            if piece.split == "test":
-                file.write((BLANK_LINE * piece.separated + piece.text).encode())
 
 
 def training_arguments(name, kind, tokens):
@@ -233,9 +225,9 @@ def select_sources(name, address, split, settings):
 
 def check_folder(folder, corpus: Corpus, settings):
     """Raises UserError if a folder has files of the user, another program or another text."""
-    meta, meta_path, test_path = {}, folder / "meta.json", folder / "test.txt"
-    with suppress(OSError, ValueError):  # there is no dataset, or a damaged one
-        meta = json.loads(meta_path.read_bytes())
+    finish_replacement(folder)
+    meta_path, test_path = folder / "meta.json", folder / "test.txt"
+    meta = read_valid_meta(meta_path)
     advice = "choose a different --dataset, or delete"
     if settings.input is not None and meta.get("source_sha256"):
         number = r" \(\d+ files\)"  # which can change
@@ -244,9 +236,8 @@ def check_folder(folder, corpus: Corpus, settings):
             raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
     if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
         raise UserError(f"{folder} has token files of a different program: {advice} them")
-    if meta.get("test_fraction"):
-        test_path.unlink(missing_ok=True)  # of the earlier dataset
-    elif settings.test_fraction and test_path.exists():
+    is_ours = meta.get("test_fraction")
+    if settings.test_fraction and not is_ours and test_path.exists():
         raise UserError(f"--test_fraction writes {test_path}, which exists: move it elsewhere")
 
 

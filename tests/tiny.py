@@ -146,6 +146,7 @@ def corpus(*documents):
 def write_dataset(folder, documents, tokenizer):
     """Writes a dataset of a Corpus like prepare.py. Returns the content of meta.json."""
     documents.scan()
+    folder.mkdir(parents=True, exist_ok=True)
     return writer.write_dataset(folder, documents, tokenizer)
 
 

@@ -73,13 +73,14 @@ def temporary_path(path):
 
 @contextmanager
 def lock_folder(folder, timeout_s=0):
-    """Creates a folder if it does not exist, and holds its lock.
+    """Creates a folder if it does not exist, and holds its lock. Removes it if it remains empty.
 
     Raises UserError if another process holds the lock longer, or if the folder cannot be written.
     """
     from filelock import FileLock, Timeout  # here, because importing it would slow down --help
 
     folder = Path(folder)
+    is_new = not folder.exists()
     with os_errors("write to", folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -89,7 +90,11 @@ def lock_folder(folder, timeout_s=0):
                 f"another process is writing to {folder}: wait for it, or choose a different folder"
             ) from None
     with lock:
-        yield
+        try:
+            yield
+        finally:
+            if is_new and set(folder.glob("*")) <= {folder / LOCK_FILE}:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_text(name):

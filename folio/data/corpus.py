@@ -47,6 +47,7 @@ class Corpus:
     test_fraction: float = 0.0  # of the characters, which follow those of the validation split
     max_characters: int | None = None  # after which reading stops; None: all are read
     split_ends: dict = field(default_factory=dict)  # {split: characters to its end}, from scan()
+    num_documents: int = 0  # from scan()
     _bucket_starts: np.ndarray = field(init=False, repr=False)  # characters before each bucket
 
     @property
@@ -77,12 +78,12 @@ class Corpus:
     def scan(self):
         """Finds the ends of the splits. Returns the characters of texts and separators, sorted."""
         is_used, sizes = np.zeros(UNICODE_CODE_POINTS, bool), np.zeros(BUCKETS + 1, np.int64)
-        num_documents = 0
+        self.num_documents = 0
         for bucket, text, begins_document in self._read_texts(self.max_characters):
             is_used[code_points(text)] = True
             sizes[bucket] += len(text)
-            num_documents += begins_document
-        if num_documents > 1:
+            self.num_documents += begins_document
+        if self.num_documents > 1:
             is_used[code_points(BLANK_LINE)] = True
         total = int(sizes.sum())
         val_share = self.val_fraction

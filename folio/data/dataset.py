@@ -3,6 +3,8 @@
 The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
 ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids,
 token counts, byte counts and CRC-32 of each split, the source of the text, and a CRC-32 of itself.
+A dataset with a test text also has test.txt. Complete files NAME.new replace the files NAME of an
+earlier dataset as soon as meta.json.new exists.
 nanoGPT's folders have a meta.pkl with the vocabulary size and usually the text of each token, or
 neither file if they hold GPT-2 tokens.
 """
@@ -13,6 +15,7 @@ import json
 import os
 import pickle
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from folio.cli.errors import UserError, as_user_error, check_types, os_errors, suggest
+from folio.cli.files import lock_folder
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, Tokenizer, from_dict
 
 FORMAT = 1
@@ -93,10 +97,12 @@ def load_dataset(name) -> Dataset:
     """
     folder = dataset_folder(name)
     meta, tokenizer = _read_meta(folder)
-    splits, fingerprint = {}, {}
-    for split in SPLITS:
+    splits = {split: _read_ids(folder / f"{split}.bin", tokenizer.dtype) for split in SPLITS}
+    if meta and meta != _read_meta(folder)[0]:  # it was replaced meanwhile
+        return load_dataset(name)
+    fingerprint = {}
+    for split, ids in splits.items():
         path = folder / f"{split}.bin"
-        ids = splits[split] = _read_ids(path, tokenizer.dtype)
         checked_ids = ids[:MAX_CHECKED_TOKENS]
         largest, crc, size = checked_ids.max(), zlib.crc32(checked_ids), tokenizer.vocab_size
         if not meta:  # forks of nanoGPT write other types
@@ -119,8 +125,42 @@ def load_tokenizer(name) -> Tokenizer:
     return _read_meta(dataset_folder(name))[1]
 
 
+def file_names(test_fraction):
+    """Returns the names of a dataset's files, in the order in which they are replaced."""
+    splits = [f"{split}.bin" for split in SPLITS]
+    return [*splits, "test.txt", "meta.json"] if test_fraction else [*splits, "meta.json"]
+
+
+def finish_replacement(folder):
+    """Moves the files of a complete new dataset to their places. The caller holds the lock.
+
+    After an interruption, the next call continues: meta.json.new is moved last.
+    """
+    with os_errors("replace", folder):
+        old, new = (read_valid_meta(folder / name) for name in ("meta.json", "meta.json.new"))
+        if not new:
+            return
+        if old.get("test_fraction") and not new["test_fraction"]:
+            (folder / "test.txt").unlink(missing_ok=True)
+        for name in file_names(new["test_fraction"]):
+            with suppress(FileNotFoundError):  # it has been moved
+                os.replace(folder / f"{name}.new", folder / name)
+
+
+def read_valid_meta(path):
+    """Returns the content of a meta.json, {} if it is missing or damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        meta = json.loads(path.read_bytes())
+        if isinstance(meta, dict) and meta.get("crc32") == meta_checksum(meta):
+            return meta
+    return {}
+
+
 def _read_meta(folder):
     """Returns the content of meta.json, or {} for nanoGPT's folders, and the tokenizer."""
+    if os.path.isfile(folder / "meta.json.new"):
+        with lock_folder(folder, timeout_s=30):
+            finish_replacement(folder)
     path = folder / "meta.json"
     if os.path.isfile(path):
         meta = _parse(path, json.loads)

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 
 from folio.cli.errors import UserError
-from folio.cli.files import lock_folder, write_atomically
+from folio.cli.files import write_atomically
 from folio.data.corpus import Corpus
-from folio.data.dataset import FORMAT, SPLITS, meta_checksum
+from folio.data.dataset import FORMAT, SPLITS, file_names, finish_replacement, meta_checksum
 from folio.data.tokenizer import BLANK_LINE, Tokenizer
 
 MIN_BATCH_CHARACTERS = 2**19
@@ -20,20 +20,18 @@ MAX_THREADS = 32  # a machine with more cores may lend only some of them
 
 
 def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=False):
-    """Writes the tokens of a Corpus that has been scanned, without its test text, in their order.
+    """Writes the tokens of a Corpus that has been scanned, in their order, and its test text.
 
-    They do not depend on the number of cores. The files are written beside those of an old dataset,
-    which stays complete until they replace it at the end. Returns the content of meta.json. Raises
-    UserError if the disk is full, or if a split has fewer than 2 tokens.
+    They do not depend on the number of cores. An old dataset stays complete until the new one is.
+    The caller holds the lock of the folder. Returns the content of meta.json. Raises UserError if
+    the disk is full, or if a split has fewer than 2 tokens.
     """
     splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
     encode = partial(encode_pieces, tokenizer, allow_special)
     batches = batch_pieces(piece for piece in corpus.read() if piece.split in SPLITS)
-    # meta.json is renamed first: without it, the others would be read as nanoGPT's. If renaming is
-    # interrupted, its checksums are not those of the old splits.
-    paths = [folder / "meta.json", *(folder / f"{split}.bin" for split in SPLITS)]
-    with lock_folder(folder), write_atomically(*paths) as [meta_file, *split_files]:
-        files = dict(zip(SPLITS, split_files, strict=True))
+    paths = [folder / f"{name}.new" for name in file_names(corpus.test_fraction)]
+    with write_atomically(*paths) as [train_file, val_file, *test_files, meta_file]:
+        files = {"train": train_file, "val": val_file}
         for encoded_splits in map_in_threads(encode, batches):
             for split, (ids, num_bytes) in encoded_splits.items():
                 files[split].write(ids)
@@ -60,7 +58,17 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
         }
         meta["crc32"] = meta_checksum(meta)
         meta_file.write(json.dumps(meta, indent=1).encode())
+        for file in test_files:
+            write_test(corpus, file)
+    finish_replacement(folder)
     return meta
+
+
+def write_test(corpus: Corpus, file):
+    """Writes the test text of a Corpus, with a blank line between its documents."""
+    for piece in corpus.read():
+        if piece.split == "test":
+            file.write((BLANK_LINE * piece.separated + piece.text).encode())
 
 
 def batch_pieces(pieces):

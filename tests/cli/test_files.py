@@ -59,7 +59,10 @@ def test_a_folder_has_one_writer_at_a_time():
     for _ in range(2):  # the second time, after a release
         with lock_folder("new/out"), pytest.raises(UserError, match="another process .* new/out"):
             lock_folder("new/out").__enter__()
-    assert set(os.listdir("new/out")) <= {LOCK_FILE}
+        assert not Path("new/out").exists()  # because it has remained empty
+    with lock_folder("new/out"):
+        Path("new/out/work").touch()
+    assert set(os.listdir("new/out")) <= {LOCK_FILE, "work"}
     Path("file").touch()
     with pytest.raises(UserError, match="file/out"):
         lock_folder("file/out").__enter__()

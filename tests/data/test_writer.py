@@ -4,7 +4,8 @@ import errno
 import json
 import os
 from contextlib import suppress
-from itertools import chain, repeat
+from functools import partial
+from itertools import chain, count, repeat
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import tiny
 
 import prepare
 from folio.cli.errors import UserError
-from folio.data import sources, writer
+from folio.cli.files import lock_folder
+from folio.data import dataset, sources, writer
 from folio.data.dataset import load_dataset
-from folio.data.tokenizer import END_OF_TEXT, ByteTokenizer
+from folio.data.tokenizer import END_OF_TEXT
 
 pytestmark = pytest.mark.usefixtures("folder")
 DOCUMENTS = [f"{n} darling buds of May,\nand 🦶 summer's lease {n}\n" for n in range(200)]
@@ -86,53 +88,89 @@ def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files()
 
 FOLDER = Path("data/own")
 TEXTS = {"old": "abcdefghij" * 4, "new": "klmnopqrst" * 4}  # of the same size
+CHANGES = ("mkdir", "open", "fsync", "replace", "unlink")  # functions of os
 
 
 class Killed(BaseException):
     pass
 
 
-def write(text):
-    tiny.write_dataset(FOLDER, tiny.corpus(text), ByteTokenizer())
-
-
-def kill(*_):
-    raise Killed
+def write(text, *flags):
+    Path("text.txt").write_text(text)
+    prepare.main(["--input=text.txt", "--dataset=own", "--tokenizer=byte", *flags])
 
 
 def state():
-    """Returns "old", "new", or "refused"."""
-    try:
-        text = tiny.text_of("own")
-    except UserError:
-        return "refused"
-    return {text: name for name, text in TEXTS.items()}[text]
+    """Returns the text of the dataset, and its test text or None."""
+    data, test = load_dataset("own"), FOLDER / "test.txt"
+    text = data.tokenizer.decode([*data.train, *data.val])
+    return text, test.read_text() if test.exists() else None
 
 
-def test_a_kill_between_renames_leaves_the_old_dataset_the_new_one_or_an_error(monkeypatch):
-    states = []
-    for number in range(4):
-        write(TEXTS["old"])
-        renames = chain([os.replace] * number, repeat(kill))
-        with monkeypatch.context() as patch, suppress(Killed):
-            patch.setattr(os, "replace", lambda *paths, next=renames.__next__: next()(*paths))
-            write(TEXTS["new"])
+def fail_at(number, is_kill, patch):
+    """Lets a change of the file system fail: on a full disk once, after a kill always."""
+    counter = count()
+
+    def change(function, *args, **options):
+        calls = next(counter)
+        if is_kill and calls >= number:
+            raise Killed
+        if calls == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return function(*args, **options)
+
+    for name in CHANGES:
+        patch.setattr(os, name, partial(change, getattr(os, name)))
+    return counter
+
+
+@pytest.mark.parametrize("is_kill", [True, False])
+@pytest.mark.parametrize(("old_test", "new_test"), [(0, 0.2), (0.2, 0), (0.2, 0.2)])
+def test_a_fault_leaves_the_old_dataset_or_the_new_one(is_kill, old_test, new_test, monkeypatch):
+    old = TEXTS["old"], f"--test_fraction={old_test}"
+    new = TEXTS["new"], f"--test_fraction={new_test}"
+    expected, states = [], []
+    for arguments in (new, old):
+        write(*arguments)
+        expected.append(state())
+    cut = 32 if new_test else 40
+    assert expected[0] == (TEXTS["new"][:cut], TEXTS["new"][cut:] or None)
+    for number in count():
+        with monkeypatch.context() as patch, suppress(Killed, UserError):
+            counter = fail_at(number, is_kill, patch)
+            write(*new)
+        assert is_kill or not [*FOLDER.glob("*.tmp")]
         states.append(state())
-    assert states == ["old", "refused", "refused", "new"]
+        if next(counter) <= number:  # no change has failed
+            break
+        if states[-1] == expected[0]:
+            write(*old)
+    assert states[-1] == expected[0]
+    assert set(states) == set(expected)
 
 
-def test_a_full_disk_or_a_split_of_one_token_leaves_the_old_dataset(monkeypatch):
+def test_a_dataset_that_is_replaced_while_it_is_read_is_read_again(monkeypatch):
+    write(TEXTS["old"])
+    reads = chain([lambda: write(TEXTS["new"])], repeat(lambda: None))
+    read = dataset._read_ids
+    monkeypatch.setattr(dataset, "_read_ids", lambda *args: (next(reads)(), read(*args))[1])
+    assert state() == (TEXTS["new"], None)
+
+
+def test_a_second_process_is_refused_before_it_reads_the_text(monkeypatch):
+    write(TEXTS["old"])
+    with lock_folder(FOLDER), pytest.raises(UserError, match="another process .* data/own"):
+        write(TEXTS["new"])
+    assert state() == (TEXTS["old"], None)
+
+
+def test_an_error_leaves_the_old_dataset_or_no_folder():
+    for text in ("", "abcdefghij"):
+        with pytest.raises(UserError, match=rf"text.txt .*\(bytes: {len(text)}\) leaves"):
+            write(text)
+        assert not FOLDER.exists()
     write(TEXTS["old"])
     old_contents = tiny.contents(FOLDER)
-    for text in ("", "abcdefghij"):
-        with pytest.raises(UserError, match=rf"own.txt .*\(bytes: {len(text)}\) leaves"):
-            write(text)
-    assert tiny.contents(FOLDER) == old_contents
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="data/own.*: No space left on device$"):
-        write(TEXTS["new"])
+    with pytest.raises(UserError, match="leaves"):
+        write("abcdefghij")
     assert tiny.contents(FOLDER) == old_contents

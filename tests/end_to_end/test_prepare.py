@@ -85,8 +85,10 @@ def test_the_test_text_is_written_for_scores_only(capsys):
     Path("data/own/test.txt").unlink()
     for _ in range(2):
         main([*flags, *splits])
-        score = "test: python sample.py --out_dir=out-own --score=data/own/test.txt\n"
-        assert score in capsys.readouterr().out
+        out = capsys.readouterr().out
+        score = "python sample.py --out_dir=out-own --score=data/own/test.txt\n"
+        assert f"70 training and 20 validation tokens\ntest, 10 characters: {score}" in out
+        assert "own: 100 characters of a.txt" in out
         assert (len(load_dataset("own").train), len(load_dataset("own").val)) == (70, 20)
         assert Path("data/own/test.txt").read_text() == "klmnopqrst"
     main(flags)
@@ -105,7 +107,8 @@ def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
         assert data.tokenizer.decode(data.val) == "a heron stood.\n\nuntil noon!"
         out = capsys.readouterr().out
         assert "train.txt, validation text val.jsonl, vocabulary" in out
-        assert "left out 1 rows without text" in out
+        assert "left out rows without text: 1\n" in out
+        assert f"{num_train:,} training and 27 validation tokens with separators of 3 doc" in out
     main([*flags, "--tokenizer=bpe"])
     assert not any(b"heron" in token for token in tokens_of("own"))  # of the training text only
     write("val.jsonl", '{"text": "other"}\n')
