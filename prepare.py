@@ -23,13 +23,6 @@ from folio.cli import process
 from folio.cli.errors import UserError, suggest
 from folio.cli.settings import load_settings, setting
 
-PROVIDED_DATASETS = {  # name: default tokenizer
-    "shakespeare_char": "char",
-    "shakespeare": "gpt2",
-    "pydocs": "char",
-    "openwebtext": "gpt2",
-    "fineweb_edu": "gpt2",
-}
 MIN_GPT2_TOKENS = 10_000_000  # of config/gpt2_fast.py
 MAX_BPE_CHARACTERS = 2**24  # training a BPE takes up to 300 bytes of memory for each
 MIN_BPE_CHARACTERS = 1_500_000  # of a text for which auto is bpe; docs/own-text.md has why
@@ -105,9 +98,9 @@ class PrepareConfig:
     @property
     def kind(self):
         """The kind or the path of the tokenizer."""
-        default = "bpe" if self.vocab_size else "auto"
-        if self.input is None:
-            default = PROVIDED_DATASETS.get(self.dataset or "shakespeare_char", default)
+        name, default = self.dataset or "shakespeare_char", "bpe" if self.vocab_size else "auto"
+        if self.input is None and name in PROVIDED_DATASETS:
+            default = PROVIDED_DATASETS[name][0]
         return self.tokenizer or default
 
 
@@ -119,7 +112,7 @@ import numpy as np
 from folio.cli.files import lock_folder, unescape
 from folio.data.corpus import Corpus
 from folio.data.dataset import dataset_folder, finish_replacement, read_valid_meta
-from folio.data.downloads import HUB_DATASETS, load_hub, load_pydocs, load_shakespeare
+from folio.data.downloads import PROVIDED_DATASETS, load_hub
 from folio.data.sources import TABLE_SUFFIXES, find_sources
 from folio.data.tokenizer import TOKENIZERS, BPETokenizer, CharTokenizer, Tokenizer
 from folio.data.writer import write_dataset
@@ -207,16 +200,19 @@ def find_corpus(name, settings) -> Corpus:
 def select_sources(name, address, split, settings):
     """Returns the Sources of a value of --input, or of a dataset that folio provides for None."""
     text_key, subset = unescape(settings.text_key), settings.subset
-    if address is None and name in HUB_DATASETS:
-        address, subset = HUB_DATASETS[name]
     if address is None:
         if name not in PROVIDED_DATASETS:
             known = ", ".join(PROVIDED_DATASETS)
             hint = suggest(name, PROVIDED_DATASETS, f"; datasets that do not need it: {known}")
             raise UserError(f"dataset {name} needs --input=FILE_OR_FOLDER{hint}")
-        return [load_pydocs() if name == "pydocs" else load_shakespeare()]
+        origin = PROVIDED_DATASETS[name][1]
+        if callable(origin):
+            return [origin()]
+        address, subset = origin
     if address.startswith("hf:"):
         return load_hub(address, subset, split, text_key, settings.max_tokens)
+    if address.startswith(("http://", "https://")):
+        raise UserError(f"--input reads files: download {address}, and use the file's name")
     folder = dataset_folder(name)
     if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):
         raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
@@ -236,8 +232,8 @@ def check_folder(folder, corpus: Corpus, settings):
             raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
     if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
         raise UserError(f"{folder} has token files of a different program: {advice} them")
-    is_ours = meta.get("test_fraction")
-    if settings.test_fraction and not is_ours and test_path.exists():
+    is_users = test_path.exists() and not meta.get("test_fraction")
+    if settings.test_fraction and is_users:
         raise UserError(f"--test_fraction writes {test_path}, which exists: move it elsewhere")
 
 

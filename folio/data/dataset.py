@@ -3,8 +3,8 @@
 The .bin files hold little-endian token ids: uint16, as nanoGPT's do, or uint32 for more than 65,536
 ids. meta.json holds the format version, the tokenizer, the vocabulary size, the type of the ids,
 token counts, byte counts and CRC-32 of each split, the source of the text, and a CRC-32 of itself.
-A dataset with a test text also has test.txt. Complete files NAME.new replace the files NAME of an
-earlier dataset as soon as meta.json.new exists.
+A dataset with a test text also has test.txt. Each file is written as NAME.new. When meta.json.new
+exists, all are complete and replace those of an earlier dataset.
 nanoGPT's folders have a meta.pkl with the vocabulary size and usually the text of each token, or
 neither file if they hold GPT-2 tokens.
 """
@@ -29,6 +29,7 @@ from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer, ListTokenizer, To
 
 FORMAT = 1
 SPLITS = ("train", "val")
+FILES = ("train.bin", "val.bin", "test.txt", "meta.json")  # in the order in which they are replaced
 DATA_FOLDER = Path("data")
 MAX_CHECKED_TOKENS = 2**25  # of a larger split, only these and its size are checked
 
@@ -125,12 +126,6 @@ def load_tokenizer(name) -> Tokenizer:
     return _read_meta(dataset_folder(name))[1]
 
 
-def file_names(test_fraction):
-    """Returns the names of a dataset's files, in the order in which they are replaced."""
-    splits = [f"{split}.bin" for split in SPLITS]
-    return [*splits, "test.txt", "meta.json"] if test_fraction else [*splits, "meta.json"]
-
-
 def finish_replacement(folder):
     """Moves the files of a complete new dataset to their places. The caller holds the lock.
 
@@ -140,9 +135,11 @@ def finish_replacement(folder):
         old, new = (read_valid_meta(folder / name) for name in ("meta.json", "meta.json.new"))
         if not new:
             return
-        if old.get("test_fraction") and not new["test_fraction"]:
-            (folder / "test.txt").unlink(missing_ok=True)
-        for name in file_names(new["test_fraction"]):
+        if not new["test_fraction"]:  # test.txt.new is empty
+            (folder / "test.txt.new").unlink(missing_ok=True)
+            if old.get("test_fraction"):
+                (folder / "test.txt").unlink(missing_ok=True)
+        for name in FILES:
             with suppress(FileNotFoundError):  # it has been moved
                 os.replace(folder / f"{name}.new", folder / name)
 

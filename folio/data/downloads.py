@@ -10,6 +10,8 @@ import platform
 import re
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
 
 from folio.cli.errors import UserError, as_user_error, import_optional
 from folio.cli.files import lock_folder, write_atomically
@@ -19,19 +21,12 @@ from folio.data.sources import TABLE_SUFFIXES, Source
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
+SHAKESPEARE_BYTES = 1_115_394
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = (10, 30)  # to connect, and between received bytes
 
-HUB_DATASETS = {  # name: (address, subset)
-    "openwebtext": (
-        "hf:Skylion007/openwebtext@79d93d786212f7344586290adb811d4ae6a1762c",
-        "plain_text",
-    ),
-    "fineweb_edu": (
-        "hf:HuggingFaceFW/fineweb-edu@87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
-        "sample/10BT",
-    ),
-}
+OPENWEBTEXT = "hf:Skylion007/openwebtext@79d93d786212f7344586290adb811d4ae6a1762c"
+FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu@87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 
@@ -41,18 +36,35 @@ def load_shakespeare():
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
     if os.path.isfile(path):
         return Source(path)
-    import requests  # imported here because other datasets do not need it
-
     refusal = (
-        f"cannot download tiny Shakespeare: put {SHAKESPEARE_URL} at {path}, or use your own text "
+        f"cannot download tiny Shakespeare: save {SHAKESPEARE_URL} as {path}, or use your own text "
         "with --input=FILE --dataset=NAME, or --dataset=pydocs"
     )
-    with as_user_error(refusal, OSError):  # the type of all errors of requests
-        response = requests.get(SHAKESPEARE_URL, timeout=TIMEOUT_S)
-        response.raise_for_status()
-        if hashlib.sha256(response.content).hexdigest() != SHAKESPEARE_SHA256:
+    with as_user_error(refusal, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = _download(SHAKESPEARE_URL, SHAKESPEARE_BYTES)
+        if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
             raise OSError("wrong sha256")  # such as the page of a proxy
-    return _write(path, response.content)
+    return _write(path, content)
+
+
+def _download(url, size):
+    """Returns the bytes of a file of `size` bytes. Raises OSError with the cause in words."""
+    import requests  # imported here because other datasets do not need it
+
+    content = b""
+    try:
+        response = requests.get(url, timeout=TIMEOUT_S, stream=True)
+        if not response.ok:
+            raise OSError(f"HTTP {response.status_code}")
+        for part in response.iter_content(2**16):
+            content += part
+            if len(content) > size:
+                raise OSError(f"more than {size:,} bytes")
+    except requests.RequestException as error:
+        is_slow, host = "timed out" in str(error), urlsplit(url).hostname
+        raise OSError("timed out" if is_slow else f"no connection to {host}") from error
+    return content
 
 
 def load_pydocs():
@@ -157,8 +169,28 @@ def open_hub(name, others):
     Their messages name the fix. `others` are the packages that reading the files of `name` needs.
     """
     library = import_optional("huggingface_hub", name, others)
+    client = library.get_session()
+    client.event_hooks = client.event_hooks | {"response": [_check_hash]}
     try:
         yield library
     except Exception as error:  # the client, its HTTP library and the disk can raise anything
         message = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"cannot download {name}: {message}") from error
+
+
+def _check_hash(response):
+    """Raises OSError if a server names a path as a file's hash, because the client writes there."""
+    for header in ("x-linked-etag", "etag"):
+        name = response.headers.get(header, "").lstrip("W/").strip('"')
+        if ".." in name or os.path.isabs(name):
+            raise OSError(f"its server names {name!r} as the hash of a file: check HF_ENDPOINT")
+
+
+PROVIDED_DATASETS: dict[str, tuple[str, Any]] = {
+    # name: (default tokenizer, function that returns the Source, or address and subset on the hub)
+    "shakespeare_char": ("char", load_shakespeare),
+    "shakespeare": ("gpt2", load_shakespeare),
+    "pydocs": ("char", load_pydocs),
+    "openwebtext": ("gpt2", (OPENWEBTEXT, "plain_text")),
+    "fineweb_edu": ("gpt2", (FINEWEB_EDU, "sample/10BT")),
+}

@@ -12,7 +12,7 @@ import numpy as np
 from folio.cli.errors import UserError
 from folio.cli.files import write_atomically
 from folio.data.corpus import Corpus
-from folio.data.dataset import FORMAT, SPLITS, file_names, finish_replacement, meta_checksum
+from folio.data.dataset import FILES, FORMAT, SPLITS, finish_replacement, meta_checksum
 from folio.data.tokenizer import BLANK_LINE, Tokenizer
 
 MIN_BATCH_CHARACTERS = 2**19
@@ -29,8 +29,8 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
     splits = {split: {"tokens": 0, "bytes": 0, "crc32": 0} for split in SPLITS}
     encode = partial(encode_pieces, tokenizer, allow_special)
     batches = batch_pieces(piece for piece in corpus.read() if piece.split in SPLITS)
-    paths = [folder / f"{name}.new" for name in file_names(corpus.test_fraction)]
-    with write_atomically(*paths) as [train_file, val_file, *test_files, meta_file]:
+    paths = [folder / f"{name}.new" for name in FILES]
+    with write_atomically(*paths) as [train_file, val_file, test_file, meta_file]:
         files = {"train": train_file, "val": val_file}
         for encoded_splits in map_in_threads(encode, batches):
             for split, (ids, num_bytes) in encoded_splits.items():
@@ -58,8 +58,8 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
         }
         meta["crc32"] = meta_checksum(meta)
         meta_file.write(json.dumps(meta, indent=1).encode())
-        for file in test_files:
-            write_test(corpus, file)
+        if corpus.test_fraction:
+            write_test(corpus, test_file)
     finish_replacement(folder)
     return meta
 

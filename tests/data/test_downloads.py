@@ -30,21 +30,35 @@ def shakespeare(hub, folder, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(downloads, "SHAKESPEARE_URL", hub.url + path)
+    monkeypatch.setattr(downloads, "SHAKESPEARE_BYTES", len(CORPUS))
     monkeypatch.setattr(downloads, "SHAKESPEARE_SHA256", hashlib.sha256(CORPUS).hexdigest())
     return path
 
 
-@pytest.mark.parametrize("fault", ["404", "stalls", "wrong bytes"])
-def test_failed_downloads_are_explained_and_leave_no_files(fault, shakespeare, hub, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("404", "HTTP 404"),
+        ("stalls", "timed out"),
+        ("is away", "no connection to 127.0.0.1"),
+        ("wrong bytes", "wrong sha256"),
+        ("too long", "more than 108,000 bytes"),
+    ],
+)
+def test_failed_downloads_are_explained(fault, cause, shakespeare, hub, monkeypatch):
     monkeypatch.setattr(downloads, "TIMEOUT_S", (30, 0.3 if fault == "stalls" else 30))
-    hub.files = {} if fault == "404" else {"input.txt": CORPUS[::-1]}
+    bodies = {"wrong bytes": CORPUS[::-1], "too long": CORPUS * 2}
+    hub.files = {"input.txt": bodies[fault]} if fault in bodies else {}
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        if fault == "stalls":
+        if fault in ("stalls", "is away"):
             url = f"http://127.0.0.1:{silent.getsockname()[1]}/input.txt"
             monkeypatch.setattr(downloads, "SHAKESPEARE_URL", url)
+        if fault == "is away":
+            silent.close()
         message = tiny.error_of(prepare.main, [])
-    assert f"{downloads.SHAKESPEARE_URL} at data/shakespeare_char/input.txt" in message
-    assert not [*Path().rglob("*")]
+    assert f"save {downloads.SHAKESPEARE_URL} as data/shakespeare_char/input.txt" in message
+    assert message.endswith(f"({cause})")
+    assert [*Path().rglob("*")] == [Path("data"), Path("data/shakespeare_char")]
 
 
 def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes):
@@ -129,7 +143,7 @@ def test_a_dataset_of_the_hub(hub, folder):
     assert "(2 files)" in prepare_hub(*flags, "--max_tokens=300")
     assert not hub.downloads()  # they are in the cache
     prepare_hub("--dataset=openwebtext", "--max_tokens=300")
-    commit = downloads.HUB_DATASETS["openwebtext"][0].partition("@")[2]
+    commit = downloads.OPENWEBTEXT.partition("@")[2]
     path = f"/datasets/Skylion007/openwebtext/resolve/{commit}/{names[0]}"
     assert path in [path for _, path in hub.requests]
 
@@ -143,5 +157,8 @@ def test_a_hub_that_names_no_commit_or_a_wrong_size_is_refused(hub, folder):
     assert "train.csv has 18 bytes instead of 17: delete it" in hub.run(*command)
     hub.commit = "../../../../x"
     assert "cannot download hf:org/data: its server names '../.." in hub.run(*command)
-    hub.commit, hub.listed_bytes = COMMIT, 0
+    hub.commit, hub.listed_bytes, hub.etag = COMMIT, 0, "../../../../../x"
+    assert "its server names '../../../../../x' as the hash of a file: check" in hub.run(*command)
+    assert not [*folder.rglob("x")]
+    hub.etag = None
     assert "of org/data/train.csv" in hub.run(*command)

@@ -266,6 +266,12 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
     assert data.byte_lengths[data.val].sum() == 111_540
 
 
+def test_help_names_all_datasets(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert not set(downloads.PROVIDED_DATASETS) - set(re.findall(r"\w+", capsys.readouterr().out))
+
+
 # Settings
 
 
@@ -274,6 +280,7 @@ def test_shakespeare_has_the_sizes_of_nanogpts_datasets(name, sizes, request, mo
     [
         ("--input= --dataset=x", "there are no files"),
         ("--input=t/a.txt", "--dataset=a"),
+        ("--input=https://a.org/b.txt --dataset=x", "download https://a.org/b.txt, and use"),
         ("--input=hf:ORG/NAME@main", "--dataset=NAMEmain"),
         ("--dataset=x", "--input=FILE_OR_FOLDER"),
         ("--input=a --dataset=b --test_fraction=0.9", "leave no training text"),
