@@ -150,7 +150,7 @@ def main(argv=None):
     )
     if settings.test_fraction:
         command = f"python sample.py --out_dir=out-{name} --score={folder / 'test.txt'}"
-        print(f"test, {ends['test'] - ends['val']:,} characters: {command}")
+        print(f"test ({ends['test'] - ends['val']:,} of the characters): {command}")
     num_empty_rows = sum(len(source.empty_rows) for source in corpus.all_sources)
     if num_empty_rows:
         print(f"left out rows without text: {num_empty_rows:,}")

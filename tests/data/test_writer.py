@@ -157,7 +157,7 @@ def test_a_dataset_that_is_replaced_while_it_is_read_is_read_again(monkeypatch):
     assert state() == (TEXTS["new"], None)
 
 
-def test_a_second_process_is_refused_before_it_reads_the_text(monkeypatch):
+def test_a_second_process_is_refused_before_it_reads_the_text():
     write(TEXTS["old"])
     with lock_folder(FOLDER), pytest.raises(UserError, match="another process .* data/own"):
         write(TEXTS["new"])

@@ -87,7 +87,7 @@ def test_the_test_text_is_written_for_scores_only(capsys):
         main([*flags, *splits])
         out = capsys.readouterr().out
         score = "python sample.py --out_dir=out-own --score=data/own/test.txt\n"
-        assert f"70 training and 20 validation tokens\ntest, 10 characters: {score}" in out
+        assert f"70 training and 20 validation tokens\ntest (10 of the characters): {score}" in out
         assert "own: 100 characters of a.txt" in out
         assert (len(load_dataset("own").train), len(load_dataset("own").val)) == (70, 20)
         assert Path("data/own/test.txt").read_text() == "klmnopqrst"
