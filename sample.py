@@ -28,6 +28,7 @@ EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
     ("interactive", "stream", "json", "logprobs"),
     ("score", "stream"),
     ("score", "interactive", "copied"),
+    ("logprobs", "by_line"),
 )
 
 
@@ -48,6 +49,7 @@ class SampleConfig:
     )
     seed: int = setting(1337, "seed of each prompt's first text, then seed + 1", "[0, inf)")
     score: str | None = setting(None, "text file to score, or - for standard input")
+    by_line: bool = setting(False, "score each line of that file as a text of its own")
     allow_special: bool = setting(False, "encode <|endoftext|> in a text as the special token")
 
     temperature: float = setting(
@@ -96,7 +98,7 @@ from folio.hardware.device import resolve_device
 from folio.inference.completion import Completion
 from folio.inference.copied import find_copies, load_texts
 from folio.inference.generate import complete, max_batch_size
-from folio.inference.scoring import score_text
+from folio.inference.scoring import score_texts
 from folio.inference.trained_model import TrainedModel, load_trained
 from folio.pretrained.load import load_best
 
@@ -104,19 +106,23 @@ SEPARATOR = "---------------"
 
 
 def main(argv=None):
-    settings = load_settings(SampleConfig, argv, {"device": resolve_device})
-    stop_texts = parse_stop_texts(settings.stop)
-    prompts = read_prompts(settings)
-    text = None if settings.score is None else read_text(settings.score)
+    resolvers = {"device": resolve_device, "stop": parse_stop_texts}
+    settings = load_settings(SampleConfig, argv, resolvers)
+    prompts = [read_prompt(settings.start)]  # None is the tokenizer's default prompt
+    if settings.prompts is not None:
+        prompts = read_lines(settings.prompts)
+    scored = None
+    if settings.score is not None:
+        scored = read_lines(settings.score) if settings.by_line else [read_text(settings.score)]
     checkpoint = load_best(settings.init_from, settings.out_dir)
     splits = load_texts(checkpoint) if settings.copied else None
     trained = load_model(checkpoint, settings, len(prompts))
-    if text is not None:
-        print_score(trained, text, settings)
+    if scored:
+        print_scores(trained, scored, settings)
     elif settings.interactive:
-        converse(trained, stop_texts, settings)
+        converse(trained, settings)
     else:
-        texts = print_samples(trained, prompts, stop_texts, settings)
+        texts = print_samples(trained, prompts, settings)
         if splits:
             print_copies(texts, *splits)
 
@@ -137,9 +143,9 @@ def load_model(checkpoint: Checkpoint, settings, num_prompts) -> TrainedModel:
 # Samples
 
 
-def print_samples(trained: TrainedModel, prompts, stop_texts, settings):
+def print_samples(trained: TrainedModel, prompts, settings):
     """Continues each prompt num_samples times, in batches. Returns the texts without prompts."""
-    completions = make_completions(trained.tokenizer, prompts, stop_texts, settings)
+    completions = make_completions(trained.tokenizer, prompts, settings)
     size = 1 if settings.stream else max_batch_size(trained.model.config, settings.device)
     start, first_token_s, tokens, texts = time.monotonic(), None, 0, []
     while batch := list(islice(completions, size)):
@@ -162,13 +168,13 @@ def print_samples(trained: TrainedModel, prompts, stop_texts, settings):
     return texts
 
 
-def make_completions(tokenizer: Tokenizer, prompts, stop_texts, settings):
+def make_completions(tokenizer: Tokenizer, prompts, settings):
     """Yields num_samples empty completions per prompt, with consecutive seeds."""
     prompts = [prompt or tokenizer.start for prompt in prompts]
     encoded = [tokenizer.encode_prompt(prompt, settings.allow_special) for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         for number in range(settings.num_samples):
-            yield Completion(prompt, ids, settings.seed + number, tokenizer, stop_texts)
+            yield Completion(prompt, ids, settings.seed + number, tokenizer, settings.stop)
 
 
 def print_completion(completion: Completion, settings):
@@ -207,7 +213,7 @@ def print_copies(texts, training_text, val_text):
 # Other modes
 
 
-def converse(trained: TrainedModel, stop_texts, settings):
+def converse(trained: TrainedModel, settings):
     """Reads prompts and continues each; an empty prompt continues the text. Ctrl-C ends a text."""
     with suppress(ImportError):  # not available on Windows
         import readline  # noqa: F401, gives input() a history
@@ -218,7 +224,7 @@ def converse(trained: TrainedModel, stop_texts, settings):
         try:
             prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
             ids = tokenizer.encode_prompt(prompt, settings.allow_special)
-            completion = Completion("", ids, seed, tokenizer, stop_texts)  # prints no prompt
+            completion = Completion("", ids, seed, tokenizer, settings.stop)  # prints no prompt
             text, seed = prompt, seed + 1
             for _ in complete(trained, [completion], settings, stream=True):
                 print(completion.new_text(), end="", flush=True)
@@ -235,30 +241,36 @@ def converse(trained: TrainedModel, stop_texts, settings):
             return
 
 
-def print_score(trained: TrainedModel, text, settings):
-    """Prints the loss, perplexity and bits per byte of a text; with --logprobs, also its tokens."""
-    stride, allow_special = settings.context_stride, settings.allow_special
-    ids, logprobs, totals = score_text(trained, text, stride, allow_special)
+def print_scores(trained: TrainedModel, texts, settings):
+    """Prints the loss, perplexity and bits per byte of texts, a file or its lines.
+
+    With --by_line or --logprobs, each line's or token's is on stdout, and that of all on stderr.
+    """
+    tokenizer, end = trained.tokenizer, []
+    if settings.by_line:  # each is scored with its end, and begins after another one's
+        end = tokenizer.encode_prompt(tokenizer.start and "\n")
+    encoded = [tokenizer.encode(text, settings.allow_special).tolist() for text in texts]
+    encoded = [end + ids + end for ids in encoded]
+    losses, [*rows, totals] = score_texts(trained, encoded, settings.context_stride)
+    if settings.by_line:
+        for text, row in zip(texts, rows, strict=True):
+            values = json.dumps({"text": text} | row, ensure_ascii=False)
+            print(values if settings.json else f"{row['loss']:.4f}\t{text}")
     if settings.logprobs:
-        print_tokens(map(trained.tokenizer.decoder(), ids), logprobs)
+        print_tokens(map(tokenizer.decoder(), encoded[0]), [None, *(-losses[0]).tolist()])
     line = f"{settings.score}: loss {totals['loss']:.4f}, perplexity {totals['perplexity']:.5g}, "
     line += f"bits per byte {totals['bits_per_byte']:.4f}, over {totals['tokens']:,} tokens"
     if settings.json:
         line = json.dumps(totals)
-    print(line, file=sys.stderr if settings.logprobs else sys.stdout)
+    print(line, file=sys.stderr if settings.logprobs or settings.by_line else sys.stdout)
 
 
-def read_prompts(settings):
-    """Returns the list of prompts; None is the tokenizer's default prompt.
-
-    Raises UserError if a prompt or file is empty or unreadable.
-    """
-    if settings.prompts is None:
-        return [read_prompt(settings.start)]
-    prompts = [line for line in read_text(settings.prompts).split("\n") if line]
-    if not prompts:
-        raise UserError(f"{settings.prompts} contains no prompt")
-    return prompts
+def read_lines(path):
+    """Returns the lines of a file that are not empty. Raises UserError if there is none."""
+    lines = [line for line in read_text(path).split("\n") if line]
+    if not lines:
+        raise UserError(f"{'standard input' if path == '-' else path} has no line with text")
+    return lines
 
 
 def parse_stop_texts(stop):

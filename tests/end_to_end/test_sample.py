@@ -47,6 +47,16 @@ def objects(capsys, *flags):
     return [json.loads(line) for line in stdout_of(capsys, "--json", *flags).splitlines()]
 
 
+def line_scores(capsys, *flags):
+    """Returns the objects of --score --by_line, of which the last, of all lines, is on stderr."""
+    capsys.readouterr()
+    sample.main([*QUICK, "--json", "--by_line", *flags])
+    captured = capsys.readouterr()
+    return [
+        json.loads(line) for line in [*captured.out.splitlines(), captured.err.splitlines()[-1]]
+    ]
+
+
 def set_stdin(monkeypatch, content):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
@@ -176,6 +186,31 @@ def test_a_score_is_printed_as_tokens_a_json_object_or_a_line(capsys, monkeypatc
     assert -sum(map(float, logprobs[1:])) / 14 == pytest.approx(totals["loss"], abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_lines_are_scored_alone_with_their_ends(capsys, kind):
+    end = "\n"
+    if kind == "bpe":
+        rows = [json.dumps({"text": line}) + "\n" for line in tiny.VERSE.splitlines() * 80]
+        Path("v.jsonl").write_text("".join(rows))
+        prepare.main(["--input=v.jsonl", "--dataset=verse", "--tokenizer=bpe"])
+        train.main(tiny.flags(max_iters=3, overwrite=True))
+        end = "<|endoftext|>"
+    lines = ["thee to", "Shall I compare thee", "thee to"]
+    Path("lines.txt").write_text("\n".join(lines) + "\n\n")
+    *rows, totals = line_scores(capsys, "--score=lines.txt")
+    assert [row.pop("text") for row in rows] == lines
+    assert rows[0] == rows[2]
+    for line, row in zip(lines[:2], rows, strict=False):
+        Path("line.txt").write_text(f"{end}{line}{end}")
+        (expected,) = objects(capsys, "--score=line.txt", "--allow_special")
+        assert row == pytest.approx(expected, abs=1e-5)
+    count = sum(row["tokens"] for row in rows)
+    loss = sum(row["tokens"] * row["loss"] for row in rows) / count
+    assert (totals["tokens"], totals["loss"]) == (count, pytest.approx(loss))
+    table = stdout_of(capsys, "--score=lines.txt", "--by_line").splitlines()
+    assert table[1] == f"{rows[1]['loss']:.4f}\t{lines[1]}"
+
+
 def test_a_bpe_model_needs_no_dataset(capsys, monkeypatch):
     Path("verse.txt").write_text(tiny.VERSE * 40, encoding="utf-8")
     prepare.main(["--input=verse.txt", "--dataset=verse", "--tokenizer=bpe"])
@@ -258,7 +293,10 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, interrupt):
         ("--start=artü", r"'ü' \(U\+00FC\)"),
         ("--start=FILE:missing.txt", "missing.txt"),
         ("--start=-", "standard input is not UTF-8 text.* 0xff in position 2"),
-        ("--prompts=empty.txt", "empty.txt contains no prompt"),
+        ("--prompts=empty.txt", "empty.txt has no line with text"),
+        ("--prompts=-", "standard input has no line with text"),
+        ("--score=empty.txt --by_line", "empty.txt has no line with text"),
+        ("--score=empty.txt --by_line --logprobs", "--logprobs and --by_line cannot be combined"),
         ("--out_dir=nowhere", "nowhere/ckpt.pt; available: out"),
         ("--out_dir=nowhere --score=nope", "nope"),  # before a model is loaded
         ('--stop=["a",1]', "--stop="),
@@ -268,6 +306,6 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, interrupt):
 )
 def test_error_names_the_flag_or_file(monkeypatch, flags, message):
     Path("empty.txt").write_text("\n\n", encoding="utf-8")
-    set_stdin(monkeypatch, b"ab\xff")
+    set_stdin(monkeypatch, b"" if flags == "--prompts=-" else b"ab\xff")
     with pytest.raises(UserError, match=message):
         sample.main([*QUICK, *flags.split()])

@@ -11,7 +11,7 @@ from folio.inference import scoring
 from folio.inference.completion import Completion
 from folio.inference.generate import complete, stride_of
 from folio.inference.sampling import SamplingParams
-from folio.inference.scoring import score_text, token_nll
+from folio.inference.scoring import score_texts, token_nll
 
 
 @pytest.fixture(params=["exact", "padded"])
@@ -51,8 +51,11 @@ def test_each_token_is_scored_in_the_first_window_that_contains_it(length, strid
     model = tiny.random_model()
     size = model.config.block_size
     ids = tiny.random_ids(model, rows=1, length=length)[0]
-    losses = token_nll(model, ids, stride)
+    texts = [ids.tolist(), [5, 6], ids.tolist()[-12:]]  # also of other lengths, in the same pass
+    losses, *others = token_nll(model, texts, stride)
     assert losses.shape == (length - 1,)
+    for other, text in zip(others, texts[1:], strict=True):
+        assert torch.allclose(other, token_nll(model, [text], stride)[0], atol=1e-5)
     step = min(stride, size, length - 1)
     start = 0
     for index in range(1, length):
@@ -69,7 +72,7 @@ def test_score_is_the_mean_loss_of_the_model(trained):
     ids = torch.from_numpy(trained.tokenizer.encode("9 letters").astype("int64"))
     logits = trained.model.logits(ids[None, :-1])[0, :, :37]
     loss = torch.nn.functional.cross_entropy(logits, ids[1:]).item()
-    *_, totals = score_text(trained, "9 letters")
+    _, [totals, _] = score_texts(trained, [ids.tolist()])
     assert totals == {
         "tokens": 8,
         "loss": pytest.approx(loss),
@@ -80,17 +83,18 @@ def test_score_is_the_mean_loss_of_the_model(trained):
 
 def test_bits_per_byte_exclude_the_first_token_and_end_of_text_tokens(trained, gpt2_of_bytes):
     trained.model = tiny.random_model(vocab_size=257)
-    trained.tokenizer, text = gpt2_of_bytes, "a<|endoftext|>bc"
-    *_, totals = score_text(trained, text)
-    assert totals["tokens"] == 15
-    *_, totals = score_text(trained, text, allow_special=True)
-    assert totals["tokens"] == 3
-    assert totals["bits_per_byte"] == pytest.approx(3 * totals["loss"] / math.log(2) / 2)
+    trained.tokenizer = gpt2_of_bytes
+    ids = gpt2_of_bytes.encode("a<|endoftext|>bc", allow_special=True).tolist()
+    _, [first, second, totals] = score_texts(trained, [ids, [*b"xyz"]])
+    assert (first["tokens"], second["tokens"], totals["tokens"]) == (3, 2, 5)
+    assert first["bits_per_byte"] == pytest.approx(3 * first["loss"] / math.log(2) / 2)
+    assert totals["loss"] == pytest.approx((3 * first["loss"] + 2 * second["loss"]) / 5)
+    assert totals["bits_per_byte"] == pytest.approx(5 * totals["loss"] / math.log(2) / 4)
     with pytest.raises(UserError, match="tokens of the text: 2"):
-        score_text(trained, "a<|endoftext|>", allow_special=True)
+        score_texts(trained, [ids, ids[:2]])
 
 
 def test_output_that_is_not_finite_is_a_user_error(trained):
     trained.model.transformer.ln_f.weight.data.fill_(math.inf)
     with pytest.raises(UserError, match="not finite.*--dtype=float32"):
-        score_text(trained, "abc")
+        score_texts(trained, [[1, 2, 3]])
