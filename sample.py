@@ -44,6 +44,8 @@ class SampleConfig:
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
     max_new_tokens: int = setting(500, "maximum number of tokens added to each prompt", "[1, inf)")
+    min_new_tokens: int = setting(0, "tokens before which the end token cannot come", "[0, inf)")
+    ignore_end: bool = setting(False, "the end token never comes; texts have max_new_tokens")
     stop: str | None = setting(
         None, r"end a text at this string (\n, \t: newline, tab), or any of a JSON list"
     )

@@ -41,6 +41,7 @@ def complete(trained: TrainedModel, completions, params, stream=False):
         params,
         trained.tokenizer.vocab_size,
         step_accelerator(trained.machine),
+        trained.tokenizer.end,
     )
     # The layers of the model can be packed, and most parameters of n-grams take no multiplication.
     products = empty_model(trained.model.config, "meta").flops_per_token() / 6
@@ -65,7 +66,7 @@ def complete(trained: TrainedModel, completions, params, stream=False):
 
 
 @torch.inference_mode()
-def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=None):
+def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=None, end=None):
     """Yields the next token of each text, step by step: ids (B,) int64, log-probabilities (B,).
 
     The model sees at most the last block_size tokens of each text. When the context of a row is
@@ -78,6 +79,7 @@ def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=Non
         seeds: for each text an int.
         vocab_size: only smaller ids are drawn, for models with a padded vocabulary.
         accelerate: accelerate(step, *arguments) returns a faster step.
+        end: id of the end-of-text token, or None.
     """
     vocab_size, device = vocab_size or model.config.vocab_size, model.transformer.wte.weight.device
     context = Context(model, prompts, params, fixed_shapes=accelerate is not None)
@@ -85,15 +87,20 @@ def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=Non
     if params.repetition_penalty != 1:
         present = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
         for row, prompt in zip(present, prompts, strict=True):
-            row[prompt] = True
+            row[[token for token in prompt if token != end]] = True
+    banned = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    min_tokens = params.max_new_tokens if params.ignore_end else params.min_new_tokens
 
     def step(tail, position, uniform):
         logits = context.decode_one(tail, position)[:, :vocab_size].float()
-        ids = sample_next(logits, uniform, params, present)
+        allowed = logits.masked_fill(banned, -torch.inf)
+        ids = sample_next(allowed, uniform, params, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
     fast_step = None
-    for uniform in islice(uniforms(seeds, device), params.max_new_tokens):
+    for count, uniform in enumerate(islice(uniforms(seeds, device), params.max_new_tokens)):
+        if end is not None:
+            banned[end] = count < min_tokens
         context.prefill()  # in the first step, and when contexts have dropped tokens
         tail, position = context.newest()
         if accelerate and not fast_step:

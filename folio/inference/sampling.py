@@ -22,6 +22,8 @@ class SamplingParams:
     min_p: float = 0.0  # keep tokens with at least this fraction of the highest probability
     repetition_penalty: float = 1.0  # above 1 lowers the logits of tokens that already occur
     max_new_tokens: int = 500  # per text
+    min_new_tokens: int = 0  # the end-of-text token cannot be drawn before
+    ignore_end: bool = False  # it is never drawn
     context_stride: int | None = None  # see stride_of in folio/inference/generate.py
 
 

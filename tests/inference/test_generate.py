@@ -77,17 +77,34 @@ def test_many_prompts_are_read_in_several_passes():
     assert generate_cached(model, prompts * 1000, 5) == expected * 1000  # > 2^14 tokens
 
 
-def test_repetition_penalty_applies_to_tokens_beyond_the_context():
+@pytest.mark.parametrize(
+    ("changes", "excluded"), [({}, 0), ({"min_new_tokens": 4}, 4), ({"ignore_end": True}, 12)]
+)
+def test_the_end_token_is_excluded_from_the_first_tokens(changes, excluded):
     model, text = random_model(), [1, 2, 3]
-    params = SamplingParams(temperature=0.0, repetition_penalty=1.3)
-    ids = generate_cached(model, [text], 30, params)[0]
-    assert ids != generate_cached(model, [text], 30)[0]
-    for token in ids:
+    end = last_logits(model, text).argmax()  # the first token without the settings
+    params = replace(GREEDY, **changes)
+    for number, token in enumerate(generate_cached(model, [text], 12, params, end=end)[0]):
         logits = last_logits(model, text[-model.config.block_size :])
-        for seen in set(text):
-            logits[seen] = logits[seen] / 1.3 if logits[seen] > 0 else logits[seen] * 1.3
+        if number < excluded:
+            logits[end] = -torch.inf
         assert token == logits.argmax()
         text.append(token)
+
+
+def test_repetition_penalty_applies_to_tokens_beyond_the_context_but_not_to_the_end_token():
+    model, text, seen = random_model(), [0, 1, 2, 3], {1, 2, 3}
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    ids = generate_cached(model, [text], 30, params, end=0)[0]
+    assert ids != generate_cached(model, [text], 30)[0]
+    assert ids != generate_cached(model, [text], 30, params)[0]
+    for token in ids:
+        logits = last_logits(model, text[-model.config.block_size :])
+        for old in seen:
+            logits[old] = logits[old] / 1.3 if logits[old] > 0 else logits[old] * 1.3
+        assert token == logits.argmax()
+        text.append(token)
+        seen.add(token)
 
 
 @pytest.mark.slow
