@@ -99,6 +99,8 @@ def lock_folder(folder, timeout_s=0):
 
 def read_text(name):
     """Returns the text of a UTF-8 file, without a byte order mark. "-" is standard input."""
+    if not name:
+        raise UserError("the name of the file to read is empty")
     source = "standard input" if name == "-" else name
     check_lfs(name)
     with os_errors("read", source):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType
 
 from folio import __version__
-from folio.cli.errors import UserError, as_user_error, script_name, suggest
+from folio.cli.errors import UserError, script_name, suggest
 
 ROOT = Path(__file__).parents[2]  # the repository's root folder
 LITERALS = {bool: [True, False], NoneType: [None]}  # the values of these types
@@ -138,6 +138,8 @@ def _parse_flag(settings_class, argument, remaining):
     name, equals, text = argument[2:].partition("=")
     if name not in fields:
         hint = suggest(name, fields, "; --help lists the settings")
+        if name == "config":
+            hint = f"; config files are named without a flag: {script_name()} {text or 'FILE'}"
         raise UserError(f"unknown setting --{name}{hint}")
     field = fields[name]
     if not equals:
@@ -164,9 +166,10 @@ def _find_config_file(argument, settings_class):
         hint = f"; did you mean --{name}={argument}?"
     else:
         paths = sorted((ROOT / "config").rglob("[!_]*.py"))
-        presets = [path.relative_to(ROOT).as_posix() for path in paths]
+        known = [path.relative_to(ROOT).as_posix() for path in paths]
+        known += map(str, Path(argument).parent.glob("*.py"))
         rule = "; ls config lists presets, which end with .py; values with spaces need quotes"
-        hint = suggest(argument, presets, rule)
+        hint = suggest(argument, known, rule)
     raise UserError(f"there is no config file {argument}{hint}")
 
 
@@ -196,8 +199,8 @@ def check_value(field, value, label):
         value = float(value)
     if not (type(value) in options or repr(value) in map(repr, options)):  # 1 == True
         raise UserError(f"{label} must be {_type_name(field)}, not {reprlib.repr(value)}")
-    with as_user_error(f"{label} is not UTF-8 text", UnicodeEncodeError):
-        str(value).encode()  # fails for bytes of a command line in another encoding
+    if any("\ud800" <= character <= "\udfff" for character in str(value)):  # bytes of a shell
+        raise UserError(f"{label} is not UTF-8 text: set the encoding of the terminal to UTF-8")
     bounds = field.metadata["bounds"]
     if bounds and value is not None and not _is_within(value, bounds):
         raise UserError(f"{label} must be in {bounds}, not {value}")

@@ -155,12 +155,15 @@ def test_an_error_in_a_config_file_names_the_file(text, message):
         ("steps=5", ["steps=5", "--name=value"]),
         ("folder", ["folder", "--out_dir=folder?"]),
         ("config/shakespear_char.py", ["config/shakespear_char.py", "config/shakespeare_char.py?"]),
+        ("my_confg.py", ["there is no config file my_confg.py; did you mean my_config.py?"]),
+        ("--config=a.py", ["config files are named without a flag: ", " a.py"]),
         ("x" * 300, ["x" * 300, "ls config"]),
         ("config/shakespeare_char.py", ["out_dir"]),  # a file that exists, for train.py
     ],
 )
 def test_an_invalid_argument_is_an_error_with_a_hint(argument, names):
     Path("folder").mkdir()
+    Path("my_config.py").touch()
     message = error_of(argument)
     assert all(name in message for name in names)
 

@@ -86,11 +86,11 @@ def test_name_must_be_a_plain_folder_name(name):
 def test_error_for_a_missing_dataset_says_how_to_prepare_it_and_names_others():
     message = error_of(load_dataset, "own")
     assert message.startswith("data/own/train.bin is missing")
-    assert f"; {Path('data').resolve()} has no other dataset; choose one with" in message
+    assert message.endswith(f"own text); {Path('data').resolve()} has no other dataset")
     assert "--dataset=own" in message
     write_text()
-    assert "; did you mean own?; choose " in error_of(load_dataset, "ovn")
-    assert "data has own; choose " in error_of(load_dataset, "other")
+    assert error_of(load_dataset, "ovn").endswith("; did you mean own?")
+    assert error_of(load_dataset, "other").endswith("data has own")
     load_preset = partial(load_settings, train.TrainConfig)  # of a preset that reads its size
     assert "data/ovn/train.bin" in error_of(load_preset, ["--dataset=ovn", "config/own_text.py"])
     Path("data/own/val.bin").unlink()

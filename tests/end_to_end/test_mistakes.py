@@ -79,7 +79,8 @@ MISTAKES = [
     (None, [*SAMPLE, "--interactive", "--json"], "cannot be combined"),
     (None, [*SAMPLE, "--score=a", "--stream"], "cannot be combined"),
     (None, [*SAMPLE, "--start=artü"], "'ü' (U+00FC)"),
-    (None, [*SAMPLE, "--start=\udcff"], "--start is not UTF-8"),
+    (None, [*SAMPLE, "--start=\udcff"], "--start is not UTF-8 text: set"),
+    (None, [*SAMPLE, "--start=FILE:"], "the name of the file to read is empty"),
     (None, [*SAMPLE, "--init_from=scratch"], "init_from=scratch"),
     (lambda: put("hf/config.json", "[]"), [*SAMPLE, "--init_from=hf"], "hf/config.json"),
     # Checkpoints, which all scripts read with the same function
