@@ -45,8 +45,9 @@ def read_pretrained(folder) -> Checkpoint:
     for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
     config = match_head(config, weights)
-    if config.tie_weights and EMBEDDING_WEIGHT in weights:
-        weights[HEAD_WEIGHT] = weights[EMBEDDING_WEIGHT]
+    shared = weights.get(EMBEDDING_WEIGHT, weights.get(HEAD_WEIGHT))
+    if config.tie_weights and shared is not None:  # files may have either
+        weights |= {EMBEDDING_WEIGHT: shared, HEAD_WEIGHT: shared}
     return Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
 
 

@@ -16,7 +16,7 @@ from folio.checkpoint.format import build_model
 from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
 from folio.data.tokenizer import BPETokenizer, ByteTokenizer
-from folio.pretrained.architectures import GPT2, Qwen3
+from folio.pretrained.architectures import ARCHITECTURES, GPT2, Qwen3
 from folio.pretrained.huggingface import (
     CONFIG_FILE,
     EMBEDDING_WEIGHT,
@@ -120,6 +120,17 @@ def test_names_in_older_files_are_known():
     older |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.1.attn.masked_bias": torch.tensor([-1e4])}
     save_file(older | {HEAD_WEIGHT: before[EMBEDDING_WEIGHT].clone()}, path / WEIGHTS_FILE)
     assert tiny.equal(read_pretrained(path).weights, before)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+def test_a_file_has_either_of_two_tied_weights(architecture):
+    model = tiny.random_model(**(tiny.QWEN3 if architecture.model_type == "qwen3" else {}))
+    tiny.export(model, ByteTokenizer(), "ours", architecture)
+    path = Path("ours", WEIGHTS_FILE)
+    tensors, shared = load_file(path), model.state_dict()[EMBEDDING_WEIGHT]
+    tensors = {name: tensor for name, tensor in tensors.items() if not torch.equal(tensor, shared)}
+    save_file(tensors | architecture.to_tensors({HEAD_WEIGHT: shared}, model.config), path)
+    assert tiny.equal(build_model(read_pretrained("ours")).state_dict(), model.state_dict())
 
 
 def test_an_own_head_is_read_whatever_the_config_says():
