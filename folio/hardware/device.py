@@ -178,8 +178,9 @@ class ThreadTuner:
         if threads > 1 and share < MIN_CORES_SHARE:
             fewer = max(1, threads // 2, int(share * threads))
             torch.set_num_threads(fewer)
+            if now >= self.retry_at:  # more threads have been tried in vain
+                self.retry_s = min(2 * self.retry_s, CORES_RETRY_S[1])
             self.retry_at = now + self.retry_s
-            self.retry_s = min(2 * self.retry_s, CORES_RETRY_S[1])
             if fewer < self.reported:
                 self.reported = fewer
                 used = f"{fewer} of {self.most} threads"
