@@ -25,6 +25,8 @@ MEMORY_ADVICE = (
 def load_start(settings) -> Checkpoint | None:
     """Returns the Checkpoint that a run continues or starts from; None for random weights."""
     if settings.init_from == "scratch":
+        if settings.eval_only:
+            print("random weights are evaluated; for a trained model, add --init_from=resume")
         return None
     if settings.init_from in RESUME_NAMES:
         return RunDir(settings.out_dir).load_newest(required=settings.init_from == "resume")
@@ -106,7 +108,7 @@ def choose_machine(settings, config: GPTConfig, world: World) -> Machine:
     device, step_flops = world.device or settings.device, graph_flops(shape, settings, world)
     machine = set_up_machine(device, settings.dtype, settings.compile, step_flops)
     check_parallel(settings, machine, world)
-    check_memory(shape, settings, world)
+    check_memory(shape, settings, machine, world)
     return machine
 
 
@@ -135,16 +137,22 @@ def check_parallel(settings, machine: Machine, world: World):
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 
 
-def check_memory(model, settings, world):
-    """Raises UserError if weights, gradients and moments exceed the memory of one device."""
-    available = memory_bytes(settings.device)
+def check_memory(model, settings, machine: Machine, world):
+    """Raises UserError if the least that steps need exceeds the memory of one device."""
+    available = memory_bytes(machine.device)
     is_sharded = settings.parallel == "fsdp" and world.is_launched
     if not available or settings.eval_only or is_sharded:
         return
-    values = 3 if settings.optimizer == "muon" else 4  # Muon has one moment, AdamW two
-    needed = 4 * values * model.num_params()
+    config, tokens = model.config, settings.batch_size * settings.block_size
+    # At least the input of a block, query, key, value, result of attention and 4 C hidden values.
+    per_block = config.n_embd * (1 if settings.activation_checkpointing else 9)
+    values = tokens * (config.vocab_size + config.n_layer * per_block)
+    activations, weights = values * machine.torch_dtype.itemsize, 4 * model.num_params()
+    copies = 2 if settings.optimizer == "muon" else 3  # with one moment; AdamW has two
+    needed = copies * weights + max(weights, activations)  # which gradients replace
     if needed > available:
+        advice = MEMORY_ADVICE if activations > weights else "decrease --n_layer or --n_embd"
         raise UserError(
-            f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {settings.device} "
-            f"has {available / 2**30:,.1f} GiB: decrease --n_layer or --n_embd"
+            f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {machine.device} "
+            f"has {available / 2**30:,.1f} GiB: {advice}"
         )
