@@ -68,7 +68,7 @@ class RunLog:
             self._report_changes(run.resumed)
         for line in hints(run):
             self.say(line)
-        if run.progress.is_finished(settings):
+        if run.progress.is_finished(settings) or run.progress.step >= settings.max_iters:
             advice = f"to train longer, increase {self._limit()}"
             self.say(f"finished at step {run.progress.step}; {advice}")
 
@@ -254,7 +254,9 @@ def advice_on(evaluations, settings, epochs):
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
     if epochs < MANY_PASSES and fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
-        names = ("minutes", "max_iters", "lr_decay_iters")
+        names = ["minutes", "max_iters", "lr_decay_iters"]
+        if settings.minutes and last["step"] < settings.max_iters:  # the time has ended the run
+            names = ["minutes"]
         changes = {name: 2 * getattr(settings, name) for name in names if getattr(settings, name)}
         return f"{text}; longer training would help most", changes
     if epochs >= MANY_PASSES and train_fall - fall > MAX_GAP_GROWTH_NATS:

@@ -209,6 +209,15 @@ def test_settings_may_change_and_changes_are_logged_once(verse, capsys):
     assert tiny.log_events()[-1]["tokens"] == 3 * 4 * 8 + 3 * 2 * 8
 
 
+def test_a_run_beyond_the_new_max_iters_is_evaluated_and_ends(verse, capsys):
+    train.main(tiny.flags(stop_at=5))
+    train.main(tiny.flags(init_from="resume", max_iters=4))
+    assert (
+        "\nfinished at step 5; to train longer, increase --max_iters\n" in capsys.readouterr().out
+    )
+    assert (tiny.log_events()[-1]["step"], tiny.log_events()[-1]["event"]) == (5, "val")
+
+
 def test_every_difference_is_named_and_nothing_is_written(verse):
     train.main(tiny.flags(max_iters=3))
     before = tiny.contents("out")

@@ -115,11 +115,13 @@ def test_eval_only_prints_the_loss_and_writes_nothing(verse, folder, capsys):
     train.main(tiny.flags(eval_only=True))
     out = capsys.readouterr().out
     assert "step 0: train loss" in out
+    assert "\nrandom weights are evaluated; for a trained model, add --init_from=resume\n" in out
     assert "parameters, from random weights\n" in out
     assert not (folder / "out").exists()
-    train.main(tiny.flags(max_iters=3))
+    train.main(tiny.flags(max_iters=1))
+    assert "; 1 step of 32 tokens\n" in capsys.readouterr().out
     train.main(tiny.flags(init_from="auto", eval_only=True))
-    assert "parameters, from out/last.pt: step 3\n" in capsys.readouterr().out
+    assert "parameters, from out/last.pt: step 1\n" in capsys.readouterr().out
 
 
 # nanoGPT's files
