@@ -81,7 +81,8 @@ _tokens_per_step = gradient_accumulation_steps * batch_size * block_size
 eval_interval = max(1, round(_passes * _train_tokens / _tokens_per_step / _evaluations))
 max_iters = _evaluations * eval_interval
 if _vocab_size > 10_000 or _data.train_bytes > 2e6:  # not all steps may fit into the time
-    eval_iters = max(40_000, 4 * _tokens_per_step) // (batch_size * block_size)
+    _eval_tokens = min(max(40_000, 4 * _tokens_per_step), _passes_in_time * _train_tokens / 10)
+    eval_iters = max(1, int(_eval_tokens / (batch_size * block_size)))
 
 # A resumed run keeps its settings, because the speed would be measured differently.
 _events = RunDir(out_dir).read_events() if init_from in ("resume", "auto") else []

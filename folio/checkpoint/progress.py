@@ -17,6 +17,7 @@ class Progress:
     evaluations_since_best: int = 0
     elapsed_s: float = 0.0  # wall time of the earlier processes of the run
     val_windows: int = 0  # of the last evaluation; 0: unknown
+    steps_in_time: float = math.inf  # that fit into --minutes, estimated when the run began
 
     def add_step(self, tokens):
         self.step += 1

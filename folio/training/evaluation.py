@@ -9,7 +9,8 @@ import math
 import numpy as np
 import torch
 
-# Batches of an evaluation, as a share of the training batches between two evaluations.
+# Batches of an evaluation, as a share of the training batches between two evaluations, or of those
+# that fit into --minutes if they are fewer.
 TRAIN_SHARE = 1 / 20
 VAL_SHARE = 1 / 10
 FINAL_VAL_SHARE = 1 / 5  # as a share of all training batches of the run
@@ -18,6 +19,7 @@ FINAL_VAL_SHARE = 1 / 5  # as a share of all training batches of the run
 # the time of training, and the final one at most 7% more.
 FORWARD_SHARE = 1 / 3
 MAX_TIME_SHARE = 1 / 10  # with --minutes: evaluations that would take more are left out
+EXPECTED_MFU = 1 / 4  # of training, before a step is measured
 MAX_ENDING_SHARE = 1 / 4  # of --minutes, for the evaluations at the end
 
 
@@ -103,8 +105,9 @@ def count_windows(run, split, final=False):
     settings = run.settings
     batches = settings.eval_iters
     if not batches:
-        interval = settings.eval_interval * settings.gradient_accumulation_steps
-        batches = interval * (VAL_SHARE if split == "val" else TRAIN_SHARE)
+        interval = min(settings.eval_interval, run.progress.steps_in_time)
+        batches = interval * settings.gradient_accumulation_steps
+        batches *= VAL_SHARE if split == "val" else TRAIN_SHARE
         if final and split == "val":
             steps = settings.max_iters if settings.eval_only else run.progress.step
             trained = steps * settings.gradient_accumulation_steps

@@ -20,7 +20,7 @@ from folio.data.batches import dropout_seed
 from folio.data.dataset import Dataset
 from folio.distributed.world import World, full_tensor, gather_on_cpu
 from folio.hardware.device import Machine, ThreadTuner
-from folio.training.evaluation import MAX_ENDING_SHARE, evaluation_cost
+from folio.training.evaluation import EXPECTED_MFU, MAX_ENDING_SHARE, evaluation_cost
 from folio.training.run_log import RunLog
 from model import GPT
 
@@ -96,6 +96,9 @@ class Run:
         self.thread_tuner = ThreadTuner(self.machine)
         self.graph = None  # a CudaGraph of update_weights, which train_step makes
         self.stop_signal = process.StopSignal("stopping after this micro-batch")
+        if self.settings.minutes and not self.resumed:
+            steps = EXPECTED_MFU * 60 * self.settings.minutes / self.peak_step_s()
+            self.progress.steps_in_time = self.world.all_gather_object(steps)[0]  # rank 0's
         if self.resumed:
             self._reopen_schedule(self.resumed.settings.get("minutes"))
             if not self.settings.always_save_checkpoint and self.progress.best_step >= 0:
@@ -152,6 +155,11 @@ class Run:
         part = self.timer.elapsed_s() / (budget_s - min(ending_s, MAX_ENDING_SHARE * budget_s))
         part = self.world.all_gather_object(part)[0]  # rank 0's, in all processes
         return max(step, settings.max_iters * min(part, 1))
+
+    def peak_step_s(self):
+        """Returns the seconds that a step takes at the peak speed of the machine."""
+        flops = self.model.flops_per_token() * self.settings.tokens_per_step
+        return flops / self.machine.peak_flops / self.world.size
 
     @property
     def micro_batches_per_process(self):

@@ -33,7 +33,7 @@ class RunLog:
     def __init__(self, run):
         self.run, self.settings = run, run.settings
         self.final_loss = None  # of the final evaluation
-        self.flops_per_token = run.model.flops_per_token()
+        self.peak_step_s = run.peak_step_s()
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
         self.on_terminal = has_size and sys.stdout.isatty() and sys.stderr.isatty()
@@ -136,8 +136,7 @@ class RunLog:
         """Reports a step with the speed since the last report. Waits for the device."""
         tokens, seconds = self.settings.tokens_per_step, self.run.timer.lap()
         tokens_per_s = tokens / seconds
-        flops_per_s = self.flops_per_token * tokens_per_s
-        mfu = flops_per_s / self.run.machine.peak_flops / self.run.world.size
+        mfu = self.peak_step_s / seconds
         values = {
             "tokens": self.run.progress.tokens + tokens,
             "loss": loss,
@@ -209,8 +208,7 @@ def hints(run):
     settings, steps, warmup = run.settings, run.settings.max_iters, run.settings.warmup_iters
     if settings.decay_lr and steps <= warmup:
         yield f"the run ends in the warmup of {warmup:,} steps: set --warmup_iters={steps // 20}"
-    flops = run.model.flops_per_token() * settings.tokens_per_step
-    step_s = flops / run.machine.peak_flops / run.world.size
+    step_s = run.peak_step_s()
     wait_s, days = step_s * (1 + evaluation_cost(run)), steps * step_s / (24 * 60 * 60)
     is_size_given = changed_settings(settings).keys() & {"n_layer", "n_embd", "batch_size"}
     if days > LONG_RUN_DAYS and settings.init_from == "scratch" and not is_size_given:

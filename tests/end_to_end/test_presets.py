@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from folio.checkpoint.format import empty_model
+from folio.checkpoint.progress import Progress
 from folio.cli.errors import UserError
 from folio.cli.settings import load_settings
 from folio.data.tokenizer import CharTokenizer, GPT2Tokenizer
@@ -20,6 +22,7 @@ from folio.hardware import memory
 from folio.hardware.device import Machine
 from folio.hardware.optimize import optimize_for_training
 from folio.pretrained.architectures import Qwen3
+from folio.training.evaluation import count_windows
 from folio.training.model_size import choose_model_size, count_possible_tokens
 from folio.training.setup import model_config
 from prepare import MIN_BPE_CHARACTERS, bpe_vocab_size
@@ -86,6 +89,18 @@ def test_every_preset_loads_and_its_model_can_be_built(preset):
         if "shakespeare_char" in preset.stem or preset.stem == "own_text":
             fewest = 5 if preset.stem == "shakespeare_char_quick" else 8
             assert fewest <= -(-settings.max_iters // settings.eval_interval) <= 30
+
+
+@pytest.mark.parametrize("flag", ["--minutes=0.1", "--eval_iters=3", "--max_iters=1", "--seed=1"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_final_evaluation_covers_at_least_as_much_text_as_others(preset, device, flag):
+    settings = load_preset(preset, device, flag)
+    dataset = SimpleNamespace(train=range(10**8), val=range(10**7))
+    for step, steps_in_time in product((1, settings.max_iters), (0.5, 50, math.inf)):
+        progress = Progress(step, steps_in_time=steps_in_time)
+        run = SimpleNamespace(settings=settings, dataset=dataset, progress=progress)
+        for split in ("train", "val"):
+            assert 1 <= count_windows(run, split) <= count_windows(run, split, final=True)
 
 
 @pytest.mark.slow
@@ -260,6 +275,15 @@ def test_the_guide_names_the_models_of_texts_machines_and_times():
         for minutes in (2, 10)
     ]
     assert rows[2:] == expected
+
+
+def test_evaluations_of_a_long_text_fit_into_the_time_of_a_slow_machine(text_size, card):
+    card(tflops=0.001)
+    text_size(10**7, 2048)
+    settings = load_preset("own_text.py", "cpu", "--minutes=0.5")
+    tokens = 2 * settings.eval_iters * settings.batch_size * settings.block_size
+    flops = 2 * 12 * settings.n_layer * settings.n_embd**2 * tokens  # of forward passes
+    assert flops < 0.07 * 30 * 0.001e12 / 4
 
 
 def test_a_resumed_run_keeps_the_model_of_its_first_measurement(text_size, card, folder):

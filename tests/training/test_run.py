@@ -13,7 +13,7 @@ from folio.cli import process
 from folio.cli.errors import UserError
 from folio.distributed.world import gather_on_cpu
 from folio.training.evaluation import evaluation_cost, is_evaluation_due
-from folio.training.run import Timer
+from folio.training.run import Run, Timer
 from train import learning_rate_at
 
 BUDGET = {"minutes": 1, "max_iters": 1000, "eval_interval": 100, "eval_iters": None}
@@ -69,6 +69,28 @@ def test_evaluations_take_about_a_tenth_of_the_minutes(verse, seconds):
     assert evaluation_cost(run) == pytest.approx((40 + 20) / 4 / 3)  # of 4 windows each
     _, evaluations = simulate(run, seconds, step_s=0.2)
     assert evaluations == pytest.approx([0, 180, 360, 540, 720, 900, 1000], abs=40)
+
+
+def test_on_a_slow_machine_the_first_and_last_evaluations_fit_into_the_minutes(
+    verse, seconds, monkeypatch
+):
+    monkeypatch.setattr(Run, "peak_step_s", lambda run: 0.5)  # a quarter of a step
+    run = tiny.new_run(**BUDGET | {"eval_interval": 1000, "gradient_accumulation_steps": 20})
+    run.dataset = SimpleNamespace(train=range(10**6), val=range(10**6))
+    assert evaluation_cost(run) == pytest.approx(0.05 * 30)  # steps of 2 s
+    _, evaluations = simulate(run, seconds, step_s=2.0)
+    assert evaluations == [0, 1000]
+    assert seconds.now + 2 * evaluation_cost(run, final=True) == pytest.approx(60, abs=4)
+
+
+def test_a_resumed_run_keeps_the_windows_of_its_first_estimate(verse, monkeypatch):
+    settings = {"minutes": 1, "max_iters": 4, "eval_interval": 100, "eval_iters": None}
+    for speed, changes in ((1, {"stop_at": 2}), (9, {"init_from": "resume"})):
+        monkeypatch.setattr(Run, "peak_step_s", lambda run, speed=speed: 0.75 / speed)
+        train.main(tiny.flags(**settings, **changes))
+    events = [event for event in tiny.log_events() if event["event"] == "val"]
+    # 20 steps of 3 s, of which a tenth are 2 batches of 4 windows
+    assert [event["val_windows"] for event in events] == [8, 8]
 
 
 def test_without_minutes_the_schedule_is_that_of_the_steps(verse, seconds):
