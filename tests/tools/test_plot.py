@@ -26,7 +26,7 @@ from tools.plot.models import (
 from tools.plot.runs import compare_groups, draw_losses, group_runs, read_run, read_runs
 from tools.table import format_table
 
-pytest.importorskip("matplotlib")
+is_math_text = pytest.importorskip("matplotlib.cbook").is_math_text
 pytestmark = pytest.mark.usefixtures("folder")
 
 
@@ -69,11 +69,17 @@ def test_events_that_follow_change_the_run():
 
 
 TABLE = """\
-| run      | best val loss | deviation | seeds |    seed | n_head |
-| -------- | ------------: | --------: | ----: | ------: | -----: |
-| a,seed=* |        1.5000 |    0.0100 |     3 | 0, 1, 2 |  a\\x1b |
-| c,seed=0 |        1.5100 |           |     1 |       0 |  c\\x1b |
-| b,seed=* |        1.6000 |    0.0100 |     3 | 0, 1, 2 |  b\\x1b |
+| run      | best val loss | deviation | seeds |                            above the best |
+| -------- | ------------: | --------: | ----: | ----------------------------------------: |
+| a,seed=* |        1.5000 |    0.0100 |     3 |                                           |
+| c,seed=0 |        1.5100 |           |     1 | 0.0100; seeds differ by 0.0200: no result |
+| b,seed=* |        1.6000 |    0.0100 |     3 |  0.1000; seeds differ by 0.0200: a result |
+
+| run      |    seed | n_head |
+| -------- | ------: | -----: |
+| a,seed=* | 0, 1, 2 |  a\\x1b |
+| c,seed=0 |       0 |  c\\x1b |
+| b,seed=* | 0, 1, 2 |  b\\x1b |
 """
 SINGLE = """\
 | run      | best val loss | at step | time, s | tokens/s | parameters | steps |
@@ -97,7 +103,7 @@ def test_bits_per_byte_are_compared_but_not_losses_of_different_datasets_and_tok
     write_run("out-b", [4.0, 2.5], bits=[1.75, 1.5], dataset="a", tokenizer="bpe")
     write_run("out-c", [3.0, 3.5], bits=[1.25, 1.75], dataset="a", tokenizer="bpe")
     write_run("out-d", [2.5], bits=[2.0], dataset="a", tokenizer="char")
-    head, _, *rows = make_table("out-a", "./out-a", "out-b", "out-c", "out-d")
+    head, _, *rows = make_table("out-a", "./out-a", "out-b", "out-c", "out-d")[:6]
     assert head.split(" | ")[1:3] == ["best val loss", "bits per byte"]
     cells = [[cell.strip() for cell in row.split("|")[1:4:2]] for row in rows]
     assert cells == [["out-b", "1.5000"], ["out-c", "1.2500"], ["out-d", "2.0000"], ["out-a", ""]]
@@ -112,8 +118,11 @@ def read_curves(figure):
     legend, curves = axes.get_legend(), {}
     for line in axes.lines:
         curves.setdefault(line.get_color(), []).append(line.get_xydata().tolist())
-    pairs = zip(legend.get_texts(), legend.legend_handles, strict=True)
-    return {text.get_text(): curves[handle.get_color()] for text, handle in pairs}
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert not any(map(is_math_text, labels))
+    labels = [label.strip().replace("\\$", "$") for label in labels]
+    colors = [handle.get_color() for handle in legend.legend_handles]
+    return {label: curves[color] for label, color in zip(labels, colors, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -131,6 +140,7 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds(axis, x):
     assert training == [[a, pytest.approx(loss - 0.1)] for a, loss in validation]
     assert best == [[x[1], 2.0]]  # the mean of the best losses, as in the table
     assert curves["n=4,seed=1"][1] == [[x[0], 5.0], [x[1], 4.0]]
+    assert "band" in figure.axes[0].get_legend().get_title().get_text()
     [band] = figure.axes[0].collections  # this group has a single run
     corners = {tuple(point) for point in band.get_paths()[0].vertices.round(4)}
     assert corners == {(x[0], 3.5858), (x[0], 6.4142), (x[1], 1.5858), (x[1], 4.4142), (x[2], 3.0)}
@@ -141,10 +151,11 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds(axis, x):
 
 def test_only_the_best_groups_are_drawn():
     for number in range(12):
-        write_run(f"out-s/{number}", [4.0, 2.0 + number / 10])
+        write_run(f"out-s/_$x${number:02}", [4.0, 2.0 + number / 10])
     figure = draw_losses(read_groups("out-s"), "steps")
-    assert list(read_curves(figure)) == list("0123456789")
-    assert figure.axes[0].get_legend().get_title().get_text().endswith("\nthe first 10 of 12")
+    assert list(read_curves(figure)) == [f"_$x${number:02}" for number in range(10)]
+    title = figure.axes[0].get_legend().get_title().get_text()
+    assert title.splitlines()[2:] == ["faint: training", "the first 10 of 12"]  # no band
 
 
 def test_table_is_printed_without_matplotlib(monkeypatch, capsys):

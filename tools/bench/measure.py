@@ -52,16 +52,13 @@ def measure_alternately(commands, runs, measure):
 
 def make_row(title, figure, measured):
     """Returns the cells of a table: a title, the median of each program, and the ratio of two."""
-    cells, medians = [title], []
+    medians = []
     for program in PROGRAMS:
         values = [figures[figure] for figures in measured.get(program, []) if figure in figures]
-        if values:
-            medians.append(median(values))
-            cells.append(format(medians[-1], FORMATS[figure]))
-        else:
-            cells.append("-")
-    ratio = f"{medians[0] / medians[1]:.3f}" if len(medians) == 2 and all(medians) else ""
-    return [*cells, ratio]
+        medians.append(median(values) if values else None)
+    cells = ["" if value is None else format(value, FORMATS[figure]) for value in medians]
+    folio, other = medians
+    return [title, *cells, f"{folio / other:.3f}" if folio and other else ""]
 
 
 def measure_command(command, folder=".", output=None):

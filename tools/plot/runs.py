@@ -21,7 +21,7 @@ FIGURES = {  # {column: function of runs that returns values, of which the table
     "steps": lambda runs: [run.val[-1]["step"] for run in runs],
 }
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
-LEGEND = "line: validation\ndot: best model\nfaint: training\nband: deviation over seeds"
+LEGEND = "line: validation\ndot: best model\nfaint: training"
 MAX_DRAWN_GROUPS = 10  # matplotlib has so many colors
 SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
@@ -122,18 +122,21 @@ def compare_groups(groups):
     """Returns the rows of a table of groups, {name: runs}, which are sorted, the best first.
 
     The first row is the header. The columns are the mean loss, its standard deviation over seeds,
-    the mean bits per byte if datasets or tokenizers differ, medians over the runs of a group, and
-    settings. Of several groups, those columns after the loss are left out that are equal in all.
+    the mean bits per byte if datasets or tokenizers differ, else the distance from the best loss,
+    medians over the runs of a group, and settings. Of several groups, those columns after the loss
+    are left out that are equal in all.
     """
     names, all_runs = zip(*groups.items(), strict=True)
-    columns = {"run": names, "best val loss": [f"{mean_loss(runs):.4f}" for runs in all_runs]}
+    losses = [[run.loss for run in runs] for runs in all_runs]
+    columns = {"run": names, "best val loss": [f"{fmean(loss):.4f}" for loss in losses]}
     if max(map(len, all_runs)) > 1:
-        losses = [[run.loss for run in runs] for runs in all_runs]
         columns["deviation"] = [f"{stdev(loss):.4f}" if len(loss) > 1 else "" for loss in losses]
         columns["seeds"] = [str(len(runs)) for runs in all_runs]
     if len(set(map(text_of, all_runs))) > 1:
         bits = [[run.result.get("bits_per_byte") for run in runs] for runs in all_runs]
         columns["bits per byte"] = [f"{fmean(b):.4f}" if all(b) else "" for b in bits]
+    else:
+        columns["above the best"] = [compare_losses(loss, losses[0]) for loss in losses]
     for name, values_in in FIGURES.items():
         values = [values_in(runs) for runs in all_runs]
         columns[name] = [f"{median(numbers):,.0f}" if numbers else "" for numbers in values]
@@ -144,6 +147,19 @@ def compare_groups(groups):
             if len(set(columns[name])) == 1:
                 del columns[name]
     return [list(columns), *zip(*columns.values(), strict=True)]
+
+
+def compare_losses(losses, best):
+    """Returns how far a mean loss is above the best one, and whether seeds differ by as much.
+
+    `losses` and `best` are those of several seeds, else the text is empty, as for the best itself.
+    """
+    spread = max(max(losses) - min(losses), max(best) - min(best))
+    if losses is best or not spread:
+        return ""
+    difference = fmean(losses) - fmean(best)
+    verdict = "a result" if difference > spread else "no result"
+    return f"{difference:.4f}; seeds differ by {spread:.4f}: {verdict}"
 
 
 def draw_losses(groups, axis):
@@ -158,7 +174,8 @@ def draw_losses(groups, axis):
         x, loss, _ = mean_curve([run.train for run in runs], AXES[axis])
         axes.plot(x, loss, color=color, alpha=0.35, linewidth=1)
         x, loss, deviation = mean_curve([run.val for run in runs], AXES[axis])
-        axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=name)
+        label = " " + name.replace("$", r"\$")  # "_" first would hide it, "$" begins a formula
+        axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
         axes.plot(x[loss.argmin()], mean_loss(runs), "o", color=color)  # the table's
         if len(runs) > 1:
             low, high = loss - deviation, loss + deviation
@@ -167,6 +184,8 @@ def draw_losses(groups, axis):
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
     title = LEGEND
+    if axes.collections:
+        title += "\nband: deviation over seeds"
     if len(groups) > MAX_DRAWN_GROUPS:
         title += f"\nthe first {MAX_DRAWN_GROUPS} of {len(groups)}"
     axes.legend(title=title, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
