@@ -38,7 +38,7 @@ class ExportConfig:
 
     @property
     def is_gguf(self):
-        return self.to.lower().endswith(".gguf")
+        return Path(self.to).name.lower().endswith(".gguf")
 
 
 # --help must not wait for torch. transformers would show bars for steps of milliseconds.
@@ -48,7 +48,7 @@ import numpy as np
 
 from folio.checkpoint.format import build_model
 from folio.checkpoint.run_dir import RunDir
-from folio.cli.errors import UserError, os_errors
+from folio.cli.errors import UserError, as_user_error, os_errors
 from folio.cli.files import write_atomically
 from folio.data.dataset import MAX_CHECKED_TOKENS, load_dataset
 from folio.pretrained.architectures import Folio, find_architecture
@@ -105,11 +105,8 @@ def find_rarest(checkpoint, tokenizer):
     It serves as end token for tokenizers that have none, because llama.cpp requires one. Raises
     UserError if the dataset is missing or has another tokenizer.
     """
-    try:
+    with as_user_error("the end token is the rarest of the training text", UserError):
         data = load_dataset(checkpoint.settings.get("dataset", "openwebtext"))
-    except UserError as error:
-        cause = str(error).partition(";")[0]
-        raise UserError(f"the end token is the rarest of the training text, but {cause}") from error
     if data.tokenizer.to_dict() != tokenizer.to_dict():
         raise UserError(
             f"data/{data.name} has a different tokenizer than the model: prepare it again"

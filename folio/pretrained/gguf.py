@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from folio.checkpoint.format import EMBEDDING_WEIGHT, HEAD_WEIGHT, Checkpoint, build_model
-from folio.cli.errors import UserError, import_optional
+from folio.cli.errors import UserError, as_user_error, import_optional
 from folio.data.bpe import byte_characters, load_encoder
 from folio.data.tokenizer import Tokenizer
 from folio.pretrained.architectures import GPT2, Architecture, Qwen3
@@ -63,7 +63,8 @@ def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
         _add_tensors(writer, architecture, model, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    with as_user_error(f"cannot write {path}: the disk is full", OSError):  # from NumPy
+        writer.write_tensors_to_file()
     writer.close()
     _check_file(path, architecture, model, TOLERANCES[kind])
 

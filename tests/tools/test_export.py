@@ -105,6 +105,7 @@ def test_an_end_token_is_a_stop_text(folder, capsys):
         (["--to=folder", "--dtype=q8_0"], "--to=NAME.gguf"),
         (["--to=a.gguf", "--own_code=True"], "omit --own_code"),
         (["--to=b.gguf"], "data/verse/train.bin is missing"),
+        (["--to=old.gguf/"], "old.gguf exists"),
     ],
 )
 def test_mistakes_are_reported_and_change_nothing(folder, flags, words):
@@ -129,6 +130,9 @@ def test_a_full_disk_leaves_no_file(verse, limit_files):
     limit_files(1000)
     message = tiny.error_of(export.main, ["--out_dir=out", "--to=verse.gguf"])
     assert message.startswith("cannot write verse.gguf")
+    limit_files(8000)  # enough for the header
+    message = tiny.error_of(export.main, ["--out_dir=out", "--to=verse.gguf"])
+    assert "verse.gguf.tmp: the disk is full (" in message
     assert tiny.contents() == before
 
 
