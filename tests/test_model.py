@@ -233,7 +233,7 @@ def test_logits_depend_on_no_later_token(changes):
         ({"ngrams": 17}, "ngrams .* n_embd=16, not 17"),
         ({"smear": 6, "ngrams": 3}, "smear=6 and ngrams=3 .* block_size=8"),
         ({"position": "rotary", "n_embd": 6}, "position=rotary .* 3"),
-        ({"activation": "swish"}, "activation .* gelu, gelu_tanh, relu, relu2, swiglu, not swish"),
+        ({"activation": "swish"}, "activation .* gelu, .*swiglu.*, not swish"),
     ],
 )
 def test_invalid_config_raises_value_error(changes, message):

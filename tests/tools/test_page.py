@@ -14,6 +14,7 @@ import torch
 import sample
 from folio.cli.errors import UserError
 from folio.data.tokenizer import CharTokenizer
+from model import ACTIVATIONS
 from tools.page import __main__ as page
 
 NODE = shutil.which("node")
@@ -145,6 +146,13 @@ def test_a_missing_run_leaves_no_file(folder):
     with pytest.raises(UserError, match="there is no checkpoint s/a=1,b=2/"):
         page.main(["--out_dir=out,s/a=1,b=2"])
     assert not list(Path().rglob("*page*"))
+
+
+def test_an_activation_that_gpt_js_lacks_is_refused(folder, monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "made_up", torch.sin)
+    write_run(CharTokenizer("ab"), activation="made_up")
+    assert "the page has no activation made_up" in tiny.error_of(page.main, ["--out_dir=out"])
+    assert not Path("page.html").exists()
 
 
 # In a browser

@@ -8,6 +8,7 @@ and app.js what the page does. There is no build step.
 
 import json
 import math
+import re
 from base64 import b64encode
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -116,6 +117,10 @@ def make_page(runs):
     """Returns the HTML. Its policy allows only its own script and style, and no requests."""
     folder = Path(__file__).parent
     script = "".join((folder / name).read_text("utf-8") for name in SCRIPTS)
+    for run in runs:
+        activation = run["config"]["activation"]
+        if not re.search(rf"^  {activation}[:,]", script, re.MULTILINE):
+            raise UserError(f"the page has no activation {activation}: add it to tools/page/gpt.js")
     parts = {"style": (folder / "style.css").read_text("utf-8"), "script": script}
     for name, text in list(parts.items()):
         parts[f"{name}_hash"] = "sha256-" + b64encode(sha256(text.encode()).digest()).decode()
