@@ -53,7 +53,7 @@ import torch
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
 from folio.hardware.device import resolve_device
-from folio.training.setup import MODEL_SETTINGS
+from folio.training.setup import MODEL_SETTINGS, choose_model
 from tools.plot.runs import compare_groups, group_runs, read_run
 from tools.table import format_table
 from train import TrainConfig
@@ -78,7 +78,10 @@ def main(argv=None):
     sweep = next(iter(runs.values()))
     unfinished = {}
     for folder, settings in runs.items():
-        if not has_finished(folder, settings, load(settings.dataset).fingerprint):
+        dataset = load(settings.dataset)
+        if settings.init_from == "scratch":
+            choose_model(settings, dataset)  # raises UserError for a model that cannot be built
+        if not has_finished(folder, settings, dataset.fingerprint):
             unfinished[folder] = settings
     with lock_folder(sweep.sweep_dir):
         print(f"{len(runs)} runs", flush=True)

@@ -79,6 +79,7 @@ def test_a_config_file_reads_the_values_of_its_combination():
         (["--seed=1,2", "--dataset=gone"], "gone"),
         (["--seed=1,2", "--jobs=1,2"], "jobs"),
         (["--warmup_iters=1,x"], "warmup_iters must be int, not 'x'"),
+        (["--n_embd=16,15"], "n_embd=15 is not divisible by n_head=2"),
         ([f"--seed={','.join('7' * 1001)}"], "a sweep can have 1,000 runs, not 1,001: give fewer"),
     ],
 )
