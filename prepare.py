@@ -277,7 +277,7 @@ def choose_tokenizer(characters, size):
     if size < MIN_BPE_CHARACTERS:
         return CharTokenizer, f", for fewer than {MIN_BPE_CHARACTERS:,} training characters"
     if not importlib.util.find_spec("tokenizers"):
-        return CharTokenizer, "; for bpe, which suits this text better, pip install tokenizers"
+        return CharTokenizer, "; for bpe, which suits it better, python -m pip install tokenizers"
     return BPETokenizer, ", which suits this text better than char"
 
 

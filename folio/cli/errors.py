@@ -64,14 +64,14 @@ def import_optional(package, user, others=""):
     try:
         return import_module(package)
     except ImportError as error:
-        raise UserError(f"{user} needs: pip install {package} {others}".rstrip()) from error
+        command = f"python -m pip install {package} {others}".rstrip()
+        raise UserError(f"{user} needs: {command}") from error
 
 
 def script_name():
     """Returns the name of the running script, such as train.py or tools.plot."""
-    path = Path(sys.argv[0])
-    module = path.parent if path.name == "__main__.py" else path
-    return f"tools.{module.stem}" if module.parent.name == "tools" else path.name
+    spec = sys.modules["__main__"].__spec__  # of a module that python -m runs
+    return spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
 
 
 @contextmanager

@@ -191,7 +191,7 @@ class RunLog:
 
 def start_wandb(settings, run_settings):
     """Returns a Weights & Biases run that stores `run_settings`. Raises UserError if that fails."""
-    advice = "run pip install wandb, or set wandb_log=False"
+    advice = "run python -m pip install wandb, or set wandb_log=False"
     with as_user_error(f"wandb_log cannot start: {advice}", Exception):  # it can raise anything
         import wandb
 

@@ -24,6 +24,7 @@ LAUNCHED = {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 def restored_state(monkeypatch):
     """run() freezes the garbage collector."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/train.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # it is pytest's
     yield
     gc.unfreeze()
 

@@ -127,7 +127,7 @@ def test_wandb_receives_the_numbers_of_the_log(verse, monkeypatch):
 
 def test_a_missing_package_is_reported_before_training(verse, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    message = "wandb_log cannot start: run pip install wandb"
+    message = "wandb_log cannot start: run python -m pip install wandb"
     train.main(tiny.flags(max_iters=1))
     with pytest.raises(UserError, match=message):
         train.main(tiny.flags(overwrite=True, wandb_log=True))
