@@ -29,6 +29,7 @@ MIN_BPE_CHARACTERS = 1_500_000  # of a text for which auto is bpe; docs/own-text
 MIN_BPE_DISTINCT = 32  # distinct characters of such a text; DNA has fewer
 MIN_OCCURRENCES = 20  # of a token, on average
 MAX_COUNTED_TOKENS = 2**22
+MIN_SORTED_LINES, SORTED_SHARE = 1000, 0.75  # of a list; in other texts, half are in order
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class PrepareConfig:
         "text",
         r"column with the text in a table, or a template such as 'Q: {question}\nA: {answer}'",
     )
+    lines: bool = setting(False, "each line of a text is a document, such as a name or a SMILES")
     encoding: str = setting("utf-8", "encoding of text, JSON lines and CSV, such as cp1252")
     subset: str | None = setting(
         None, "hf: folder of the files, such as that of a configuration; None: the only one"
@@ -157,6 +159,9 @@ def main(argv=None):
     ids = np.fromfile(folder / "train.bin", tokenizer.dtype, MAX_COUNTED_TOKENS)
     if settings.kind in ("auto", *TOKENIZERS) and (advice := advice_on_tokens(ids, tokenizer)):
         print(advice)
+    is_text = len(corpus.all_sources) == 1 and not corpus.sources[0].suffix
+    if is_text and not settings.lines and has_sorted_lines(corpus.sample()):
+        print("the lines are sorted, so that their end, the validation text, differs: use --lines")
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
 
@@ -192,7 +197,10 @@ def find_corpus(name, settings) -> Corpus:
     if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
         names = ", ".join(TABLE_SUFFIXES)
         raise UserError(f"--text_key applies to tables only, whose names end with {names}")
-    corpus = Corpus(sources, settings.input or name, val_sources)
+    corpus = Corpus(sources, settings.input or name, val_sources, lines=settings.lines)
+    tables = [source.name for source in corpus.all_sources if source.suffix]
+    if settings.lines and tables:
+        raise UserError(f"--lines applies to texts only: the rows of {tables[0]} are documents")
     corpus.val_fraction, corpus.test_fraction = settings.val_fraction, settings.test_fraction
     return corpus
 
@@ -307,6 +315,16 @@ def bpe_vocab_size(size, num_distinct):
     are too rare to be learned, or take too much time in the output layer.
     """
     return 2 ** min(11, max(9, size.bit_length() // 2, num_distinct.bit_length()))
+
+
+def has_sorted_lines(text):
+    """Whether the lines of a text are in alphabetical order, like those of a list.
+
+    Digits do not count, because dates and times order the lines of logs and chats.
+    """
+    lines = re.sub(r"\d", "", text).split("\n")
+    in_order = sum(earlier < later for earlier, later in itertools.pairwise(lines))
+    return len(lines) > MIN_SORTED_LINES and in_order > SORTED_SHARE * len(lines)
 
 
 def advice_on_tokens(ids, tokenizer: Tokenizer):

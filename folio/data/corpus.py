@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """A text for a split."""
 
     split: str
-    separated: bool  # whether a separator precedes it: it begins a document, not the split's first
+    separator: str  # before it, if it begins a document, but not the split's first; otherwise ""
     text: str
 
 
@@ -43,6 +43,7 @@ class Corpus:
     name: str  # of several sources, in messages and meta.json
     val_sources: list = field(default_factory=list)
     end_text: str | None = None  # of a special token that ends a document; None: there is none
+    lines: bool = False  # whether each line of a text is a document
     val_fraction: float | None = None  # of the characters; None: the default
     test_fraction: float = 0.0  # of the characters, which follow those of the validation split
     max_characters: int | None = None  # after which reading stops; None: all are read
@@ -84,7 +85,7 @@ class Corpus:
             sizes[bucket] += len(text)
             self.num_documents += begins_document
         if self.num_documents > 1:
-            is_used[code_points(BLANK_LINE)] = True
+            is_used[ord("\n")] = True
         total = int(sizes.sum())
         val_share = self.val_fraction
         if val_share is None:
@@ -100,12 +101,14 @@ class Corpus:
     def read(self):
         """Yields the Pieces of all splits, in the order of the sources."""
         positions, started_splits, last_split = self._bucket_starts.tolist(), set(), None
+        separator = "\n" if self.lines else BLANK_LINE
         for bucket, text, begins_document in self._read_texts(self.max_characters):
             for split, end in self.split_ends.items():
                 part = text[: max(0, end - positions[bucket])]
                 if part:
                     is_new = begins_document or split != last_split
-                    yield Piece(split, is_new and split in started_splits, part)
+                    is_separated = is_new and split in started_splits
+                    yield Piece(split, separator if is_separated else "", part)
                     positions[bucket] += len(part)
                     text = text[len(part) :]
                     started_splits.add(split)
@@ -128,14 +131,17 @@ class Corpus:
 
     def _read_documents(self, sources):
         """Yields the same of all characters of these sources, with the bucket of each hash."""
+        end_text = "\n" if self.lines else self.end_text
         for source in sources:
             is_new = True
             for text, begins_document in source.read():
                 if begins_document:  # one of several parts is hashed by the first
                     bucket, is_new = zlib.crc32(text.encode()) % BUCKETS, True
-                parts = text.split(self.end_text) if self.end_text else [text]
+                parts = text.split(end_text) if end_text else [text]
                 for number, part in enumerate(parts):
                     is_new = is_new or number > 0  # this part or, if it is empty, the next one
                     if part:
+                        if is_new and self.lines:
+                            bucket = zlib.crc32(part.encode()) % BUCKETS
                         yield bucket, part, is_new
                         is_new = False

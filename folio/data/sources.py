@@ -11,8 +11,10 @@ import io
 import json
 import os
 import re
+import shlex
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 
@@ -35,6 +37,7 @@ UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 PARQUET_ROWS_PER_BATCH = 1000
+MAX_DOCUMENT_BYTES = 2**27  # of a file that is parsed to see whether it is one JSON document
 
 
 class Source:
@@ -129,13 +132,15 @@ def _read_table(source):
             else:
                 source.empty_rows.add(number)
             number += 1
-    except RowError as error:
-        raise UserError(f"{source.name}, row {number:,} {error}, or leave the row out") from error
-    except (csv.Error, json.JSONDecodeError) as error:
-        cause = str(error)
-        if isinstance(error, json.JSONDecodeError):  # its line number is always 1
-            cause = f"{error.msg}; each line must be a JSON object"
-        raise UserError(f"{source.name}, row {number:,} is damaged ({cause})") from error
+    except (RowError, csv.Error, json.JSONDecodeError, RecursionError) as error:
+        cause = f"row {number:,} {error}, or leave the row out"
+        if number == 1 and (command := _rows_command(source)):
+            cause = f"one JSON document, needs a row per line: {command}"
+        elif isinstance(error, json.JSONDecodeError):  # its line number is always 1
+            cause = f"row {number:,} is damaged ({error.msg}; each line must be a JSON object)"
+        elif not isinstance(error, RowError):
+            cause = f"row {number:,} is damaged ({error})"
+        raise UserError(f"{source.name}, {cause}") from error
 
 
 def _row_text(row, source):
@@ -174,10 +179,30 @@ def _read_rows(source):
             yield from _read_csv(source, file)
             return
         for line in filter(str.strip, file):
-            row = json.loads(line)
+            row = json.loads(line, parse_int=float)  # int refuses thousands of digits
             if not isinstance(row, dict):
                 raise RowError(f"is {row!r:.20}: write a JSON object per line")
             yield row
+
+
+def _rows_command(source):
+    """Returns the command that makes rows of a file that is one JSON document, or None."""
+    quote = partial(json.dumps, ensure_ascii=False)
+    rows, place = {}, ""
+    with open(source.path, "rb") as file, suppress(ValueError, RecursionError):
+        rows = json.loads(file.read(MAX_DOCUMENT_BYTES), parse_int=float)
+    if isinstance(rows, dict) and rows:
+        key = max(rows, key=lambda key: len(str(rows[key])))
+        rows, place = rows[key], f"[{quote(key)}]"
+    if not isinstance(rows, list) or set(map(type, rows)) != {dict}:
+        return None
+    column, row = quote(source.columns[0]), "row"
+    if any(isinstance(each.get(source.columns[0]), list) for each in rows):  # Telegram's, of links
+        text = f'p if isinstance(p, str) else p[{column}] for p in row.get({column}) or ""'
+        row = f'row | {{{column}: "".join({text})}}'
+    rows = f'json.load(open({quote(str(source.path))}, "rb")){place}'
+    program = f"import json; [print(json.dumps({row})) for row in {rows}]"
+    return f"python -c {shlex.quote(program)} > rows.jsonl"
 
 
 def _read_csv(source, file):

@@ -13,7 +13,7 @@ from folio.cli.errors import UserError
 from folio.cli.files import write_atomically
 from folio.data.corpus import Corpus
 from folio.data.dataset import FILES, FORMAT, SPLITS, finish_replacement, meta_checksum
-from folio.data.tokenizer import BLANK_LINE, Tokenizer
+from folio.data.tokenizer import Tokenizer
 
 MIN_BATCH_CHARACTERS = 2**19
 MAX_THREADS = 32  # a machine with more cores may lend only some of them
@@ -65,10 +65,10 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
 
 
 def write_test(corpus: Corpus, file):
-    """Writes the test text of a Corpus, with a blank line between its documents."""
+    """Writes the test text of a Corpus, with its separator between documents."""
     for piece in corpus.read():
         if piece.split == "test":
-            file.write((BLANK_LINE * piece.separated + piece.text).encode())
+            file.write((piece.separator + piece.text).encode())
 
 
 def batch_pieces(pieces):
@@ -88,13 +88,13 @@ def encode_pieces(tokenizer: Tokenizer, allow_special, pieces):
     """Returns {split: (ids, number of UTF-8 bytes of the texts)} of Pieces."""
     arrays: dict[str, list[np.ndarray]] = defaultdict(list)
     num_bytes: Counter[str] = Counter()
-    for split, separated, text in pieces:
-        if separated and tokenizer.end is None:
-            arrays[split].append(tokenizer.encode(BLANK_LINE))
-        elif separated:
-            arrays[split].append(np.array([tokenizer.end], tokenizer.dtype))
-        arrays[split].append(tokenizer.encode(text, allow_special))
+    for split, separator, text in pieces:
         num_bytes[split] += len(text.encode())
+        if separator and tokenizer.end is not None:
+            arrays[split].append(np.array([tokenizer.end], tokenizer.dtype))
+        else:
+            text = separator + text
+        arrays[split].append(tokenizer.encode(text, allow_special))
     return {split: (np.concatenate(arrays[split]), num_bytes[split]) for split in arrays}
 
 

@@ -15,10 +15,10 @@ from folio.data.tokenizer import END_OF_TEXT
 
 
 def read(corpus, max_characters=None):
-    """Returns [(split, separated, text)] of all Pieces."""
+    """Returns [(split, whether it is separated, text)] of all Pieces."""
     corpus.max_characters = max_characters
     corpus.scan()
-    return [tuple(piece) for piece in corpus.read()]
+    return [(split, bool(separator), text) for split, separator, text in corpus.read()]
 
 
 def documents_of(pieces):
@@ -77,6 +77,13 @@ def test_end_of_text_ends_a_document_if_it_is_allowed():
         (False, "ab"), (True, "cd"), (False, "e")
     ]  # fmt: skip
     assert special.split_ends["train"] == 4  # of 5
+
+
+def test_each_line_is_a_document_if_it_is_asked_for():
+    lines = [f"verse {number}" for number in range(40)]
+    by_line = replace(tiny.corpus("\n\n".join(lines) + "\n"), lines=True)
+    assert read(by_line) == read(tiny.corpus(*lines))  # the hash of a line decides its split
+    assert {piece.separator for piece in by_line.read()} == {"", "\n"}
 
 
 def test_hashes_divide_documents_whatever_their_format(folder):

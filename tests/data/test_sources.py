@@ -117,6 +117,7 @@ def test_damaged_file_is_named(name):
         ("jsonl", b'{"text": "a\\u0000"}', "row 2 has NUL or an unpaired surrogate"),
         ("jsonl", b'{"text": "\\ud800"}', "row 2 has NUL or an unpaired surrogate"),
         ("jsonl", b"null", "row 2 is None"),
+        ("jsonl", b"[" * 10**5, "row 2 is damaged (maximum recursion depth exceeded"),
         ("csv", b"id;text\n1;one\n", "(id;text)"),
         ("csv", b"id,text\n1,one, two\n", "row 1 has more values than columns"),
         ("csv", b"id,text\n1\n", "row 1 has fewer values than columns"),
@@ -128,6 +129,28 @@ def test_an_invalid_row_is_refused(suffix, raw, part):
     source = Source(Path(f"a.{suffix}"))
     source.path.write_bytes((b'{"text": "one"}\n' if suffix == "jsonl" else b"\n") + raw)
     assert part in error_of(source)
+
+
+@pytest.mark.parametrize(
+    ("document", "texts"),
+    [
+        ([{"text": "one"}, {"text": "two"}], ["one", "two"]),
+        ({"messages": [{"text": "one"}] * 9, "name": "a 'chat'"}, ["one"] * 9),
+        ({"é": [{"text": ["see ", {"text": "two"}]}, {"text": ""}]}, ["see two"]),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_the_command_for_a_json_document_makes_rows(document, texts, indent):
+    Path("it's.json").write_text(json.dumps(document, indent=indent))
+    message = error_of(Source(Path("it's.json")))
+    command = re.search("one JSON document, needs a row per line: python(.+)", message)[1]
+    subprocess.run(sys.executable + command, shell=True, check=True)
+    assert [text for text, _ in Source(Path("rows.jsonl")).read()] == texts
+
+
+def test_json_integers_can_have_any_length():
+    Path("a.jsonl").write_text('{"text": "one", "n": ' + "1" * 5000 + "}")
+    assert list(Source(Path("a.jsonl")).read()) == [("one", True)]
 
 
 def test_csv_has_long_texts_with_line_ends():

@@ -1,8 +1,10 @@
 """Tests of prepare.py: from files of every kind to a dataset, and errors in settings."""
 
 import hashlib
+import itertools
 import json
 import os
+import random
 import re
 import socket
 from pathlib import Path
@@ -62,6 +64,37 @@ def test_a_dataset_of_a_different_text_is_not_replaced():
     main(["--input=copy.txt", "--dataset=own", "--tokenizer=byte"])
     tiny.write_nanogpt_dataset("nano")
     assert "data/nano has token files" in error_of("--input=copy.txt", "--dataset=nano")
+
+
+@pytest.mark.parametrize(
+    ("kind", "separator"), [("char", "\n"), ("byte", "\n"), ("bpe", "<|endoftext|>")]
+)
+def test_lines_are_documents_with_one_separator_between_them(kind, separator):
+    names = [f"name {number}" for number in range(200)]
+    write("names.txt", "\r\n\r\n".join(names) + "\r\n")
+    flags = ["--input=names.txt", "--dataset=own", "--lines=True", "--test_fraction=0.1"]
+    main([*flags, f"--tokenizer={kind}"])
+    data, test = load_dataset("own"), Path("data/own/test.txt").read_text().split("\n")
+    train, val = (data.tokenizer.decode(ids).split(separator) for ids in (data.train, data.val))
+    assert len({*train, *val, *test} & set(names)) >= 198  # the splits cut one at each boundary
+    assert "name 199" not in [*val[1:], *test][-1:]  # not the last lines
+    assert data.tokenizer.start == ("" if kind == "bpe" else "\n")
+
+
+LIST = ["".join(letters) for letters in itertools.product("abcdefghijkl", repeat=3)]
+SHUFFLED = random.Random(1).sample(LIST, len(LIST))
+LOG = [f"2024-05-01 {number:05} {word}" for number, word in enumerate(SHUFFLED)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_list"), [(LIST, True), (LIST[:999], False), (SHUFFLED, False), (LOG, False)]
+)
+def test_sorted_lines_are_reported(lines, is_list, capsys):
+    write("own.txt", "\n".join(lines))
+    for flags in ([], ["--lines=True"]):
+        main(["--input=own.txt", "--dataset=own", *flags])
+        is_reported = "lines are sorted" in capsys.readouterr().out
+        assert is_reported == (is_list and not flags)
 
 
 def test_a_template_and_its_newlines_make_the_texts():
@@ -293,10 +326,12 @@ def test_help_names_all_datasets(capsys):
         ("--val_input=a --dataset=b", "--val_input needs --input"),
         ("--input=t --val_input=t/../t/a.txt --dataset=x", "is in --input and in --val_input"),
         ("--text_key=a --input=t/a.txt --dataset=b", "applies to tables only"),
+        ("--lines=True --input=t/rows.csv --dataset=b", "the rows of t/rows.csv are documents"),
         ("--text_key={a} --input=a --dataset=b --text_key={a}{b", "an unmatched brace"),
         ("--val_input=a --input=c --dataset=b --val_fraction=0.2", "excludes --val_fraction"),
     ],
 )
 def test_error_names_the_flag_or_file(flags, message):
     write("t/a.txt", "a text")
+    write("t/rows.csv", "text\na\n")
     assert message in error_of(*flags.split())
