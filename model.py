@@ -490,6 +490,10 @@ class LocalContext(nn.Module):
 # Checks of GPTConfig
 
 CHOICES: dict = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
+BOUNDS: dict = {"n_layer": (0, 10_000), "dropout": (0.0, 1.0)}  # (lowest, highest), as in train.py
+BOUNDS |= dict.fromkeys(("smear", "ngrams", "window"), (0, math.inf))
+SIZES = "block_size", "vocab_size", "n_head", "n_embd", "ngram_rows"
+BOUNDS |= dict.fromkeys(SIZES, (1, math.inf))
 
 
 def check_config(config):
@@ -497,6 +501,10 @@ def check_config(config):
     for name, choices in CHOICES.items():
         if (value := getattr(config, name)) not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value}")
+    for name, (low, high) in BOUNDS.items():
+        value = getattr(config, name)
+        if type(value) not in (int, type(low)) or not low <= value <= high:
+            raise ValueError(f"{name}={value!r} must be {type(low).__name__} in [{low}, {high}]")
     if config.n_embd % config.n_head:
         raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")
     size = config.n_embd // config.n_head
@@ -504,8 +512,6 @@ def check_config(config):
         raise ValueError(f"position=rotary needs an even head size n_embd / n_head, not {size}")
     if config.ngrams == 1 or config.ngrams > config.n_embd:
         raise ValueError(f"ngrams must be 0 or 2 to n_embd={config.n_embd}, not {config.ngrams}")
-    if config.ngram_rows < 1:
-        raise ValueError(f"ngram_rows must be at least 1, not {config.ngram_rows}")
     if config.preceding_tokens >= config.block_size:
         names = f"smear={config.smear} and ngrams={config.ngrams}"
         raise ValueError(f"{names} need more context than block_size={config.block_size}")

@@ -1,5 +1,6 @@
 """The model, compared with definitions of its parts and with transformers."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from folio.checkpoint.format import empty_model
 from folio.data.tokenizer import ByteTokenizer
-from model import ACTIVATIONS, GPT, NORMS, GPTConfig, LocalContext, swiglu, swiglu_widths
+from model import ACTIVATIONS, BOUNDS, GPT, NORMS, GPTConfig, LocalContext, swiglu, swiglu_widths
+from train import TrainConfig
 
 
 @torch.no_grad()
@@ -229,7 +231,16 @@ def test_logits_depend_on_no_later_token(changes):
     [
         ({"n_embd": 15}, "n_embd=15 .* n_head=2"),
         ({"ngrams": 1}, "ngrams .* 1"),
-        ({"ngram_rows": 0}, "ngram_rows .* 0"),
+        ({"ngram_rows": 0}, r"ngram_rows=0 must be int in \[1, inf\]"),
+        ({"n_layer": "2"}, r"n_layer='2' must be int in \[0, 10000\]"),
+        ({"n_layer": 2.5}, "n_layer=2.5"),
+        ({"n_layer": 10_001}, "n_layer=10001"),
+        ({"n_head": -2}, "n_head=-2"),
+        ({"vocab_size": 65.0}, "vocab_size=65.0"),
+        ({"dropout": 5}, r"dropout=5 must be float in \[0.0, 1.0\]"),
+        ({"dropout": math.nan}, "dropout=nan"),
+        ({"smear": -1}, "smear=-1"),
+        ({"window": -1}, "window=-1"),
         ({"ngrams": 17}, "ngrams .* n_embd=16, not 17"),
         ({"smear": 6, "ngrams": 3}, "smear=6 and ngrams=3 .* block_size=8"),
         ({"position": "rotary", "n_embd": 6}, "position=rotary .* 3"),
@@ -239,6 +250,13 @@ def test_logits_depend_on_no_later_token(changes):
 def test_invalid_config_raises_value_error(changes, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**(SMALL | changes))
+
+
+def test_bounds_are_those_of_the_settings():
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    for name in BOUNDS.keys() - {"vocab_size"}:
+        low, high = fields[name].metadata["bounds"][1:-1].split(",")
+        assert (float(low), float(high)) == BOUNDS[name], name
 
 
 @pytest.mark.parametrize("length", [0, 9])

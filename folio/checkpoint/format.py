@@ -75,22 +75,13 @@ class Checkpoint:
     def load_into(self, model: GPT):
         """Sets the parameters of a GPT, sharded or not, to the weights, and drops these.
 
-        They share memory if their dtype and device are the same. Raises UserError if the names or
-        shapes differ.
+        They share memory if their dtype and device are the same.
         """
-        parameters, weights = model.state_dict(keep_vars=True), self.weights
-        for name in parameters | weights:
-            saved, own = (_shape(tensors.get(name)) for tensors in (weights, parameters))
-            if saved != own:
-                raise UserError(
-                    f"{self.path}: the weights do not fit the model: {name!r} is {saved} in the "
-                    f"file, {own} in the model"
-                )
-        for name, parameter in parameters.items():
+        for name, parameter in model.state_dict(keep_vars=True).items():
             if is_sharded(parameter):
-                parameter.copy_(shard_like(parameter, weights[name]))
+                parameter.copy_(shard_like(parameter, self.weights[name]))
             else:
-                parameter.data = weights[name].to(parameter).contiguous()
+                parameter.data = self.weights[name].to(parameter).contiguous()
         self.weights = {}
 
 
@@ -197,7 +188,7 @@ def _parse(content, path):
 def _parse_progress(content, path):
     """Returns the Progress in a file. What nanoGPT's files lack follows from the step."""
     settings, values = content.get("config", {}), {}
-    with as_user_error(f"{path}: the progress of the run is damaged", TypeError, ValueError):
+    with as_user_error(f"{path}: its progress is damaged", ArithmeticError, TypeError, ValueError):
         step = int(content.get("iter_num", 0))
         evaluated = content.get("evaluated", step)  # nanoGPT saves after an evaluation
         names = ("evaluated_schedule_step", "evaluated_step", "best_step")
@@ -206,6 +197,8 @@ def _parse_progress(content, path):
         for name, default in dataclasses.asdict(Progress()).items():
             value = content.get(PROGRESS_KEYS.get(name, name), defaults.get(name, default))
             values[name] = type(default)(value)  # nanoGPT's loss is a tensor
+            if values[name] != default and not 0 <= values[name] < math.inf:
+                raise ValueError(f"{name} is {values[name]}")
     return Progress(**values)
 
 
@@ -223,15 +216,24 @@ def _parse_config(args, weights, path):
         args.setdefault("vocab_size", len(weights[EMBEDDING_WEIGHT]))
     with as_user_error(f"{path}: model_args", ArithmeticError, TypeError, ValueError):
         config = GPTConfig(**{name: value for name, value in args.items() if name in known})
-        return match_head(config, weights)
+    return match_weights(config, weights, path)
 
 
-def match_head(config: GPTConfig, weights) -> GPTConfig:
-    """Returns the GPTConfig of weights: without tied weights if they have a head of their own."""
-    head, embedding = weights.get(HEAD_WEIGHT), weights.get(EMBEDDING_WEIGHT)
-    if not config.tie_weights or head is None or embedding is None:
-        return config
-    return dataclasses.replace(config, tie_weights=torch.equal(head, embedding))
+def match_weights(config: GPTConfig, weights, path) -> GPTConfig:
+    """Returns the GPTConfig of weights: without tied weights if they have a head of their own.
+
+    Raises UserError unless they are those of the config, before a large model is built.
+    """
+    parameters = empty_model(config, "meta").state_dict()  # without values
+    for name in parameters | weights:
+        saved, own = (_shape(tensors.get(name)) for tensors in (weights, parameters))
+        if saved != own:
+            raise UserError(
+                f"{path}: the weights do not fit the model: {name!r} is {saved} in the file, "
+                f"{own} in the model"
+            )
+    is_tied = config.tie_weights and torch.equal(weights[HEAD_WEIGHT], weights[EMBEDDING_WEIGHT])
+    return dataclasses.replace(config, tie_weights=is_tied)
 
 
 def empty_model(config: GPTConfig, device="cpu") -> GPT:
@@ -249,4 +251,10 @@ def build_model(checkpoint: Checkpoint) -> GPT:
 
 
 def _shape(value):
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else "missing"
+    """Returns the shape of a dense tensor of floats, not expanded to more values than it has."""
+    if value is None:
+        return "missing"
+    is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    if is_dense and value.is_floating_point() and value.nbytes <= value.untyped_storage().nbytes():
+        return tuple(value.shape)
+    return "not a dense tensor of floats"

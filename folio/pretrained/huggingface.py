@@ -16,7 +16,7 @@ from folio.checkpoint.format import (
     HEAD_WEIGHT,
     Checkpoint,
     Progress,
-    match_head,
+    match_weights,
 )
 from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
 from folio.cli.files import check_lfs, read_text, write_atomically
@@ -35,8 +35,7 @@ TOLERANCE = 1e-3  # of logits that are computed by different operations, relativ
 def read_pretrained(folder) -> Checkpoint:
     """Returns the model of a folder as a Checkpoint at step 0, in contiguous float32 on the CPU.
 
-    Raises UserError if the folder is damaged, or its model or tokenizer is not supported. Whether
-    the weights fit the config is not checked: see Checkpoint.load_into.
+    Raises UserError if the folder is damaged, or its model or tokenizer is not supported.
     """
     folder = Path(folder)
     architecture, config = _read_config(folder / CONFIG_FILE)
@@ -44,10 +43,10 @@ def read_pretrained(folder) -> Checkpoint:
     tokenizer = read_tokenizer(folder / TOKENIZER_FILE).to_dict()
     for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
-    config = match_head(config, weights)
     shared = weights.get(EMBEDDING_WEIGHT, weights.get(HEAD_WEIGHT))
     if config.tie_weights and shared is not None:  # files may have either
-        weights |= {EMBEDDING_WEIGHT: shared, HEAD_WEIGHT: shared}
+        weights = {EMBEDDING_WEIGHT: shared, HEAD_WEIGHT: shared} | weights
+    config = match_weights(config, weights, folder)
     return Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
 
 

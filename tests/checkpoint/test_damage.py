@@ -1,5 +1,7 @@
 """Damaged files: the content is intact, or refused in one line."""
 
+import math
+import re
 from functools import partial
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -7,6 +9,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import numpy as np
 import pytest
 import tiny
+import torch
 
 from folio.checkpoint.format import load_checkpoint
 from folio.cli.errors import UserError
@@ -73,6 +76,41 @@ def is_refused(read, path):
         assert len(message) < 1000
         return True
     return False
+
+
+NAME = "transformer.wte.weight"
+WIDE = torch.zeros(1, 1).expand(10**9, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_args": {"n_layer": "2"}}, "n_layer='2'"),
+        ({"model_args": {"n_layer": 200_000}}, "n_layer=200000"),
+        ({"model_args": {"n_layer": 3}}, r"'transformer.h.2.*' is missing in the file"),
+        ({"model_args": {"block_size": 10**12}}, r"wpe.* \(8, 16\) in the file, \(10{12}, 16\)"),
+        ({"iter_num": math.inf}, "progress .* infinity"),
+        ({"iter_num": -5}, "step is -5"),
+        ({"evaluated": math.nan}, "evaluated_schedule_step is nan"),
+        ({"best_val_loss": math.nan}, "best_val_loss is nan"),
+        ({"model": {NAME: torch.zeros(256, 16).to_sparse()}}, f"'{NAME}' is not a dense"),
+        ({"model": {NAME: torch.zeros(256, 16, dtype=torch.int64)}}, f"'{NAME}' is not a dense"),
+        ({"model": {NAME: [1.0]}}, f"'{NAME}' is not a dense tensor of floats in the file"),
+        (
+            {"model": {NAME: WIDE, "lm_head.weight": WIDE},
+             "model_args": {"vocab_size": 10**9, "n_embd": 10**6}},
+            "is not a dense",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)  # fmt: skip
+def test_wrong_values_in_a_checkpoint_are_refused_before_the_model_is_built(changes, words):
+    tiny.write_checkpoint("ckpt.pt", ByteTokenizer())
+    content = tiny.load(out_dir=".")
+    for key, value in changes.items():
+        content[key] = content[key] | value if isinstance(value, dict) else value
+    torch.save(content, "ckpt.pt")
+    assert re.search(f"^ckpt.pt: .*{words}", tiny.error_of(load_checkpoint, "ckpt.pt"))
 
 
 def test_a_compressed_file_is_read_whole(folder):
