@@ -166,13 +166,17 @@ def _read_meta(folder):
             raise UserError(f"{path} is from a later version of folio (format {meta['format']})")
         if meta["crc32"] != meta_checksum(meta):
             raise _unusable(path, "its checksum is wrong")
-        return meta, from_dict(meta["tokenizer"])
+        for split in SPLITS:
+            check_types(meta.get(split), {"tokens": int, "bytes": int, "crc32": int}, path)
+        return meta, from_dict(meta.get("tokenizer"))
     path = folder / "meta.pkl"
     if not os.path.isfile(path):
         return {}, GPT2Tokenizer()
     table = _parse(path, lambda raw: _PlainUnpickler(io.BytesIO(raw)).load())
     check_types(table, {"vocab_size": int}, path)
     itos, size = table.get("itos"), table["vocab_size"]
+    if size > 2**20:  # without itos, it can be any number
+        raise UserError(f"{path} cannot be used: vocab_size={size:,} is too large")
     with as_user_error(f"{path} cannot be used: itos", LookupError, TypeError):
         tokens = [itos[i] if itos else "" for i in range(size)]
     if not all(isinstance(token, str) for token in tokens) or not any(tokens):
@@ -225,7 +229,7 @@ def _check_type(path, ids):
     )
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _PlainUnpickler(pickle._Unpickler):  # in C, a large memo index would take gigabytes
     """Reads dicts, lists, strings and numbers; refuses everything that could execute code."""
 
     def find_class(self, module, name):

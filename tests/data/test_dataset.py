@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import tracemalloc
 import zlib
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,61 @@ def test_nanogpts_tokens_can_have_any_length(itos, text):
     assert "no token fits 'x'" in error_of(tokenizer.encode, text + "x")
     Path("data/nano/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 9, "itos": ["a"]}))
     assert "meta.pkl cannot be used" in error_of(load_dataset, "nano")
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (
+            pickle.dumps({"vocab_size": 10**9}),
+            "cannot be used: vocab_size=1,000,000,000 is too large",
+        ),
+        (b"}r\xff\xff\xff\x7f.", "vocab_size is missing"),  # stores {} at 2**31 - 1 in the memo
+    ],
+)
+def test_a_table_that_would_take_gigabytes_takes_no_memory(table, words):
+    tiny.write_nanogpt_dataset("nano")
+    Path("data/nano/meta.pkl").write_bytes(table)
+    tracemalloc.start()
+    assert words in error_of(load_dataset, "nano")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer": None}, "the tokenizer is damaged or unknown"),
+        ({"tokenizer": {"kind": "x"}}, "the tokenizer is damaged or unknown; known kinds: char"),
+        ({"val": None}, "data/own/meta.json: tokens is missing"),
+        ({"train": {"tokens": 18, "bytes": "18", "crc32": 5}}, "data/own/meta.json: bytes is"),
+        ({"train": {"tokens": 18, "bytes": 18}}, "data/own/meta.json: crc32 is missing"),
+    ],
+)
+def test_wrong_values_in_meta_json_are_refused(changes, words):
+    meta = write_text() | changes
+    meta["crc32"] = dataset.meta_checksum(meta)
+    Path("data/own/meta.json").write_text(json.dumps(meta))
+    assert words in error_of(load_dataset, "own")
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"source_sha256": "x"}'])
+def test_a_meta_json_of_another_program_is_refused_and_kept(text):
+    tiny.prepare_verse("own")
+    path = Path("data/own/meta.json")
+    path.write_text(text)
+    assert "data/own/meta.json: " in error_of(load_dataset, "own")
+    assert "data/own/meta.json is not of folio" in error_of(tiny.prepare_verse, "own")
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("character", ["[", "9"])
+def test_a_meta_json_that_python_cannot_parse_is_refused_and_replaced(character):
+    tiny.prepare_verse("own")
+    Path("data/own/meta.json").write_text(100_000 * character)
+    assert "data/own/meta.json cannot be used" in error_of(load_dataset, "own")
+    tiny.prepare_verse("own")
+    load_dataset("own")
 
 
 @pytest.mark.parametrize("vocab_size", [100, 70_000])
