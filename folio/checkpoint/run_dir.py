@@ -25,6 +25,13 @@ from folio.cli.errors import UserError, os_errors
 from folio.cli.files import move_aside, replace_by_link, write_atomically
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
+EVENT_KEYS = {  # of log.jsonl: those of the values that are read
+    "start": {"settings", "parameters"},
+    "resume": {"changed"},
+    "train": {"step", "tokens", "elapsed_s", "loss", "tokens_per_s"},
+    "val": {"step", "tokens", "elapsed_s", "loss"},  # and train_loss, except in docs/runs
+    "final": {"loss"},
+}
 
 
 class RunDir:
@@ -127,9 +134,9 @@ class RunDir:
         """Returns the events of log.jsonl, [] without a log. Other lines are left out."""
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
-            with suppress(ValueError):  # a line that a process is still writing
+            with suppress(AttributeError, KeyError, RecursionError, ValueError):  # torn, or foreign
                 event = json.loads(line)
-                if "event" in event:
+                if event.keys() >= EVENT_KEYS[event["event"]]:
                     events.append(event)
         return events
 

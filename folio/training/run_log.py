@@ -118,7 +118,8 @@ class RunLog:
         print(f"done; best {best}; the {kept} model is in {run.run_dir.best}")
         if (peak := peak_memory_gib(run.machine.device)) is not None:
             print(f"peak memory: {peak:.2f} GiB")
-        events = [event for event in run.run_dir.read_events() if event["event"] == "val"]
+        evaluations = (event for event in run.run_dir.read_events() if event["event"] == "val")
+        events = [event for event in evaluations if "train_loss" in event]
         same = [event for event in events if event.get("val_windows") == progress.val_windows]
         if minutes := minutes_for_all_steps(events, progress, settings):
             print(f"all steps take about --minutes={minutes}, and the text improves until then")

@@ -287,7 +287,7 @@ def test_evaluations_of_a_long_text_fit_into_the_time_of_a_slow_machine(text_siz
 
 
 def test_a_resumed_run_keeps_the_model_of_its_first_measurement(text_size, card, folder):
-    for events in ([], [{"event": "start", "settings": {}}]):
+    for events in ([], [{"event": "start", "parameters": 1}]):
         card(tflops=0.19)
         first = load_preset("own_text.py", "cpu", "--minutes=2", "--out_dir=out-a")
         if events:

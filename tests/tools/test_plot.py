@@ -61,6 +61,7 @@ def test_events_that_follow_change_the_run():
     for event, loss in zip(events, (2.125, 2.125, 1.5), strict=True):
         with open("out/log.jsonl", "a") as log:
             log.write(json.dumps(event) + '\n{"step": 1, "eve{"step": 2, "event": "val"}\n')
+            log.write(f'5\n"event"\n{{"event": "val"}}\n{{"event": "start"}}\n{"[" * 10**5}\n')
         assert read_run("out").loss == loss
     assert read_run("out").settings["seed"] == 5
 

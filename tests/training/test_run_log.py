@@ -195,3 +195,12 @@ def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch, cap
     assert steps == [[0, 3], [0, 3, 6], [9]]
     times = [event["elapsed_s"] for event in tiny.log_events()]
     assert times == sorted(times)  # a resumed run continues the time
+
+
+@pytest.mark.parametrize("name", ["event", "step", "loss", "train_loss", "elapsed_s"])
+def test_a_resumed_run_ignores_lines_without_their_keys(verse, name):
+    train.main(tiny.flags(eval_interval=1))
+    log = Path("out/log.jsonl")
+    log.write_text(log.read_text().replace(f'"{name}"', f'"{name[::-1]}"'))  # of equal length
+    train.main(tiny.flags(eval_interval=1, init_from="resume", max_iters=9))
+    assert tiny.load("last.pt")["iter_num"] == 9
