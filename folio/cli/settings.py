@@ -195,6 +195,8 @@ def check_value(field, value, label):
     Raises UserError if it has the wrong type or is out of bounds. `label` names it in the message.
     """
     options = _options(field.type)
+    if type(value) is int and not -(2**63) <= value < 2**63:  # of torch and NumPy
+        raise UserError(f"{label} must be less than 2**63")
     if type(value) is int and float in options:
         value = float(value)
     if not (type(value) in options or repr(value) in map(repr, options)):  # 1 == True

@@ -123,6 +123,8 @@ def test_a_config_file_reads_the_resolved_device():
         ("steps = True", "a.py: steps must be int, not True"),
         ("rate = 0", "a.py: rate must be in (0, 1], not 0.0"),
         ("compile = 1", "a.py: compile must be auto, True or False, not 1"),
+        ("rate = 10**400", "a.py: rate must be less than 2**63"),
+        ("steps = 10**5000", "a.py: steps must be less than 2**63"),
         ("name = [1] * 10**6", "a.py: name must be str or None, not [1, 1, 1, 1, 1, 1, ...]"),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
@@ -145,6 +147,7 @@ def test_an_error_in_a_config_file_names_the_file(text, message):
     [
         ("--warmup=101", ["warmup=101 is longer than steps=100"]),
         ("--steps=1.5", ["--steps must be int, not '1.5'"]),
+        (f"--steps={2**63}", ["--steps must be less than 2**63"]),
         ("--rate=nan", ["--rate must be in (0, 1], not nan"]),
         ("--shift=1e400", ["--shift must be in (-inf, inf), not inf"]),
         ("--norm=batchnorm", ["--norm must be layernorm or rmsnorm, not 'batchnorm'"]),
