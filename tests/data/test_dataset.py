@@ -176,16 +176,6 @@ def test_wrong_values_in_meta_json_are_refused(changes, words):
     assert words in error_of(load_dataset, "own")
 
 
-@pytest.mark.parametrize("text", ["[]", "5", '{"source_sha256": "x"}'])
-def test_a_meta_json_of_another_program_is_refused_and_kept(text):
-    tiny.prepare_verse("own")
-    path = Path("data/own/meta.json")
-    path.write_text(text)
-    assert "data/own/meta.json: " in error_of(load_dataset, "own")
-    assert "data/own/meta.json is not of folio" in error_of(tiny.prepare_verse, "own")
-    assert path.read_text() == text
-
-
 @pytest.mark.parametrize("character", ["[", "9"])
 def test_a_meta_json_that_python_cannot_parse_is_refused_and_replaced(character):
     tiny.prepare_verse("own")

@@ -84,12 +84,12 @@ def test_on_a_slow_machine_the_first_and_last_evaluations_fit_into_the_minutes(
 
 
 def test_a_resumed_run_keeps_the_windows_of_its_first_estimate(verse, monkeypatch):
-    settings = {"minutes": 1, "max_iters": 4, "eval_interval": 100, "eval_iters": None}
+    settings = {"minutes": 1000, "max_iters": 4, "eval_interval": 100, "eval_iters": None}
     for speed, changes in ((1, {"stop_at": 2}), (9, {"init_from": "resume"})):
-        monkeypatch.setattr(Run, "peak_step_s", lambda run, speed=speed: 0.75 / speed)
+        monkeypatch.setattr(Run, "peak_step_s", lambda run, speed=speed: 750 / speed)
         train.main(tiny.flags(**settings, **changes))
     events = [event for event in tiny.log_events() if event["event"] == "val"]
-    # 20 steps of 3 s, of which a tenth are 2 batches of 4 windows
+    # 20 steps of 3,000 s, of which a tenth are 2 batches of 4 windows
     assert [event["val_windows"] for event in events] == [8, 8]
 
 
