@@ -71,7 +71,9 @@ def import_optional(package, user, others=""):
 def script_name():
     """Returns the name of the running script, such as train.py or tools.plot."""
     spec = sys.modules["__main__"].__spec__  # of a module that python -m runs
-    return spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
+    if spec and spec.name.startswith("tools."):
+        return spec.name.removesuffix(".__main__")
+    return Path(sys.argv[0]).name
 
 
 @contextmanager
