@@ -58,17 +58,11 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
         }
         meta["crc32"] = meta_checksum(meta)
         meta_file.write(json.dumps(meta, indent=1).encode())
-        if corpus.test_fraction:
-            write_test(corpus, test_file)
+        for piece in corpus.read() if corpus.test_fraction else []:
+            if piece.split == "test":
+                test_file.write((piece.separator + piece.text).encode())
     finish_replacement(folder)
     return meta
-
-
-def write_test(corpus: Corpus, file):
-    """Writes the test text of a Corpus, with its separator between documents."""
-    for piece in corpus.read():
-        if piece.split == "test":
-            file.write((piece.separator + piece.text).encode())
 
 
 def batch_pieces(pieces):
