@@ -123,17 +123,29 @@ def load_checkpoint(path, optimizers=True) -> Checkpoint:
     from the file, and the optimizer state is ignored. Raises UserError if the file cannot be read,
     is damaged, not a checkpoint, or from a later version.
     """
-    content = _read(Path(path), mapped=not optimizers)
+    path = Path(path)
+    content = _read(path, mapped=not optimizers)
     args = ", ".join(NANOGPT_ARGS)
     refusal = f"{path} is not a checkpoint of a GPT, a dict with 'model' and 'model_args' ({args})"
     check_types(content, CONTENT_TYPES, refusal)
     content = {key: value for key, value in content.items() if value is not None}
     if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
         raise UserError(f"{path} is from a later version of folio (format {content['format']})")
-    checkpoint = _parse(content, Path(path))
-    if not optimizers:
-        checkpoint.optimizers = {}
-    return checkpoint
+    weights = {}
+    for name, tensor in content["model"].items():
+        name = PREFIXES.sub("", str(name))
+        if not name.endswith(".attn.bias"):  # a mask, which nanoGPT stored before PyTorch 2
+            weights[name] = tensor
+    keys = OPTIMIZER_KEYS if optimizers else {}
+    return Checkpoint(
+        config=_parse_config(content["model_args"], weights, path),
+        weights=weights,
+        progress=_parse_progress(content, path),
+        settings=content.get("config", {}),
+        optimizers={name: content[key] for name, key in keys.items() if content.get(key)},
+        path=path,
+        **{name: content[name] for name in OPTIONAL_KEYS if name in content},
+    )
 
 
 def _read(path, mapped):
@@ -165,24 +177,6 @@ def _read(path, mapped):
             if name.startswith(HARMLESS_MODULES):
                 reason += "; docs/from-nanogpt.md has code that converts it"
         raise UserError(f"{path} is damaged or not a checkpoint of a GPT ({reason})") from error
-
-
-def _parse(content, path):
-    """Returns the Checkpoint that the content of folio's or nanoGPT's file describes."""
-    weights = {}
-    for name, tensor in content["model"].items():
-        name = PREFIXES.sub("", str(name))
-        if not name.endswith(".attn.bias"):  # a mask, which nanoGPT stored before PyTorch 2
-            weights[name] = tensor
-    return Checkpoint(
-        config=_parse_config(content["model_args"], weights, path),
-        weights=weights,
-        progress=_parse_progress(content, path),
-        settings=content.get("config", {}),
-        optimizers={n: content[key] for n, key in OPTIMIZER_KEYS.items() if content.get(key)},
-        path=path,
-        **{name: content[name] for name in OPTIONAL_KEYS if name in content},
-    )
 
 
 def _parse_progress(content, path):
