@@ -218,7 +218,9 @@ def match_weights(config: GPTConfig, weights, path) -> GPTConfig:
 
     Raises UserError unless they are those of the config, before a large model is built.
     """
-    parameters = empty_model(config, "meta").state_dict()  # without values
+    num_layers = min(config.n_layer, len(weights))  # of more, some lack weights
+    shape = dataclasses.replace(config, n_layer=num_layers)
+    parameters = empty_model(shape, "meta").state_dict()  # without values
     for name in parameters | weights:
         saved, own = (_shape(tensors.get(name)) for tensors in (weights, parameters))
         if saved != own:

@@ -88,6 +88,7 @@ WIDE = torch.zeros(1, 1).expand(10**9, 10**6)
         ({"model_args": {"n_layer": "2"}}, "n_layer='2'"),
         ({"model_args": {"n_layer": 200_000}}, "n_layer=200000"),
         ({"model_args": {"n_layer": 3}}, r"'transformer.h.2.*' is missing in the file"),
+        ({"model_args": {"n_layer": 9999}}, r"'transformer.h.2.*' is missing in the file"),
         ({"model_args": {"block_size": 10**12}}, r"wpe.* \(8, 16\) in the file, \(10{12}, 16\)"),
         ({"iter_num": math.inf}, "progress .* infinity"),
         ({"iter_num": -5}, "step is -5"),
