@@ -126,9 +126,9 @@ def cut_text(text):
 
 
 def find_last_cut(text):
-    """Returns the last position near the end at which a text can be cut, or 0 if there is none."""
+    """Returns the last position near the end at which a text can be cut, or else its end."""
     cuts = CUT_PATTERN.finditer(text, max(len(text) - MIN_PIECE_CHARACTERS, 0))
-    return max((cut.end() for cut in cuts), default=0)
+    return max((cut.end() for cut in cuts), default=len(text))
 
 
 @cache

@@ -35,7 +35,6 @@ DOCUMENTATION = re.compile(  # of tables: in a clone of the hub's, and of datase
 )
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
-MAX_UNCUT_CHARACTERS = 2**18  # after which a text is cut even if that changes its tokens
 PARQUET_ROWS_PER_BATCH = 1000
 MAX_DOCUMENT_BYTES = 2**27  # of a file that is parsed to see whether it is one JSON document
 
@@ -107,11 +106,8 @@ def _read_text(source):
             text += new_text
             is_end = len(new_text) < CHUNK_CHARACTERS
             cut = len(text) if is_end else find_last_cut(text)
-            if len(text) - cut > MAX_UNCUT_CHARACTERS:
-                cut = len(text)
-            if cut:
-                yield text[:cut], is_start
-                text, is_start = text[cut:], False
+            yield text[:cut], is_start
+            text, is_start = text[cut:], False
 
 
 # Tables

@@ -174,7 +174,7 @@ def test_every_cut_keeps_the_tokens(kind, text, request):
     for cut in cuts:
         first, second = text[:cut], text[cut:]
         assert [*tokenizer.encode(first), *tokenizer.encode(second)] == whole
-    assert bpe.find_last_cut(text) == max(cuts, default=0)
+    assert bpe.find_last_cut(text) == max(cuts, default=len(text))
 
 
 # GPT-2's byte-pair encoding; the fixture `gpt2` needs tiktoken's files, `gpt2_of_bytes` does not

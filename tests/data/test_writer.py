@@ -51,7 +51,7 @@ def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     expected = prepare_files("one", source, kind, *flags)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 7)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
     monkeypatch.setattr(writer, "MIN_BATCH_CHARACTERS", 2**20)
     assert prepare_files("other", source, kind, *flags) == expected
 
