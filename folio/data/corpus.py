@@ -8,6 +8,7 @@ is cut. Empty texts are not documents.
 """
 
 import hashlib
+import sys
 import zlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,7 +47,7 @@ class Corpus:
     lines: bool = False  # whether each line of a text is a document
     val_fraction: float | None = None  # of the characters; None: the default
     test_fraction: float = 0.0  # of the characters, which follow those of the validation split
-    max_characters: int | None = None  # after which reading stops; None: all are read
+    max_characters: int = sys.maxsize  # after which reading stops
     split_ends: dict = field(default_factory=dict)  # {split: characters to its end}, from scan()
     num_documents: int = 0  # from scan()
     _bucket_starts: np.ndarray = field(init=False, repr=False)  # characters before each bucket
@@ -114,26 +115,23 @@ class Corpus:
                     started_splits.add(split)
                     last_split = split
 
-    def _read_texts(self, max_characters):
+    def _read_texts(self, num_left):
         """Yields (bucket, text, whether it begins a document). The validation text has no limit."""
         for _, text, begins_document in self._read_documents(self.val_sources):
             yield VAL_BUCKET, text, begins_document
-        num_left = max_characters
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
             for bucket, text, begins_document in self._read_documents(self.sources):
                 text = text[:num_left]
                 yield bucket, text, begins_document
                 progress.update(len(text))
-                if num_left is not None:
-                    num_left -= len(text)
-                    if num_left == 0:
-                        return
+                num_left -= len(text)
+                if num_left == 0:
+                    return
 
     def _read_documents(self, sources):
         """Yields the same of all characters of these sources, with the bucket of each hash."""
         end_text = "\n" if self.lines else self.end_text
         for source in sources:
-            is_new = True
             for text, begins_document in source.read():
                 if begins_document:  # one of several parts is hashed by the first
                     bucket, is_new = zlib.crc32(text.encode()) % BUCKETS, True

@@ -1,6 +1,7 @@
 """Tests of folio/data/corpus.py: documents and their division into two splits."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from folio.data.sources import find_sources
 from folio.data.tokenizer import END_OF_TEXT
 
 
-def read(corpus, max_characters=None):
+def read(corpus, max_characters=sys.maxsize):
     """Returns [(split, whether it is separated, text)] of all Pieces."""
     corpus.max_characters = max_characters
     corpus.scan()
