@@ -93,7 +93,6 @@ process.start(__name__, SampleConfig, GOMP_SPINCOUNT="10000")
 
 import numpy as np
 
-from folio.checkpoint.format import Checkpoint
 from folio.cli.files import read_prompt, read_text, unescape
 from folio.data.tokenizer import Tokenizer
 from folio.hardware.device import resolve_device
@@ -118,7 +117,11 @@ def main(argv=None):
         scored = read_lines(settings.score) if settings.by_line else [read_text(settings.score)]
     checkpoint = load_best(settings.init_from, settings.out_dir)
     splits = load_texts(checkpoint) if settings.copied else None
-    trained = load_model(checkpoint, settings, len(prompts))
+    is_single = settings.stream or settings.interactive
+    num_texts = 1 if is_single else len(prompts) * settings.num_samples  # at a time
+    trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile, num_texts)
+    print(checkpoint.summary, file=sys.stderr)
+    print(f"machine: {trained.machine.summary}", file=sys.stderr)
     if scored:
         print_scores(trained, scored, settings)
     elif settings.interactive:
@@ -127,19 +130,6 @@ def main(argv=None):
         texts = print_samples(trained, prompts, settings)
         if splits:
             print_copies(texts, *splits)
-
-
-def load_model(checkpoint: Checkpoint, settings, num_prompts) -> TrainedModel:
-    """Returns the TrainedModel, which is prepared for the number of texts at a time."""
-    num_texts = num_prompts * settings.num_samples
-    if settings.stream or settings.interactive:
-        num_texts = 1
-    elif settings.score is not None:
-        num_texts = None  # the windows of a long text
-    trained = load_trained(checkpoint, settings.device, settings.dtype, settings.compile, num_texts)
-    print(checkpoint.summary, file=sys.stderr)
-    print(f"machine: {trained.machine.summary}", file=sys.stderr)
-    return trained
 
 
 # Samples
