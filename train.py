@@ -128,6 +128,7 @@ process.start(__name__, TrainConfig)
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from folio.data.batches import dropout_seed
 from folio.data.dataset import load_dataset
 from folio.distributed.world import process_group, replicate, set_gradient_sync, shard_model
 from folio.hardware.device import resolve_device
@@ -292,7 +293,8 @@ def train_step(run: Run, step, lr):
     for a GPU. After a stop signal, the loss is None, and no weight has changed.
     """
     settings, batches = run.settings, micro_batches(run, step)
-    run.seed_dropout(step)  # so that a resumed run drops the same elements
+    if settings.dropout:  # a resumed run drops the same elements
+        torch.manual_seed(dropout_seed(settings.seed, step, run.world.rank))
     for name, optimizer in run.optimizers.items():
         for group in optimizer.param_groups:
             group["lr"].fill_(lr * group["lr_scale"])  # a tensor, for CUDA graphs

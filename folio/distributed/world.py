@@ -50,10 +50,6 @@ class World:
             torch.distributed.all_reduce(value)
         return value
 
-    def any_rank(self, flag):
-        """Returns whether a flag is true in any process. Does not wait for a GPU's queue."""
-        return bool(self.sum(torch.tensor(float(flag))))
-
     def all_gather(self, tensor):
         """Returns the tensors of all processes, of the same shape, concatenated in dimension 0."""
         if not self.is_launched:

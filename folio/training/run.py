@@ -16,7 +16,6 @@ from folio.checkpoint.run_dir import RunDir
 from folio.cli import process
 from folio.cli.errors import UserError
 from folio.cli.files import lock_folder
-from folio.data.batches import dropout_seed
 from folio.data.dataset import Dataset
 from folio.distributed.world import World, full_tensor, gather_on_cpu
 from folio.hardware.device import Machine, ThreadTuner
@@ -100,16 +99,13 @@ class Run:
             steps = EXPECTED_MFU * 60 * self.settings.minutes / self.peak_step_s()
             self.progress.steps_in_time = self.world.all_gather_object(steps)[0]  # rank 0's
         if self.resumed:
-            self._reopen_schedule(self.resumed.settings.get("minutes"))
+            # More --minutes than when the run ended make evaluations due again.
+            earlier_minutes = self.resumed.settings.get("minutes") or math.inf
+            if (self.settings.minutes or math.inf) > earlier_minutes:
+                evaluated = self.progress.evaluated_schedule_step
+                self.progress.evaluated_schedule_step = min(evaluated, self.schedule_step())
             if not self.settings.always_save_checkpoint and self.progress.best_step >= 0:
                 self._check_best()
-
-    def _reopen_schedule(self, earlier_minutes):
-        """Makes evaluations due again if --minutes is now greater than when the run ended."""
-        progress = self.progress
-        if (self.settings.minutes or math.inf) > (earlier_minutes or math.inf):
-            earlier = progress.evaluated_schedule_step
-            progress.evaluated_schedule_step = min(earlier, self.schedule_step())
 
     def _check_best(self):
         """Begins the search for the best model again if that of a resumed run is lost."""
@@ -165,17 +161,13 @@ class Run:
     def micro_batches_per_process(self):
         return self.settings.gradient_accumulation_steps // self.world.size
 
-    def seed_dropout(self, step):
-        """Seeds torch for the dropout of a step in this process."""
-        if self.settings.dropout:
-            torch.manual_seed(dropout_seed(self.settings.seed, step, self.world.rank))
-
     def is_stopped(self):
         """Whether any process of the run has received a stop signal. Collective."""
-        is_stopped = self.world.any_rank(bool(self.stop_signal))
-        if is_stopped:
+        # On the CPU, so that nothing waits for a GPU's queue.
+        signals = self.world.sum(torch.tensor(float(bool(self.stop_signal))))
+        if signals:
             self.stop_signal.request(signal.SIGTERM)  # if it was another process
-        return is_stopped
+        return bool(signals)
 
     # Saving
 
