@@ -8,7 +8,6 @@
 out_dir = "out-gpt2"
 dataset = "openwebtext"
 wandb_log = True
-wandb_project = "owt"
 wandb_run_name = "gpt2-124M"
 
 # 12 x 1,024 x 40 = 491,520 tokens per step
@@ -19,7 +18,6 @@ gradient_accumulation_steps = 40
 # 300 billion tokens in total
 max_iters = 600_000
 lr_decay_iters = 600_000
-weight_decay = 0.1
 
 eval_interval = 1000
 log_interval = 10

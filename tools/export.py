@@ -57,6 +57,18 @@ from folio.pretrained.huggingface import write_pretrained
 from folio.pretrained.load import checkpoint_tokenizer
 from sample import SampleConfig
 
+# For Ollama, with the defaults of sample.py.
+MODELFILE = """FROM ./{name}
+TEMPLATE \"""{{{{ .Prompt }}}}\"""
+PARAMETER temperature {temperature}
+PARAMETER top_k {top_k}
+PARAMETER top_p {top_p}
+PARAMETER min_p {min_p}
+PARAMETER repeat_penalty {repetition_penalty}
+PARAMETER num_predict {length}
+PARAMETER num_ctx {block_size}
+"""
+
 
 def main(argv=None):
     settings = load_settings(ExportConfig, argv)
@@ -83,7 +95,10 @@ def export_file(path, checkpoint, tokenizer, dtype):
     shift, length = " --context-shift", SampleConfig.max_new_tokens
     if config.position == "learned":  # a full context cannot be shifted
         shift, length = "", min(length, config.block_size // 2)
-    modelfile = make_modelfile(path.name, tokenizer, config.block_size, length)
+    values = {"name": path.name, "length": length, "block_size": config.block_size}
+    modelfile = MODELFILE.format_map(vars(SampleConfig) | values)
+    if tokenizer.end is not None:
+        modelfile += f'PARAMETER stop "{end_text}"\n'
     with os_errors("write to", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path, modelfile_path) as [model_file, text_file]:
@@ -116,24 +131,6 @@ def find_rarest(checkpoint, tokenizer):
     token = len(counts) - 1 - int(counts[::-1].argmin())  # the last of several: byte 255
     name = f"byte {token}" if tokenizer.kind == "byte" else repr(tokenizer.decode([token]))
     return token, f"{name}, {counts[token]:,} of {len(ids):,} training tokens"
-
-
-def make_modelfile(name, tokenizer, block_size, length):
-    """Returns the text of a Modelfile for Ollama, with the defaults of sample.py."""
-    parameters = {
-        "temperature": SampleConfig.temperature,
-        "top_k": SampleConfig.top_k,
-        "top_p": SampleConfig.top_p,
-        "min_p": SampleConfig.min_p,
-        "repeat_penalty": SampleConfig.repetition_penalty,
-        "num_predict": length,
-        "num_ctx": block_size,
-    }
-    if tokenizer.end is not None:
-        parameters["stop"] = f'"{tokenizer.end_text}"'
-    lines = [f"FROM ./{name}", 'TEMPLATE """{{ .Prompt }}"""']
-    lines += [f"PARAMETER {key} {value}" for key, value in parameters.items()]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

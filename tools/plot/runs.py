@@ -21,7 +21,6 @@ FIGURES = {  # {column: function of runs that returns values, of which the table
     "steps": lambda runs: [run.val[-1]["step"] for run in runs],
 }
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed_s"}  # key of each in the log
-LEGEND = "line: validation\ndot: best model\nfaint: training"
 MAX_DRAWN_GROUPS = 10  # matplotlib has so many colors
 SKIPPED_START_FRACTION = 0.1  # losses are high at the start of a run
 
@@ -183,7 +182,7 @@ def draw_losses(groups, axis):
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
-    title = LEGEND
+    title = "line: validation\ndot: best model\nfaint: training"
     if axes.collections:
         title += "\nband: deviation over seeds"
     if len(groups) > MAX_DRAWN_GROUPS:
