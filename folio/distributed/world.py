@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 
 from folio.cli.errors import RankError, UserError, cause_of, is_out_of_memory
 from folio.cli.process import is_launched
-from folio.hardware.device import device_type
 
 # Plain data and flags are exchanged on the CPU, so that they do not wait for a GPU's queue.
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
@@ -107,7 +106,7 @@ def process_group(device):
         yield World(device=device)
         return
     try:
-        world, backend = _read_world(device), BACKENDS[device_type(device)]
+        world, backend = _read_world(device), BACKENDS[torch.device(device).type]
         torch.distributed.init_process_group(backend, timeout=TIMEOUT)  # reads RANK, too
     except (RuntimeError, ValueError) as error:  # torch has no type for all of them
         raise RankError(
@@ -132,7 +131,7 @@ def process_group(device):
 def _read_world(device):
     """Returns the World that torchrun describes in the environment."""
     rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    kind = device_type(device)
+    kind = torch.device(device).type
     if kind not in BACKENDS:
         raise UserError(f"several processes cannot train on {kind}: use --device=cpu")
     if kind == "cuda":
@@ -179,7 +178,7 @@ def shard_model(model, world: World):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device_type(world.device), (world.size,))
+    mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)

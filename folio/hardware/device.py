@@ -51,7 +51,7 @@ class Machine:
     @property
     def kind(self):
         """The type of the device: cpu, cuda or mps."""
-        return device_type(self.device)
+        return torch.device(self.device).type
 
     @property
     def torch_dtype(self):
@@ -106,7 +106,7 @@ def set_up_machine(device, dtype, compile, step_flops=None) -> Machine:
     """
     torch.set_float32_matmul_precision("high")
     keep_freed_memory()
-    kind, reasons = device_type(device), {}
+    kind, reasons = torch.device(device).type, {}
     if kind == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
     if dtype == "auto":
@@ -223,14 +223,9 @@ def resolve_device(name):
     return name
 
 
-def device_type(device):
-    """Returns a device's type, such as "cuda" for "cuda:1"."""
-    return torch.device(device).type
-
-
 def default_dtype(device):
     """Returns the default data type of a device, and why."""
-    kind = device_type(device)
+    kind = torch.device(device).type
     if kind == "cuda":  # the current device
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         fallback = "float16", "with loss scaling; no bfloat16"
@@ -247,7 +242,7 @@ def _measure_peak(device, dtype):
 
     On a CPU, it is that of one thread times their number, because threads can wait for each other.
     """
-    is_cpu = device_type(device) == "cpu"
+    is_cpu = torch.device(device).type == "cpu"
     size, threads = (512, torch.get_num_threads()) if is_cpu else (4096, 1)
     a = torch.randn(size, size, device=device).to(dtype)
     seconds = []

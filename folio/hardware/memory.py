@@ -7,14 +7,12 @@ from pathlib import Path
 
 import torch
 
-from folio.hardware.device import device_type
-
 CONTAINER_LIMITS = "/sys/fs/cgroup"
 
 
 def memory_bytes(device):
     """Returns the memory that a process may use on a device, or None if that is unknown."""
-    if device_type(device) == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):  # Windows
         return None
@@ -32,7 +30,7 @@ def max_micro_batch(device):
     one of 32 15.6 GiB, so each sequence took 0.42 GiB; 0.6 leaves a reserve. Other devices do not
     compile by default and share their memory, so that they get 4.
     """
-    if device_type(device) != "cuda":
+    if torch.device(device).type != "cuda":
         return 4
     sequences = memory_bytes(device) / (0.6 * 2**30)
     return 2 ** max(0, min(6, int(math.log2(sequences))))
@@ -40,6 +38,6 @@ def max_micro_batch(device):
 
 def peak_memory_gib(device):
     """Returns the most memory that tensors have taken on a GPU, in GiB; None on other devices."""
-    if device_type(device) != "cuda":
+    if torch.device(device).type != "cuda":
         return None
     return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)

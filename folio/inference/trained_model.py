@@ -7,7 +7,7 @@ import torch
 from folio.checkpoint.format import Checkpoint, build_model
 from folio.cli.errors import UserError
 from folio.data.tokenizer import Tokenizer
-from folio.hardware.device import DTYPES, Machine, ThreadTuner, device_type, set_up_machine
+from folio.hardware.device import DTYPES, Machine, ThreadTuner, set_up_machine
 from folio.hardware.optimize import optimize_for_inference
 from folio.pretrained.load import checkpoint_tokenizer
 from model import GPT
@@ -34,7 +34,7 @@ def load_trained(
     """
     tokenizer = checkpoint_tokenizer(checkpoint)
     machine = set_up_machine(device, dtype, compile)
-    if dtype == "int8" and (compile or device_type(device) != "cpu"):
+    if dtype == "int8" and (compile or machine.kind != "cpu"):
         raise UserError("dtype=int8 needs a CPU without compilation: use --dtype=auto")
     model = build_model(checkpoint).to(machine.device, DTYPES[machine.dtype])
     model = optimize_for_inference(model, machine, texts)
