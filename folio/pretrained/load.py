@@ -47,13 +47,6 @@ def load_initial(init_from) -> Checkpoint:
     return checkpoint
 
 
-def crop(checkpoint: Checkpoint, block_size):
-    """Reduces the embedding of learned positions, if there is one, to `block_size` rows."""
-    weights, name = checkpoint.weights, "transformer.wpe.weight"
-    if name in weights:
-        weights[name] = weights[name][:block_size].clone()  # saving a view saves all its storage
-
-
 def checkpoint_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Returns the tokenizer of a checkpoint. nanoGPT's have none: theirs is that of the dataset."""
     dataset, size = checkpoint.settings.get("dataset", "openwebtext"), checkpoint.config.vocab_size

@@ -11,7 +11,7 @@ from folio.data.tokenizer import Tokenizer
 from folio.distributed.world import World
 from folio.hardware.device import Machine, set_up_machine
 from folio.hardware.memory import memory_bytes
-from folio.pretrained.load import RESUME_NAMES, checkpoint_tokenizer, crop, load_initial
+from folio.pretrained.load import RESUME_NAMES, checkpoint_tokenizer, load_initial
 from model import GPTConfig
 
 # A checkpoint determines these settings. Dropout may differ, and vocab_size is not a setting.
@@ -48,7 +48,9 @@ def choose_model(settings, dataset: Dataset, checkpoint: Checkpoint | None = Non
     config = model_config(settings, dataset.tokenizer, checkpoint)
     if checkpoint:
         _check_checkpoint(checkpoint, config, settings, dataset)
-        crop(checkpoint, config.block_size)
+        if config.position == "learned":  # a view would be saved with all its storage
+            rows = checkpoint.weights["transformer.wpe.weight"][: config.block_size]
+            checkpoint.weights["transformer.wpe.weight"] = rows.clone()
     dataset.check_length(config.block_size)
     return settings, config
 
