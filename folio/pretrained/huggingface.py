@@ -19,7 +19,7 @@ from folio.checkpoint.format import (
     match_weights,
 )
 from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
-from folio.cli.files import check_lfs, read_text, write_atomically
+from folio.cli.files import check_lfs, read_text
 from folio.data.tokenizer import Tokenizer
 from folio.pretrained.architectures import ARCHITECTURES, Architecture, Folio
 from folio.pretrained.tokenizer_files import TOKENIZER_FILE, make_tokenizer_files, read_tokenizer
@@ -100,9 +100,8 @@ def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Arc
     contents = {name: text.encode() for name, text in texts.items()}
     contents[WEIGHTS_FILE] = save(make_tensors(model, architecture), metadata={"format": "pt"})
     with _new_folder(folder) as new_folder:
-        with write_atomically(*(new_folder / name for name in contents)) as files:
-            for file, content in zip(files, contents.values(), strict=True):
-                file.write(content)
+        for name, content in contents.items():
+            (new_folder / name).write_bytes(content)
         with refuse_misfits(architecture):
             load = transformers.AutoModelForCausalLM.from_pretrained
             theirs = load(new_folder, trust_remote_code=is_own, dtype=torch.float32)
