@@ -178,11 +178,11 @@ def shard_model(model, world: World):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(torch.device(world.device).type, (world.size,))
+    idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
+    mesh = init_device_mesh(idx.device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
     for module in (*model.transformer.h, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    idx = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     with torch.no_grad():
         model(idx, idx)  # FSDP initializes itself in the first call
     model.reshard()
