@@ -110,6 +110,22 @@ def test_bits_per_byte_are_compared_but_not_losses_of_different_datasets_and_tok
     assert cells == [["out-b", "1.5000"], ["out-c", "1.2500"], ["out-d", "2.0000"], ["out-a", ""]]
 
 
+def test_json_has_the_runs_and_nothing_else_is_printed(capsys):
+    write_run("out/seed=1", [4.0, 2.5], seed=1)
+    write_run("out/seed=2", [4.0, 2.25], bits=[3.0, 2.0], seed=2)
+    plot.main(["out", "--json"])
+    runs = json.loads(capsys.readouterr().out)
+    assert [list(run) for run in runs] == 2 * [
+        ["run", "row", "loss", "parameters", "seconds", "result", "settings"]
+    ]
+    assert [(run["run"], run["row"], run["loss"]) for run in runs] == [
+        ("out/seed=1", "seed=*", 2.5),
+        ("out/seed=2", "seed=*", 2.25),
+    ]
+    assert runs[1]["result"]["bits_per_byte"] == runs[1]["settings"]["seed"] == 2
+    assert not Path("runs.png").exists()
+
+
 # Loss curves
 
 

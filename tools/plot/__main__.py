@@ -9,6 +9,7 @@ Runs whose folders differ only in "seed=NUMBER", as those of a sweep, are one ro
 Plots are PNG files and need matplotlib.
 """
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,8 @@ class PlotConfig:
     runs: tuple = setting((), "folders of runs, or of sweeps")
     x: Literal["steps", "tokens", "seconds"] = setting("steps", "x axis")
     out: str | None = setting(None, "PNG file; None: runs.png, attention.png or embeddings.png")
+
+    json: bool = setting(False, "print the runs as JSON, instead of the table and the plot")
 
     attention: bool = setting(
         False, "plot attention weights and next-token probabilities", group="Model"
@@ -50,7 +53,7 @@ process.start(__name__, PlotConfig)  # --help must not wait for torch
 from folio.checkpoint.run_dir import RunDir
 from folio.inference.trained_model import load_trained
 from tools.plot.models import draw_attention, draw_embeddings
-from tools.plot.runs import compare_groups, draw_losses, group_runs, read_runs
+from tools.plot.runs import compare_groups, describe_runs, draw_losses, group_runs, read_runs
 from tools.table import format_table
 
 
@@ -61,6 +64,9 @@ def main(argv=None):
         figure = plot_model(settings.runs[0], settings)
     else:
         groups = group_runs(read_runs(settings.runs))
+        if settings.json:
+            print(json.dumps(describe_runs(groups), indent=2))
+            return
         print("\n".join(format_table(compare_groups(groups))), flush=True)
         import_optional("matplotlib", "a plot")
         name, figure = "runs.png", draw_losses(groups, settings.x)

@@ -161,6 +161,17 @@ def compare_losses(losses, best):
     return f"{difference:.4f}; seeds differ by {spread:.4f}: {verdict}"
 
 
+def describe_runs(groups):
+    """Returns a dict for each run of groups, {name: runs}, in the order of the table."""
+    rows = []
+    for name, runs in groups.items():
+        for run in runs:
+            figures = {"loss": run.loss, "parameters": run.parameters, "seconds": run.seconds}
+            names = {"run": run.folder, "row": name}
+            rows.append(names | figures | {"result": run.result, "settings": run.settings})
+    return rows
+
+
 def draw_losses(groups, axis):
     """Returns a matplotlib figure of the losses of groups, {name: runs}. `axis`: a key of AXES."""
     from matplotlib.figure import Figure
