@@ -90,6 +90,8 @@ class PrepareConfig:
             "".encode(self.encoding)
         except (LookupError, UnicodeError):
             raise ValueError(f"Python has no encoding {self.encoding}") from None
+        if not self.text_key:
+            raise ValueError("--text_key is empty: name a column")
         if set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
             raise ValueError(f"--text_key={self.text_key} has an unmatched brace")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
@@ -112,7 +114,7 @@ process.start(__name__, PrepareConfig)
 import numpy as np
 
 from folio.cli.files import lock_folder, unescape
-from folio.data.corpus import Corpus
+from folio.data.corpus import SAMPLE_CHARACTERS, Corpus
 from folio.data.dataset import dataset_folder, finish_replacement, read_valid_meta
 from folio.data.downloads import PROVIDED_DATASETS, load_hub
 from folio.data.sources import TABLE_SUFFIXES, find_sources
@@ -135,7 +137,9 @@ def main(argv=None):
         if settings.max_tokens is not None:
             sample = corpus.sample()
             if tokenizer is None:
-                tokenizer, reason = choose_tokenizer(set(sample), settings.max_tokens)
+                is_whole = len(sample) < SAMPLE_CHARACTERS
+                size = len(sample) if is_whole else settings.max_tokens
+                tokenizer, reason = choose_tokenizer(set(sample), size)
             corpus.max_characters = estimate_characters(sample, tokenizer, settings)
         characters = corpus.scan()  # finds the boundaries of the splits, too
         if tokenizer is None:
@@ -151,7 +155,8 @@ def main(argv=None):
         + (f" with separators of {num_documents:,} documents" if num_documents > 1 else "")
     )
     if settings.test_fraction:
-        command = f"python sample.py --out_dir=out-{name} --score={folder / 'test.txt'}"
+        flags = f"--out_dir=out-{name}", f"--score={folder / 'test.txt'}"
+        command = f"python sample.py {shlex.join(flags)}"
         print(f"test ({ends['test'] - ends['val']:,} of the characters): {command}")
     num_empty_rows = sum(len(source.empty_rows) for source in corpus.all_sources)
     if num_empty_rows:
@@ -224,7 +229,11 @@ def select_sources(name, address, split, settings):
     folder = dataset_folder(name)
     if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):
         raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-    return find_sources(address, text_key)
+    sources = find_sources(address, text_key)
+    for source in sources:
+        if source.path.name == "test.txt" and (source.path.parent / "meta.json").exists():
+            raise UserError(f"{source.path} is the test text of a dataset: leave it out of --input")
+    return sources
 
 
 def check_folder(folder, corpus: Corpus, settings):
@@ -233,12 +242,12 @@ def check_folder(folder, corpus: Corpus, settings):
     meta_path, test_path = folder / "meta.json", folder / "test.txt"
     meta = read_valid_meta(meta_path)
     advice = "choose a different --dataset, or delete"
-    if settings.input is not None and meta.get("source_sha256"):
-        number = r" \(\d+ files\)"  # which can change
+    if meta.get("source_sha256"):
+        number = r" \(\d+ files\)| of Python .*"  # which can change
         old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
         if old_name != name and meta["source_sha256"] != corpus.sha256():
             raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
-    if settings.input is not None and (folder / "train.bin").exists() and not meta_path.exists():
+    if (folder / "train.bin").exists() and not meta_path.exists():
         raise UserError(f"{folder} has token files of a different program: {advice} them")
     is_users = test_path.exists() and not meta.get("test_fraction")
     if settings.test_fraction and is_users:

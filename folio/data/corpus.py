@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from folio.cli.errors import UserError
 from folio.data.tokenizer import BLANK_LINE, UNICODE_CODE_POINTS, code_points
 
 VAL_CHARACTERS = 20_000_000
@@ -100,7 +101,10 @@ class Corpus:
         return "".join(map(chr, np.flatnonzero(is_used)))
 
     def read(self):
-        """Yields the Pieces of all splits, in the order of the sources."""
+        """Yields the Pieces of all splits, in the order of the sources.
+
+        Raises UserError if the text differs from that of the scan.
+        """
         positions, started_splits, last_split = self._bucket_starts.tolist(), set(), None
         separator = "\n" if self.lines else BLANK_LINE
         for bucket, text, begins_document in self._read_texts(self.max_characters):
@@ -114,6 +118,8 @@ class Corpus:
                     text = text[len(part) :]
                     started_splits.add(split)
                     last_split = split
+        if positions != [*self._bucket_starts[1:].tolist(), self.split_ends["test"]]:
+            raise UserError(f"{self.description} changed while it was read: run prepare.py again")
 
     def _read_texts(self, num_left):
         """Yields (bucket, text, whether it begins a document). The validation text has no limit."""

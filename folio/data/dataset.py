@@ -99,7 +99,7 @@ def load_dataset(name) -> Dataset:
     folder = dataset_folder(name)
     meta, tokenizer = _read_meta(folder)
     splits = {split: _read_ids(folder / f"{split}.bin", tokenizer.dtype) for split in SPLITS}
-    if meta and meta != _read_meta(folder)[0]:  # it was replaced meanwhile
+    if meta != _read_meta(folder)[0]:  # it was replaced meanwhile
         return load_dataset(name)
     fingerprint = {}
     for split, ids in splits.items():

@@ -17,6 +17,7 @@ FOREIGN_FORMATS = {  # {first bytes: what a file is}
 }
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command that prints the content}
 MAX_NULS = 100  # in the first 8 kB of a text
+UTF_8_SHARE = 3 / 4  # of the bytes that are not ASCII; by chance, half of Big5's can be UTF-8
 SAMPLE_BYTES = 2**16  # about as many show the encoding of a text
 
 
@@ -36,16 +37,16 @@ def explain_encoding(source, error):
         return "it does not look like text, but like a file of numbers or a program"
     if byte == 0:
         return f"it contains a NUL byte; to remove it: {read} | tr -d '\\0' > NEW_FILE"
-    is_utf8 = False  # mostly: valid characters of several bytes precede the first bad byte
     with source.open() as file:
         for number, line in enumerate(file, start=1):
             before = re.split("[\udc80-\udcff]", line.decode(errors="surrogateescape"))[0]
-            is_utf8 = is_utf8 or not before.isascii()
             if before.encode() != line:
                 place = f"line {number:,} has the byte 0x{byte:02x}"
                 break
-        sample = line + b"".join(file.readlines(SAMPLE_BYTES))
-    if is_utf8:
+        position = max(0, len(before.encode()) - SAMPLE_BYTES // 2)
+        sample = (line[position:] + b"".join(file.readlines(SAMPLE_BYTES)))[:SAMPLE_BYTES]
+    valid = re.sub("[\udc80-\udcff]", "", sample.decode(errors="surrogateescape"))
+    if count_bytes(valid.encode()) > UTF_8_SHARE * count_bytes(sample):
         remove = f"{read} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
         return f"{place}; to leave out such bytes: {remove}"
     found = [f"{name} ({words})" for words, name in find_encodings(sample).items()]
@@ -55,10 +56,23 @@ def explain_encoding(source, error):
 
 
 def find_encodings(raw):
-    """Returns {words of a text that are not ASCII: encoding that reads them}, the best first."""
+    """Returns {words of a text that are not ASCII: encoding that reads them}, the best first.
+
+    The words are those that the encodings read differently.
+    """
     encodings: dict[str, str] = {}
     utf_16 = ["utf_16", "utf_16_be", "utf_16_le"]  # which every short text can be
     for match in charset_normalizer.from_bytes(raw, cp_exclusion=utf_16):
         words = dict.fromkeys(word for word in str(match).split() if not word.isascii())
-        encodings.setdefault(" ".join(words)[:30], match.encoding)
-    return encodings
+        encodings.setdefault(" ".join(words), match.encoding)
+    words_of = {words: words.split() for words in encodings}
+    common = set.intersection(*map(set, words_of.values())) if len(encodings) > 1 else set()
+    return {
+        " ".join(word for word in words if word not in common)[:30]: encodings[text]
+        for text, words in words_of.items()
+    }
+
+
+def count_bytes(raw):
+    """Returns how many bytes are not ASCII."""
+    return len(raw) - len(raw.decode("ascii", "ignore"))

@@ -194,11 +194,11 @@ def _rows_command(source):
         return None
     column, row = quote(source.columns[0]), "row"
     if any(isinstance(each.get(source.columns[0]), list) for each in rows):  # Telegram's, of links
-        text = f'p if isinstance(p, str) else p[{column}] for p in row.get({column}) or ""'
+        text = f'p if isinstance(p, str) else p.get({column}, "") for p in row.get({column}) or ""'
         row = f'row | {{{column}: "".join({text})}}'
     rows = f'json.load(open({quote(str(source.path))}, "rb")){place}'
     program = f"import json; [print(json.dumps({row})) for row in {rows}]"
-    return f"python -c {shlex.quote(program)} > rows.jsonl"
+    return f"python -c {shlex.quote(program)} > {shlex.quote(source.path.stem)}-rows.jsonl"
 
 
 def _read_csv(source, file):

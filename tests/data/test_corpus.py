@@ -10,6 +10,7 @@ import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from folio.cli.errors import UserError
 from folio.data.corpus import Corpus
 from folio.data.sources import find_sources
 from folio.data.tokenizer import END_OF_TEXT
@@ -68,6 +69,15 @@ def test_splits_keep_every_character_and_have_their_fractions(documents, val, te
     assert sum(separated for _, separated, _ in pieces) == len(pieces) - len(set(splits))
     if num_documents == 1:
         assert splits == sorted(splits, key=["train", "val", "test"].index)
+
+
+def test_a_text_that_changes_between_scan_and_read_is_an_error():
+    Path("a.txt").write_text("one two")
+    corpus = Corpus(find_sources("a.txt", "text"), "a", max_characters=sys.maxsize)
+    corpus.scan()
+    Path("a.txt").write_text("one two three")
+    with pytest.raises(UserError, match="a.txt changed while it was read"):
+        list(corpus.read())
 
 
 def test_end_of_text_ends_a_document_if_it_is_allowed():

@@ -136,7 +136,10 @@ def test_an_invalid_row_is_refused(suffix, raw, part):
     [
         ([{"text": "one"}, {"text": "two"}], ["one", "two"]),
         ({"messages": [{"text": "one"}] * 9, "name": "a 'chat'"}, ["one"] * 9),
-        ({"é": [{"text": ["see ", {"text": "two"}]}, {"text": ""}]}, ["see two"]),
+        (
+            {"é": [{"text": ["see ", {"text": "two"}, {}]}, {"text": ""}]},
+            ["see two"],
+        ),
     ],
 )
 @pytest.mark.parametrize("indent", [None, 1])
@@ -145,7 +148,7 @@ def test_the_command_for_a_json_document_makes_rows(document, texts, indent):
     message = error_of(Source(Path("it's.json")))
     command = re.search("one JSON document, needs a row per line: python(.+)", message)[1]
     subprocess.run(sys.executable + command, shell=True, check=True)
-    assert [text for text, _ in Source(Path("rows.jsonl")).read()] == texts
+    assert [text for text, _ in Source(Path("it's-rows.jsonl")).read()] == texts
 
 
 def test_json_integers_can_have_any_length():
@@ -227,6 +230,11 @@ CHINESE = "清晨的河邊有一座老房子，男孩在窗前讀書。\n" * 400
         (RUSSIAN, "cp1251", "--encoding=NAME: cp1251 (В тихом саду у реки"),
         (FRENCH, "cp1252", "cp1252 (garçon près rivière l’été"),
         (CHINESE, "big5", "--encoding=NAME: big5 (清晨的河邊有一座"),
+        (
+            "同学们清晨在河边读书，风吹过花园" * 60,
+            "gb18030",
+            "--encoding=NAME: ",
+        ),  # its first bytes are UTF-8, too
         (GERMAN, "utf-16", "it is UTF-16: use --encoding=utf-16"),
         ("caf\xe9", "cp1252", "cp1250 (café)"),
     ],

@@ -64,6 +64,8 @@ def test_a_dataset_of_a_different_text_is_not_replaced():
     main(["--input=copy.txt", "--dataset=own", "--tokenizer=byte"])
     tiny.write_nanogpt_dataset("nano")
     assert "data/nano has token files" in error_of("--input=copy.txt", "--dataset=nano")
+    main(["--input=copy.txt", "--dataset=pydocs"])
+    assert "different text, copy.txt" in error_of("--dataset=pydocs")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,8 @@ def test_the_test_text_is_written_for_scores_only(capsys):
         assert "own: 100 characters of a.txt" in out
         assert (len(load_dataset("own").train), len(load_dataset("own").val)) == (70, 20)
         assert Path("data/own/test.txt").read_text() == "klmnopqrst"
+    words = "data/own/test.txt is the test text of a dataset"
+    assert words in error_of("--input=data/*/*.txt", "--dataset=new")
     main(flags)
     assert not Path("data/own/test.txt").exists()  # it belonged to other splits
 
