@@ -181,8 +181,7 @@ def make_run(settings, world) -> Run:
     model = GPT(config)
     start = checkpoint.summary if checkpoint else "random weights"
     if not settings.eval_only:
-        steps = f"{settings.max_iters:,} step" + "s" * (settings.max_iters > 1)
-        start += f"; {steps} of {settings.tokens_per_step:,} tokens"
+        start += f"; {settings.max_iters:,} steps of {settings.tokens_per_step:,} tokens"
     processes = f"{world.size} processes ({settings.parallel}), each on " if world.size > 1 else ""
     print(f"model: {model.num_params():,} parameters, from {start}")
     print(f"machine: {processes}{machine.summary}, {machine.peak_summary}", flush=True)

@@ -119,7 +119,7 @@ def test_eval_only_prints_the_loss_and_writes_nothing(verse, folder, capsys):
     assert "parameters, from random weights\n" in out
     assert not (folder / "out").exists()
     train.main(tiny.flags(max_iters=1))
-    assert "; 1 step of 32 tokens\n" in capsys.readouterr().out
+    assert "; 1 steps of 32 tokens\n" in capsys.readouterr().out
     train.main(tiny.flags(init_from="auto", eval_only=True))
     assert "parameters, from out/last.pt: step 1\n" in capsys.readouterr().out
 
