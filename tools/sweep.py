@@ -197,6 +197,7 @@ def train_runs(runs, jobs):
 def start_worker(folder, settings, number, jobs):
     """Starts train.py for a run, and appends its output to OUTPUT_FILE. Returns the Popen."""
     with lock_folder(folder, SAVING_TIMEOUT_S):  # a worker of a killed sweep may still be saving
+        (folder / OUTPUT_FILE).touch()
         command = [sys.executable, str(ROOT / "train.py"), *train_flags(folder, settings)]
     env = os.environ | worker_environment(settings.device, number, jobs)
     end = end_with_parent if sys.platform == "linux" else None
