@@ -43,6 +43,7 @@ CONTENT_TYPES = {  # beside Progress; NoneType: it may be missing, as in nanoGPT
     **dict.fromkeys(("format", "log_bytes"), int | None),
     "start": str | None,
 }
+PLAIN_TYPES = str | int | float | None  # of settings; a bool is an int
 PREFIXES = re.compile(r"^((module|_orig_mod)\.)+")  # of models that are compiled or distributed
 HARMLESS_MODULES = ("argparse.", "numpy.")  # of objects in checkpoints of nanoGPT's forks
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "transformer.wte.weight", "lm_head.weight"
@@ -131,6 +132,8 @@ def load_checkpoint(path, optimizers=True) -> Checkpoint:
     content = {key: value for key, value in content.items() if value is not None}
     if content.get("format", FORMAT_VERSION) > FORMAT_VERSION:
         raise UserError(f"{path} is from a later version of folio (format {content['format']})")
+    settings = content.get("config", {}).items()
+    content["config"] = {name: value for name, value in settings if isinstance(value, PLAIN_TYPES)}
     weights = {}
     for name, tensor in content["model"].items():
         name = PREFIXES.sub("", str(name))
@@ -141,7 +144,7 @@ def load_checkpoint(path, optimizers=True) -> Checkpoint:
         config=_parse_config(content["model_args"], weights, path),
         weights=weights,
         progress=_parse_progress(content, path),
-        settings=content.get("config", {}),
+        settings=content["config"],
         optimizers={name: content[key] for name, key in keys.items() if content.get(key)},
         path=path,
         **{name: content[name] for name in OPTIONAL_KEYS if name in content},
@@ -181,17 +184,15 @@ def _read(path, mapped):
 
 def _parse_progress(content, path):
     """Returns the Progress in a file. What nanoGPT's files lack follows from the step."""
-    settings, values = content.get("config", {}), {}
+    settings, values = content["config"], {}
     with as_user_error(f"{path}: its progress is damaged", ArithmeticError, TypeError, ValueError):
         step = int(content.get("iter_num", 0))
-        evaluated = content.get("evaluated", step)  # nanoGPT saves after an evaluation
-        names = ("evaluated_schedule_step", "evaluated_step", "best_step")
-        defaults = dict.fromkeys(names, evaluated)
+        defaults = {"best_step": step, "evaluated_step": step}  # nanoGPT saves after an evaluation
         defaults["tokens"] = step * math.prod(settings.get(name, 0) for name in TOKENS_PER_STEP)
         for name, default in dataclasses.asdict(Progress()).items():
             value = content.get(PROGRESS_KEYS.get(name, name), defaults.get(name, default))
             values[name] = type(default)(value)  # nanoGPT's loss is a tensor
-            if values[name] != default and not 0 <= values[name] < math.inf:
+            if values[name] != default and not 0 <= values[name] < 2**63:
                 raise ValueError(f"{name} is {values[name]}")
     return Progress(**values)
 
@@ -206,9 +207,9 @@ def _parse_config(args, weights, path):
                 f"{path}: model_args has {name}={value!r}, which this GPT does not have"
             )
     args.setdefault("bias", any(name.endswith(".bias") for name in weights))
-    if EMBEDDING_WEIGHT in weights:
-        args.setdefault("vocab_size", len(weights[EMBEDDING_WEIGHT]))
     with as_user_error(f"{path}: model_args", ArithmeticError, TypeError, ValueError):
+        if EMBEDDING_WEIGHT in weights:
+            args.setdefault("vocab_size", len(weights[EMBEDDING_WEIGHT]))
         config = GPTConfig(**{name: value for name, value in args.items() if name in known})
     return match_weights(config, weights, path)
 
@@ -222,7 +223,7 @@ def match_weights(config: GPTConfig, weights, path) -> GPTConfig:
     shape = dataclasses.replace(config, n_layer=num_layers)
     parameters = empty_model(shape, "meta").state_dict()  # without values
     for name in parameters | weights:
-        saved, own = (_shape(tensors.get(name)) for tensors in (weights, parameters))
+        saved, own = (dense_shape(tensors.get(name)) for tensors in (weights, parameters))
         if saved != own:
             raise UserError(
                 f"{path}: the weights do not fit the model: {name!r} is {saved} in the file, "
@@ -246,7 +247,7 @@ def build_model(checkpoint: Checkpoint) -> GPT:
     return model
 
 
-def _shape(value):
+def dense_shape(value):
     """Returns the shape of a dense tensor of floats, not expanded to more values than it has."""
     if value is None:
         return "missing"

@@ -108,10 +108,12 @@ def count_windows(run, split, final=False):
         interval = min(settings.eval_interval, run.progress.steps_in_time)
         batches = interval * settings.gradient_accumulation_steps
         batches *= VAL_SHARE if split == "val" else TRAIN_SHARE
-        if final and split == "val":
-            steps = settings.max_iters if settings.eval_only else run.progress.step
-            trained = steps * settings.gradient_accumulation_steps
-            batches = max(batches, trained * FINAL_VAL_SHARE)
+        if final and split == "val":  # an earlier part of the run may have had other batches
+            max_tokens = settings.max_iters * settings.tokens_per_step
+            tokens = max_tokens if settings.eval_only else run.progress.tokens
+            trained = tokens / (settings.batch_size * settings.block_size)
+            evaluated = math.ceil(run.progress.val_windows / settings.batch_size)
+            batches = max(batches, evaluated, trained * FINAL_VAL_SHARE)
     whole = (len(getattr(run.dataset, split)) - 1) // settings.block_size
     return min(whole, max(1, int(batches)) * settings.batch_size)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from folio.checkpoint.format import Checkpoint
+from folio.checkpoint.format import Checkpoint, dense_shape
 from folio.cli.errors import UserError, check_types
 from folio.distributed.world import SINGLE_PROCESS, World, full_tensor, shard_like
 from folio.training.muon import MOMENTUM, Muon
@@ -108,10 +108,11 @@ def _restore(optimizer, saved, names, refusal):
         tensors = saved["state"].get(number)
         check_types(tensors, dict.fromkeys(names, torch.Tensor), refusal)
         state[number] = dict(tensors)
-        for name in set(names) - {"step"}:
-            if tensors[name].shape != parameter.shape:
+        for name in names:
+            if dense_shape(tensors[name]) != (() if name == "step" else parameter.shape):
                 raise UserError(f"{refusal}: it belongs to parameters of other shapes")
-            state[number][name] = shard_like(parameter, tensors[name])
+            if name != "step":
+                state[number][name] = shard_like(parameter, tensors[name].contiguous())
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         check_types(saved_group, {"lr": int | float | torch.Tensor}, refusal)

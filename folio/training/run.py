@@ -99,9 +99,9 @@ class Run:
             steps = EXPECTED_MFU * 60 * self.settings.minutes / self.peak_step_s()
             self.progress.steps_in_time = self.world.all_gather_object(steps)[0]  # rank 0's
         if self.resumed:
-            # More --minutes than when the run ended make evaluations due again.
-            earlier_minutes = self.resumed.settings.get("minutes") or math.inf
-            if (self.settings.minutes or math.inf) > earlier_minutes:
+            # With other limits, the schedule begins at another step.
+            limits = {name: getattr(self.settings, name) for name in ("minutes", "max_iters")}
+            if not limits.items() <= self.resumed.settings.items():
                 evaluated = self.progress.evaluated_schedule_step
                 self.progress.evaluated_schedule_step = min(evaluated, self.schedule_step())
             if not self.settings.always_save_checkpoint and self.progress.best_step >= 0:

@@ -92,6 +92,8 @@ WIDE = torch.zeros(1, 1).expand(10**9, 10**6)
         ({"model_args": {"block_size": 10**12}}, r"wpe.* \(8, 16\) in the file, \(10{12}, 16\)"),
         ({"iter_num": math.inf}, "progress .* infinity"),
         ({"iter_num": -5}, "step is -5"),
+        ({"tokens": 10**400}, "tokens is 1000"),
+        ({"model": {NAME: 5}, "model_args": {"vocab_size": None}}, r"model_args \(.*len"),
         ({"evaluated": math.nan}, "evaluated_schedule_step is nan"),
         ({"best_val_loss": math.nan}, "best_val_loss is nan"),
         ({"model": {NAME: torch.zeros(256, 16).to_sparse()}}, f"'{NAME}' is not a dense"),

@@ -1,5 +1,6 @@
 """Checkpoint files: saving, loading, nanoGPT's format, refusals, optimizer state."""
 
+import copy
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_nanogpts_checkpoint_loads(prefix):
     loaded = load_checkpoint("ckpt.pt")
     assert have_same_logits(build_model(loaded), model)
     assert loaded.config == GPTConfig(**SHAPE, bias=False, dropout=0.0)
-    assert loaded.progress == Progress(3, 0, 3, 3, 3, 2.5)
+    assert loaded.progress == Progress(3, 0, -1.0, 3, 3, 2.5)
     assert type(loaded.progress.best_val_loss) is float
 
 
@@ -146,3 +147,21 @@ def test_state_of_other_optimizers_is_refused():
     checkpoint = checkpoint_of(*train_one_step("muon"), path="ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt.pt.* does not fit"):
         load_optimizers(train_one_step()[1], None, checkpoint)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_are_loaded_whatever_their_strides_and_refused_unless_dense(optimizer):
+    model, optimizers = train_one_step(optimizer)
+    checkpoint = checkpoint_of(model)
+    name = "exp_avg" if optimizer == "adamw" else "momentum_buffer"
+    saved = {key: copy.deepcopy(value.state_dict()) for key, value in optimizers.items()}
+    moments = saved[optimizer]["state"][0]
+    moments[name] = moment = moments[name].T.contiguous().T
+    load_optimizers(optimizers, None, replace(checkpoint, optimizers=copy.deepcopy(saved)))
+    loaded = optimizers[optimizer].state_dict()["state"][0][name]
+    assert torch.equal(loaded, moment)
+    assert loaded.is_contiguous()
+    for wrong in (torch.zeros(1, 1).expand(moment.shape), moment.to_sparse(), moment.int()):
+        moments[name] = wrong
+        with pytest.raises(UserError, match=r"optimizer state does not fit"):
+            load_optimizers(optimizers, None, replace(checkpoint, optimizers=dict(saved)))

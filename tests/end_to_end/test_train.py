@@ -138,7 +138,10 @@ def test_nanogpts_config_dataset_and_checkpoint_can_be_used(folder):
     Path("nano.py").write_text("".join(lines))
     model = tiny.write_nanogpt_checkpoint(tiny.write_nanogpt_dataset(), prefix="_orig_mod.")
     train.main(["nano.py", "--init_from=resume"])
-    last = tiny.load("last.pt")
+    last, val = tiny.load("last.pt"), [e for e in tiny.log_events() if e["event"] == "val"]
+    # The loss of nanoGPT's other windows is not compared with folio's.
+    assert [event["step"] for event in val] == [3, 6]
+    assert last["best_val_loss"] == min(event["loss"] for event in val) != 2.5
     assert last["iter_num"] == 6
     assert last["optimizer"]["state"][0]["step"] == 4  # one before, three after resuming
     assert not tiny.equal(last["model"], dict(model.state_dict()))

@@ -106,6 +106,16 @@ def test_the_final_evaluation_is_that_of_the_best_model_over_the_split(verse, mo
     assert f"{line} at step 20;" in capsys.readouterr().out
 
 
+def test_a_smaller_batch_when_a_run_is_resumed_does_not_make_its_final_evaluation_smaller(folder):
+    tiny.prepare_verse(text=tiny.VERSE * 200)
+    settings = {"max_iters": 20, "eval_interval": 10, "eval_iters": None, "batch_size": 16}
+    windows = []
+    for changes in ({}, {"batch_size": 3, "init_from": "resume"}):
+        train.main(tiny.flags(**settings | changes))
+        windows.append(tiny.log_events()[-1]["val_windows"])
+    assert windows == [64, 63]  # whole batches
+
+
 # Other measures
 
 

@@ -140,6 +140,13 @@ def test_a_finished_run_continues_with_more_minutes_or_steps(verse, steady_time,
     assert run(minutes=1) == (100, ["--max_iters"])
 
 
+def test_a_resumed_run_with_fewer_steps_uses_the_minutes_that_are_left(verse, steady_time):
+    short = {"minutes": 0.05, "eval_interval": 10}
+    train.main(tiny.flags(**short, max_iters=1000, stop_at=20))
+    train.main(tiny.flags(**short, max_iters=40, init_from="resume"))
+    assert tiny.load("last.pt")["iter_num"] == 30
+
+
 def test_minutes_that_are_over_at_the_start_are_an_error_and_the_earlier_run_is_kept(verse):
     train.main(tiny.flags(max_iters=1))
     with pytest.raises(UserError, match="--minutes=1e-06 is over before the first step"):
