@@ -21,16 +21,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from folio.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
-from folio.cli.errors import UserError, os_errors
+from folio.cli.errors import UserError, check_types, os_errors
 from folio.cli.files import move_aside, replace_by_link, write_atomically
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
-EVENT_KEYS = {  # of log.jsonl: those of the values that are read
-    "start": {"settings", "parameters"},
-    "resume": {"changed"},
-    "train": {"step", "tokens", "elapsed_s", "loss", "tokens_per_s"},
-    "val": {"step", "tokens", "elapsed_s", "loss"},  # and train_loss, except in docs/runs
-    "final": {"loss"},
+NUMBER = int | float
+COUNTS = {"step": int, "tokens": int, "elapsed_s": NUMBER, "loss": NUMBER}
+EVENT_TYPES: dict = {  # of log.jsonl: those of the values that are read
+    "start": {"settings": dict, "parameters": int},
+    "resume": {"changed": dict},
+    "train": COUNTS | {"tokens_per_s": NUMBER},
+    "val": COUNTS | {"train_loss": NUMBER | None},  # None: missing in docs/runs
+    "final": {"loss": NUMBER},
 }
 
 
@@ -43,6 +45,7 @@ class RunDir:
             raise UserError(f"'{folder}' is not a run's folder: give one, such as --out_dir=out")
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
         self.replacing = self.folder / ".replacing"  # exists while an earlier run is removed
+        self.log_end = None  # of the resumed run; what follows is cut before anything is added
 
     @staticmethod
     def find(parent="."):
@@ -103,7 +106,7 @@ class RunDir:
         with os_errors("write to", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed:
-                self._cut_log(resumed.log_bytes)
+                self.log_end = resumed.log_bytes
                 return None
             self.replacing.touch()
             if settings.overwrite:
@@ -113,31 +116,36 @@ class RunDir:
             self.replacing.unlink()
             return moved_to
 
-    def _cut_log(self, size):
+    def _cut_log(self):
         """Removes events of steps that a run repeats, or a torn line. A link becomes a file."""
         log = self.log.read_bytes() if self.log.is_file() else b""
-        kept = log[: log.rfind(b"\n", 0, size) + 1]
+        kept = log[: log.rfind(b"\n", 0, self.log_end) + 1]
         if kept != log:
             with write_atomically(self.log) as [file]:
                 file.write(kept)
+        self.log_end = None
 
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""
-        with os_errors("write", self.log), open(self.log, "ab") as file:
-            file.write(json.dumps(event).encode() + b"\n")
+        with os_errors("write", self.log):
+            if self.log_end is not None:
+                self._cut_log()
+            with open(self.log, "ab") as file:
+                file.write(json.dumps(event).encode() + b"\n")
 
     def log_size(self):
         """Returns the size of log.jsonl in bytes, 0 if it is missing."""
-        return self.log.stat().st_size if self.log.is_file() else 0
+        size = self.log.stat().st_size if self.log.is_file() else 0
+        return size if self.log_end is None else min(size, self.log_end)
 
     def read_events(self):
         """Returns the events of log.jsonl, [] without a log. Other lines are left out."""
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
-            with suppress(AttributeError, KeyError, RecursionError, ValueError):  # torn, or foreign
-                event = json.loads(line)
-                if event.keys() >= EVENT_KEYS[event["event"]]:
-                    events.append(event)
+            with suppress(KeyError, RecursionError, TypeError, UserError, ValueError):
+                event = json.loads(line)  # a torn or foreign line raises an error
+                check_types(event, EVENT_TYPES[event["event"]], "event")
+                events.append(event)
         return events
 
     def save(self, checkpoint: Checkpoint, best, keep=False):

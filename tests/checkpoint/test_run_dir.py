@@ -65,6 +65,9 @@ def test_the_log_of_a_resumed_run_has_whole_lines_and_links_are_not_cut(size, is
     if is_link:
         log.unlink()
         log.symlink_to("../other.jsonl")
-    RunDir("out").begin(None, replace(checkpoint_at(1), log_bytes=size))
-    assert log.read_bytes() == content[: min(size // 3, 2) * 3]
+    run_dir = RunDir("out")
+    run_dir.begin(None, replace(checkpoint_at(1), log_bytes=size))
+    assert log.read_bytes() == content  # until there is more
+    run_dir.append("X")
+    assert log.read_bytes() == content[: min(size // 3, 2) * 3] + b'"X"\n'
     assert Path("other.jsonl").read_bytes() == content

@@ -136,6 +136,7 @@ def test_an_interrupted_final_evaluation_is_made_up(verse, capsys):
     for _ in range(2):  # a finished run is evaluated again
         train.main([*flags, "--init_from=resume"])
         assert tiny.differences("out", "out-whole") == []
+        interrupted(*flags, "--init_from=resume", name="split_loss")
         assert tiny.log_events()[-1]["event"] == "final"
         assert "finished at step 6; to train longer, increase --max_" in capsys.readouterr().out
 

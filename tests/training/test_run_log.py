@@ -198,9 +198,10 @@ def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch, cap
 
 
 @pytest.mark.parametrize("name", ["event", "step", "loss", "train_loss", "elapsed_s"])
-def test_a_resumed_run_ignores_lines_without_their_keys(verse, name):
-    train.main(tiny.flags(eval_interval=1))
-    log = Path("out/log.jsonl")
-    log.write_text(log.read_text().replace(f'"{name}"', f'"{name[::-1]}"'))  # of equal length
-    train.main(tiny.flags(eval_interval=1, init_from="resume", max_iters=9))
-    assert tiny.load("last.pt")["iter_num"] == 9
+def test_a_resumed_run_ignores_lines_without_their_keys_or_types(verse, name):
+    for damaged in (f'"{name[::-1]}":', f'"{name}": [], "":'):
+        train.main(tiny.flags(eval_interval=1, overwrite=True))
+        log = Path("out/log.jsonl")
+        log.write_text(log.read_text().replace(f'"{name}":', damaged))
+        train.main(tiny.flags(eval_interval=1, init_from="resume", max_iters=9))
+        assert tiny.load("last.pt")["iter_num"] == 9
