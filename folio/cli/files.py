@@ -80,8 +80,8 @@ def lock_folder(folder, timeout_s=0):
     from filelock import FileLock, Timeout  # here, because importing it would slow down --help
 
     folder = Path(folder)
-    is_new = not folder.exists()
     with os_errors("write to", folder):
+        is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = FileLock(folder / LOCK_FILE).acquire(timeout=timeout_s)

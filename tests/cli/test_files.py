@@ -66,6 +66,8 @@ def test_a_folder_has_one_writer_at_a_time():
     Path("file").touch()
     with pytest.raises(UserError, match="file/out"):
         lock_folder("file/out").__enter__()
+    with pytest.raises(UserError, match="cannot write to aaa.*: File name too long"):
+        lock_folder(300 * "a").__enter__()
 
 
 def test_earlier_files_are_moved_to_the_first_free_number(monkeypatch):
