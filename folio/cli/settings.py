@@ -64,6 +64,7 @@ def load_settings(settings_class, argv=None, resolvers=None):
         resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config files
             read the resolved value.
     """
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(settings_class, argv)
     fields = _fields_by_name(settings_class)
     defaults, given = {name: field.default for name, field in fields.items()}, {}
@@ -78,12 +79,7 @@ def load_settings(settings_class, argv=None, resolvers=None):
         settings = settings_class(**_resolve(defaults | given, resolvers))
     except ValueError as error:
         raise UserError(str(error)) from error
-    texts: dict[str | Path, str] = {}  # of several flags for a setting, only the last
-    for name, value in arguments:
-        texts.pop(name, None)
-        texts[name] = str(name) if isinstance(name, Path) else f"--{name}={value}"
-    command_line = shlex.join(texts.values())
-    vars(settings).update(given=set(given), command_line=command_line)  # frozen otherwise
+    vars(settings).update(given=set(given), command_line=shlex.join(argv))  # frozen otherwise
     return settings
 
 
@@ -100,13 +96,13 @@ def _resolve(values, resolvers):
 # Arguments
 
 
-def parse_arguments(settings_class, argv=None):
+def parse_arguments(settings_class, argv):
     """Returns a list of pairs: (name, value) of a flag, or (Path, None) of a config file, not run.
 
     All positional arguments together are one pair, the last. Handles `--help` and `--version`.
     Raises UserError for invalid arguments.
     """
-    remaining = list(sys.argv[1:] if argv is None else argv)
+    remaining = list(argv)
     handle_help(settings_class, remaining)
     positional_name = _positional_name(settings_class)
     arguments, positional = [], []

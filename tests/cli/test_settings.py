@@ -98,14 +98,6 @@ def test_files_and_flags_apply_left_to_right_and_files_read_the_flags_to_their_r
     assert changed_settings(load_settings(Settings, order)) == expected
 
 
-def test_a_command_line_has_each_setting_once():
-    config_file("steps = steps // 2\nrate = 0.25", "a.py")
-    argv = ["--steps=1", "--rate=0.5", "a.py", "--steps", "8", "--bias", "--name=a b"]
-    texts = shlex.split(load_settings(Settings, argv).command_line)
-    assert texts == ["--rate=0.5", "a.py", "--steps=8", "--bias=True", "--name=a b"]
-    assert load_settings(Settings, texts) == load_settings(Settings, argv)
-
-
 def test_a_config_file_reads_the_resolved_device():
     config_file("name = device", "read.py")
     config_file("device = 'cuda'", "cuda.py")
