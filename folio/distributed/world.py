@@ -188,16 +188,6 @@ def shard_model(model, world: World):
     model.reshard()
 
 
-@contextmanager
-def unshard(model):
-    """A context in which methods of a GPT other than forward() can be called."""
-    if is_sharded(model):
-        model.unshard()  # the parameters outside of blocks; blocks gather theirs
-    yield
-    if is_sharded(model):
-        model.reshard()
-
-
 def is_sharded(value):
     """Whether a model or a tensor is sharded over the processes."""
     return hasattr(value, "unshard") or hasattr(value, "placements")

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 import torch
 
 from folio.data.tokenizer import Tokenizer
-from folio.distributed.world import unshard
+from folio.distributed.world import is_sharded
 from folio.hardware.kernels import disable_cudnn_attention
 from folio.inference.generate import generate
 from folio.inference.sampling import SamplingParams
-from model import GPT
 
 
 @dataclass
@@ -72,16 +71,19 @@ class Completion:
         return new
 
 
-def sample_text(model: GPT, tokenizer: Tokenizer, seed):
-    """Returns a short sample of a model in training."""
+def sample_text(model, tokenizer: Tokenizer, seed):
+    """Returns a short sample of a GPT in training, sharded or not."""
     prompt = tokenizer.encode_prompt(tokenizer.start)
     params = SamplingParams(temperature=0.8, top_k=200, max_new_tokens=200)
     model.eval()
     device = model.transformer.wte.weight.device
+    if is_sharded(model):
+        model.unshard()  # the parameters outside of blocks; blocks gather theirs
     # Not compiled, because the compiler would run for each length.
-    stance = torch.compiler.set_stance("force_eager")
-    with unshard(model), disable_cudnn_attention(device), stance:
+    with disable_cudnn_attention(device), torch.compiler.set_stance("force_eager"):
         steps = generate(model, [prompt], [seed], params, tokenizer.vocab_size)
         text = tokenizer.decode([int(ids) for ids, _ in steps])
+    if is_sharded(model):
+        model.reshard()
     model.train()
     return text.strip()
