@@ -7,6 +7,7 @@ context drops its oldest tokens, all positions change, and the row is prefilled 
 A batch has one text per row. A row's `position` is the index of its newest token in the context.
 """
 
+from functools import partial
 from itertools import islice
 
 import torch
@@ -17,7 +18,7 @@ from folio.cli.errors import UserError
 from folio.cli.process import print_error
 from folio.hardware.device import one_thread_for_small
 from folio.hardware.memory import memory_bytes
-from folio.hardware.optimize import step_accelerator
+from folio.hardware.optimize import accelerate
 from folio.inference.sampling import sample_next, uniforms
 from folio.inference.trained_model import TrainedModel
 from model import GPT, GPTConfig, causal_mask
@@ -34,13 +35,14 @@ def complete(trained: TrainedModel, completions, params, stream=False):
     `params` are SamplingParams or a SampleConfig. Yields whenever tokens were added; after every
     token if `stream`.
     """
+    machine = trained.machine
     steps = generate(
         trained.model,
         [completion.prompt_ids for completion in completions],
         [completion.seed for completion in completions],
         params,
         trained.tokenizer.vocab_size,
-        step_accelerator(trained.machine),
+        partial(accelerate, machine) if machine.compile or machine.kind == "cuda" else None,
         trained.tokenizer.end,
     )
     # The layers of the model can be packed, and most parameters of n-grams take no multiplication.
@@ -97,15 +99,14 @@ def generate(model: GPT, prompts, seeds, params, vocab_size=None, accelerate=Non
         ids = sample_next(allowed, uniform, params, present)
         return ids, logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
 
-    fast_step = None
     for count, uniform in enumerate(islice(uniforms(seeds, device), params.max_new_tokens)):
         if end is not None:
             banned[end] = count < min_tokens
         context.prefill()  # in the first step, and when contexts have dropped tokens
         tail, position = context.newest()
-        if accelerate and not fast_step:
-            fast_step = accelerate(step, tail, position, uniform)
-        ids, logprobs = (fast_step or step)(tail, position, uniform)
+        if accelerate and not count:
+            step = accelerate(step, tail, position, uniform)
+        ids, logprobs = step(tail, position, uniform)
         yield ids, logprobs
         if present is not None:
             present.scatter_(1, ids[:, None], True)

@@ -1,13 +1,14 @@
 """Cached generation, with the model without a cache as reference."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tiny import SHAPES, SWITCHES, random_ids, random_model
 
 from folio.hardware.device import Machine
-from folio.hardware.optimize import optimize_for_inference, step_accelerator
+from folio.hardware.optimize import accelerate, optimize_for_inference
 from folio.inference.generate import generate
 from folio.inference.sampling import SamplingParams
 
@@ -136,7 +137,6 @@ def test_a_gpu_generates_the_same_text_as_a_cpu(changes, compile, params):
     prompts = [[1, 2, 3], [4], [5, 6], [*range(10)] * 2]  # longer than the context
     expected = generate_cached(random_model(**changes), prompts, 30, params, context_stride=4)
     machine = Machine("cuda", "float32", compile)
-    accelerate = step_accelerator(machine)
     model = optimize_for_inference(random_model(**changes).cuda(), machine)
-    arguments = {"context_stride": 4, "accelerate": accelerate}
+    arguments = {"context_stride": 4, "accelerate": partial(accelerate, machine)}
     assert generate_cached(model, prompts, 30, params, **arguments) == expected
