@@ -24,10 +24,11 @@ def write_atomically(*paths):
     paths = tuple(Path(path) for path in paths)
     with os_errors("write", " and ".join(map(str, paths))), ExitStack() as stack:
         files = []
-        for path in map(temporary_path, paths):
-            path.unlink(missing_ok=True)  # left by a process that was killed
-            stack.callback(path.unlink, missing_ok=True)
-            files.append(stack.enter_context(open(path, "wb")))
+        for path in paths:
+            temporary = Path(f"{path}.tmp")
+            temporary.unlink(missing_ok=True)  # left by a process that was killed
+            stack.callback(temporary.unlink, missing_ok=True)
+            files.append(stack.enter_context(open(temporary, "wb")))
         yield files
         for file in files:
             file.flush()
@@ -39,7 +40,7 @@ def write_atomically(*paths):
 
 def replace_by_link(source, path):
     """Atomically makes `path` a hard link to `source`, or a copy. Raises UserError on failure."""
-    temporary = temporary_path(path)
+    temporary = Path(f"{path}.tmp")
     with suppress(OSError):  # the file system has no hard links
         temporary.unlink(missing_ok=True)
         os.link(source, temporary)
@@ -64,11 +65,6 @@ def move_aside(folder, paths):
     for path in paths:
         shutil.move(path, target)  # which can be on another disk, if the folder is a mount
     return target if os.path.isabs(folder) else Path(os.path.relpath(target))
-
-
-def temporary_path(path):
-    """Returns the path to write to. The file is renamed to `path` when it is complete."""
-    return path.with_name(path.name + ".tmp")
 
 
 @contextmanager
