@@ -66,7 +66,7 @@ def load_settings(settings_class, argv=None, resolvers=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(settings_class, argv)
-    fields = _fields_by_name(settings_class)
+    fields = settings_class.__dataclass_fields__
     defaults, given = {name: field.default for name, field in fields.items()}, {}
     for position, (name, value) in enumerate(arguments):
         if name in fields:
@@ -81,10 +81,6 @@ def load_settings(settings_class, argv=None, resolvers=None):
         raise UserError(str(error)) from error
     vars(settings).update(given=set(given), command_line=shlex.join(argv))  # frozen otherwise
     return settings
-
-
-def _fields_by_name(settings_class):
-    return {field.name: field for field in dataclasses.fields(settings_class)}
 
 
 def _resolve(values, resolvers):
@@ -130,7 +126,7 @@ def _positional_name(settings_class):
 
 def _parse_flag(settings_class, argument, remaining):
     """Returns (name, value) of a flag. If its value is the next argument, removes that one."""
-    fields = _fields_by_name(settings_class)
+    fields = settings_class.__dataclass_fields__
     name, equals, text = argument[2:].partition("=")
     if name not in fields:
         hint = suggest(name, fields, "; --help lists the settings")
@@ -274,7 +270,7 @@ def _help_text(settings_class):
         arguments = f"[--name=value ...] [--] [{positional_name.upper()} ...]"
     usage = f"usage: {script_name()} [--version] {arguments}"
     lines = [usage, "", inspect.getdoc(settings_class) or ""]
-    for name, field in _fields_by_name(settings_class).items():
+    for name, field in settings_class.__dataclass_fields__.items():
         if name == positional_name:
             continue
         group, explanation, bounds = map(field.metadata.get, ("group", "explanation", "bounds"))

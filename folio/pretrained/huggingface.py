@@ -87,8 +87,7 @@ def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Arc
     The model gets into eval mode. Raises UserError if the folder is not empty, writing fails, or
     transformers computes other logits with the files. The folder is as before then.
     """
-    transformers = import_optional("transformers", "an export", "safetensors")
-    import_optional("safetensors", "an export")
+    transformers = import_optional("transformers", "an export")  # which requires safetensors
     from safetensors.torch import save
 
     ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
