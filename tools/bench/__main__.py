@@ -46,12 +46,7 @@ def main(argv=None):
     if settings.profile:
         print(measure.describe_machine())
         profile_training(settings.arguments)
-    else:
-        compare_commands(settings)
-
-
-def compare_commands(settings):
-    """Measures the commands of a BenchConfig alternately, and prints a table of medians."""
+        return
     commands = {}  # {program: (command, folder)}
     with tempfile.TemporaryDirectory() as out_dir:
         folio = [sys.executable, str(ROOT / f"{settings.script}.py"), *settings.arguments]
