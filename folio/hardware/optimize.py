@@ -144,7 +144,7 @@ class CudaGraph:
     """
 
     def __init__(self, function):
-        self.function, self.graph, self.has_failed = function, None, False
+        self.function, self.graph = function, None
         self.warmup_calls = 3  # one-time initialization must not be captured
         self.stream = torch.cuda.Stream()  # a different stream from the default
 
@@ -152,12 +152,15 @@ class CudaGraph:
         if self.warmup_calls:
             self.warmup_calls -= 1
             return self._call_on_stream(arguments)
-        if not (self.graph or self.has_failed):
-            self.has_failed = True
+        if self.graph is None:
+            self.graph = False  # unless it is captured
             with continue_on_failure("CUDA graph capture"):
-                self._capture(arguments)
-                self.has_failed = False
-        if self.has_failed:
+                self.inputs = [argument.clone() for argument in arguments]  # at fixed addresses
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=self.stream):  # runs no kernel
+                    self.outputs = self.function(*self.inputs)
+                self.graph = graph
+        if not self.graph:
             return self.function(*arguments)
         for target, source in zip(self.inputs, arguments, strict=True):
             target.copy_(source)
@@ -170,11 +173,3 @@ class CudaGraph:
             outputs = self.function(*arguments)
         torch.cuda.current_stream().wait_stream(self.stream)
         return outputs
-
-    def _capture(self, arguments):
-        """Records the kernels of a call, without running them."""
-        self.inputs = [argument.clone() for argument in arguments]  # at fixed addresses
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
-            self.outputs = self.function(*self.inputs)
-        self.graph = graph
