@@ -58,9 +58,9 @@ def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
     writer = gguf.GGUFWriter(path, architecture.model_type)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     _add_config(writer, architecture, model.config)
-    _add_tokenizer(writer, tokenizer, end)
+    _add_tokenizer(gguf, writer, tokenizer, end)
     with refuse_misfits(architecture):
-        _add_tensors(writer, architecture, model, kind)
+        _add_tensors(gguf, writer, architecture, model, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     with as_user_error(f"cannot write {path}: the disk is full", OSError):  # from NumPy
@@ -98,18 +98,16 @@ def _add_config(writer, architecture, config):
         writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
 
 
-def _add_tokenizer(writer, tokenizer, end):
-    from gguf import TokenType
-
+def _add_tokenizer(gguf, writer, tokenizer, end):
     definition = json.loads(load_encoder(tokenizer.to_definition()).to_str())
     characters, added = byte_characters(), {}
     for token in definition["added_tokens"]:
-        kind = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        kind = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
         added[token["id"]] = token["content"], kind
     tokens, types = [], []
     for token_id in range(tokenizer.vocab_size):
         text = "".join(characters[byte] for byte in tokenizer.token_bytes(token_id))
-        token, kind = added.get(token_id, (text, TokenType.NORMAL))
+        token, kind = added.get(token_id, (text, gguf.TokenType.NORMAL))
         tokens.append(token)
         types.append(kind)
     writer.add_tokenizer_model("gpt2")
@@ -144,9 +142,7 @@ def _merges_of_characters(tokens):
     return merges or [" ".join(2 * byte_characters()[255])]
 
 
-def _add_tensors(writer, architecture, model, matrix_kind):
-    import gguf
-
+def _add_tensors(gguf, writer, architecture, model, matrix_kind):
     architecture_id = gguf.MODEL_ARCH[architecture.model_type.upper()]
     names = gguf.get_tensor_name_map(architecture_id, model.config.n_layer)
     for name, tensor in make_tensors(model, architecture).items():
