@@ -224,7 +224,7 @@ def select_sources(name, address, split, settings):
         address, subset = origin
     if address.startswith("hf:"):
         return load_hub(address, subset, split, text_key, settings.max_tokens)
-    if address.startswith(("http://", "https://")):
+    if re.match("(https?|ftp)://", address, re.IGNORECASE):
         raise UserError(f"--input reads files: download {address}, and use the file's name")
     folder = dataset_folder(name)
     if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):

@@ -72,8 +72,11 @@ def load_pydocs():
     from pydoc_data import topics
 
     path = DATA_FOLDER / "pydocs" / "input.txt"
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    return _write(path, text.encode(), f"pydoc_data.topics of Python {platform.python_version()}")
+    content = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
+    name = f"pydoc_data.topics of Python {platform.python_version()}"
+    if path.exists() and path.read_bytes() != content:
+        raise UserError(f"{path} is not {name}, which would replace it: move or delete it")
+    return _write(path, content, name)
 
 
 def _write(path, content, name=None):

@@ -7,6 +7,7 @@ import charset_normalizer  # which requests needs, too
 
 UTF_16 = "it is UTF-16: use --encoding=utf-16"
 FOREIGN_FORMATS = {  # {first bytes: what a file is}
+    b"\xff\xfe\0\0": "it is UTF-32: use --encoding=utf-32",
     b"\xff\xfe": UTF_16,
     b"\xfe\xff": UTF_16,
     b"PK\3\4": "it is a ZIP archive or a document such as .docx; extract or save its text",

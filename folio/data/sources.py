@@ -90,9 +90,23 @@ class Source:
 
 
 def _open_text(source, newline=None):
-    """Opens a file of text, which may be compressed. A byte order mark is dropped."""
-    encoding = "utf-8-sig" if source.encoding == "utf-8" else source.encoding
+    """Opens a file of text, which may be compressed. A byte order mark is dropped.
+
+    A file that is UTF-8 is read as UTF-8 in any case: other files can have another encoding.
+    """
+    is_utf_8 = source.encoding == "utf-8" or _is_utf_8(source)
+    encoding = "utf-8-sig" if is_utf_8 else source.encoding
     return io.TextIOWrapper(source.open(), encoding, newline=newline)
+
+
+def _is_utf_8(source):
+    """Whether a file is UTF-8 with characters that are not ASCII."""
+    is_ascii = True
+    with suppress(UnicodeDecodeError), io.TextIOWrapper(source.open(), "utf-8") as file:
+        while text := file.read(CHUNK_CHARACTERS):
+            is_ascii = is_ascii and text.isascii()
+        return not is_ascii
+    return False
 
 
 def _read_text(source):
@@ -212,6 +226,9 @@ def _read_csv(source, file):
             raise RowError("has more values than columns: put text with commas in double quotes")
         if any(row.get(column, "") is None for column in source.columns):
             raise RowError("has fewer values than columns")
+        texts = filter(None, row.values())
+        if delimiter == "\t" and any("\t" in text and "\n" in text for text in texts):
+            raise RowError("has a quote that ends in another row: remove it, or write CSV")
         yield row
 
 

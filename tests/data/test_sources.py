@@ -122,6 +122,7 @@ def test_damaged_file_is_named(name):
         ("csv", b"id,text\n1,one, two\n", "row 1 has more values than columns"),
         ("csv", b"id,text\n1\n", "row 1 has fewer values than columns"),
         ("csv", b'text\n"one', "row 1 is damaged"),
+        ("tsv", b'text\tid\n"one\t1\ntwo"\t2\n', "row 1 has a quote that ends in another row"),
         ("csv", b"text\n\xe9t\xe9\n", "cp1250 (été)"),
     ],
 )
@@ -236,6 +237,7 @@ CHINESE = "清晨的河邊有一座老房子，男孩在窗前讀書。\n" * 400
             "--encoding=NAME: ",
         ),  # its first bytes are UTF-8, too
         (GERMAN, "utf-16", "it is UTF-16: use --encoding=utf-16"),
+        (GERMAN, "utf-32", "it is UTF-32: use --encoding=utf-32"),
         ("caf\xe9", "cp1252", "cp1250 (café)"),
     ],
 )
@@ -251,6 +253,12 @@ def test_other_encodings_are_named_and_read(text, encoding, part, name):
     assert "".join(part for part, _ in source.read()) == text
     source.encoding = "ascii"
     assert "is not ASCII text: " in error_of(source)
+    source.path.write_bytes(
+        gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
+    )
+    assert (
+        "".join(part for part, _ in source.read()) == text
+    )  # UTF-8, beside files of that encoding
 
 
 def test_random_bytes_do_not_look_like_text():

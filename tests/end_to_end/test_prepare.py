@@ -284,6 +284,9 @@ def test_pydocs_needs_no_network_and_is_reproducible(monkeypatch):
     assert tiny.text_of("pydocs") == "\n\n".join(
         topics.topics[name] for name in sorted(topics.topics)
     )
+    Path("data/pydocs/input.txt").write_text("of the user")
+    assert "which would replace it: move or delete it" in error_of("--dataset=pydocs")
+    assert Path("data/pydocs/input.txt").read_text() == "of the user"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +320,7 @@ def test_help_names_all_datasets(capsys):
     [
         ("--input= --dataset=x", "there are no files"),
         ("--input=t/a.txt", "--dataset=a"),
-        ("--input=https://a.org/b.txt --dataset=x", "download https://a.org/b.txt, and use"),
+        ("--input=HTTPS://a.org/b.txt --dataset=x", "download HTTPS://a.org/b.txt, and use"),
         ("--input=hf:ORG/NAME@main", "--dataset=NAMEmain"),
         ("--dataset=x", "--input=FILE_OR_FOLDER"),
         ("--input=a --dataset=b --test_fraction=0.9", "leave no training text"),
