@@ -72,7 +72,7 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", "muon: Muon for the blocks' matrices, AdamW for the rest", group="Optimizer"
     )
-    learning_rate: float = setting(6e-4, "peak learning rate", "[0, inf)")
+    learning_rate: float = setting(6e-4, "peak learning rate", "[0, 1e6]")
     max_iters: int = setting(600_000, "optimizer steps", "[1, inf)")
     minutes: float | None = setting(None, "time limit, if max_iters take longer", "(0, 1e6]")
     stop_at: int | None = setting(None, "save and exit at this step", "[1, inf)", affects="files")

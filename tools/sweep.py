@@ -53,6 +53,7 @@ import torch
 from folio.checkpoint.run_dir import RunDir
 from folio.data.dataset import load_dataset
 from folio.hardware.device import resolve_device
+from folio.pretrained.load import RESUME_NAMES
 from folio.training.setup import MODEL_SETTINGS, choose_model
 from tools.plot.runs import compare_groups, group_runs, read_run
 from tools.table import format_table
@@ -68,7 +69,9 @@ class SweepConfig(TrainConfig, SweepSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        forbidden = names_affecting(TrainConfig, "files") - {"out_dir", "init_from"}  # in presets
+        forbidden = names_affecting(TrainConfig, "files") - {"out_dir"}  # which presets set
+        if self.init_from not in RESUME_NAMES:  # presets set it, too
+            forbidden -= {"init_from"}
         if names := sorted(forbidden & changed_settings(self).keys()):
             raise ValueError(f"a sweep starts and resumes runs automatically: remove {names[0]}")
 
@@ -106,7 +109,8 @@ def combine_values(argv):
         if not argument.startswith("--"):
             choices.append([argument])
             continue
-        if "=" not in argument and "," in "".join(remaining[:1]):
+        following = "".join(remaining[:1])
+        if "=" not in argument and "," in following and not following.startswith("--"):
             argument += "=" + remaining.pop(0)  # --seed 1,2
         name, equals, text = argument.removeprefix("--").partition("=")
         if name == "out_dir":  # presets may set it

@@ -143,7 +143,8 @@ class RunDir:
         events = []
         for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
             with suppress(KeyError, RecursionError, TypeError, UserError, ValueError):
-                event = json.loads(line)  # a torn or foreign line raises an error
+                # A torn or foreign line, also one with NaN, raises an error.
+                event = json.loads(line, parse_constant=int)
                 check_types(event, EVENT_TYPES[event["event"]], "event")
                 events.append(event)
         return events

@@ -231,7 +231,7 @@ def _run_config_file(path, fields, readable):
         exec(compile(path.read_bytes(), path, "exec"), names)
     except UserError:
         raise
-    except Exception as error:  # a config file can raise anything
+    except (Exception, SystemExit) as error:  # a config file can raise anything
         frames = traceback.extract_tb(error.__traceback__)
         places = [f"{path} line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         cause = f"{type(error).__name__}: {error}"  # a SyntaxError names its line

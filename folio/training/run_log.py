@@ -122,7 +122,8 @@ class RunLog:
         events = [event for event in evaluations if "train_loss" in event]
         same = [event for event in events if event.get("val_windows") == progress.val_windows]
         if minutes := minutes_for_all_steps(events, progress, settings):
-            print(f"all steps take about --minutes={minutes}, and the text improves until then")
+            text = f"all steps take about --minutes={minutes}, and the text improves until then"
+            print(f"{text}: add --init_from=resume to continue with this model")
         elif advice := advice_on(same, settings, progress.tokens / len(run.dataset.train)):
             text, changes = advice
             flags = [f"--{name}={value}" for name, value in changes.items()]
@@ -252,7 +253,8 @@ def advice_on(evaluations, settings, epochs):
     text = f"{epochs:.2g} passes over the text, {losses}"
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
-    if epochs < MANY_PASSES and fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall):
+    is_falling = fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall)
+    if best is last and epochs < MANY_PASSES and is_falling:
         names = ["minutes", "max_iters", "lr_decay_iters"]
         if settings.minutes and last["step"] < settings.max_iters:  # the time has ended the run
             names = ["minutes"]

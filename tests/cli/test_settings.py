@@ -120,6 +120,7 @@ def test_a_config_file_reads_the_resolved_device():
         ("name = [1] * 10**6", "a.py: name must be str or None, not [1, 1, 1, 1, 1, 1, ...]"),
         ("def f():\n    return nope\nf()", "a.py line 2: NameError: "),
         ("steps = 1\nrate = = 2", "a.py: SyntaxError: invalid syntax (a.py, line 2)"),
+        ("exit(0)", "a.py line 1: SystemExit: 0"),
         ("step = 1", f"a.py: step {HELPER_RULE}; did you mean steps?"),
         ("steps: 5", "a.py: 'steps: VALUE' assigns nothing; write steps = VALUE"),
         ("base = 128", f"a.py: base {HELPER_RULE}"),  # no setting is similar enough

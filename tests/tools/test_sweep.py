@@ -51,6 +51,7 @@ def combine(*argv):
         (["--seed=5,6,7", "a.py"], "seed=3"),
         (["a.py", "--seed=5,6"], "seed=5 seed=6"),
         (["--patience", "None,3"], "patience=None patience=3"),
+        (["--qk_norm", "--seed=1,2"], "seed=1 seed=2"),
         (["--dropout=0.1,0.10,0.2"], "dropout=0.1 dropout=0.2"),
         (["--dataset=a b,a/b"], "dataset=a%20b dataset=a%2Fb"),
     ],
@@ -76,6 +77,7 @@ def test_a_config_file_reads_the_values_of_its_combination():
         ([], "--learning_rate=1e-3,3e-4"),  # an example of several values
         (["--seed=1,2", "--out_dir=x"], "--out_dir"),
         (["--seed=1,2", "--stop_at=4"], "stop_at"),
+        (["--seed=1,2", "--init_from=resume"], "init_from"),
         (["--seed=1,2", "--dataset=gone"], "gone"),
         (["--seed=1,2", "--jobs=1,2"], "jobs"),
         (["--warmup_iters=1,x"], "warmup_iters must be int, not 'x'"),
