@@ -81,8 +81,8 @@ class Tokenizer(ABC):
 
     @property
     def name(self):
-        """The tokenizer as messages name it, such as "char with a vocabulary of 65"."""
-        return f"{self.kind} with a vocabulary of {self.vocab_size:,}"
+        """The tokenizer as messages name it, such as "char with 65 tokens"."""
+        return f"{self.kind} with {self.vocab_size:,} tokens"  # in logs of 0.2.0, too
 
     @property
     def dtype(self):

@@ -75,7 +75,7 @@ def test_incremental_decoder_equals_decode(kind, text, data):
 
 def test_attributes_are_consistent(kind):
     tokenizer = tiny.new_tokenizer(kind, TEXT)
-    assert tokenizer.name == f"{kind} with a vocabulary of {tokenizer.vocab_size}"
+    assert tokenizer.name == f"{kind} with {tokenizer.vocab_size} tokens"
     assert tokenizer.fits(tokenizer.vocab_size)
     assert tokenizer.fits(tokenizer.padded_vocab_size)
     assert None not in tokenizer.encode_prompt(tokenizer.start)

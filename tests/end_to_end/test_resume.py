@@ -230,7 +230,7 @@ def test_every_difference_is_named_and_nothing_is_written(verse):
         "n_embd is 16 in the checkpoint and 32",
         "bias is False",
         "optimizer is adamw",
-        "tokenizer is char with a vocabulary of 24 in the checkpoint and a different char",
+        "tokenizer is char with 24 tokens in the checkpoint and a different char",
         "dataset other has different content from verse",
     ):
         assert words in str(caught.value)
