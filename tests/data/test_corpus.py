@@ -71,7 +71,7 @@ def test_splits_keep_every_character_and_have_their_fractions(documents, val, te
         assert splits == sorted(splits, key=["train", "val", "test"].index)
 
 
-def test_a_text_that_changes_between_scan_and_read_is_an_error():
+def test_a_text_that_changes_between_scan_and_read_is_an_error(folder):
     Path("a.txt").write_text("one two")
     corpus = Corpus(find_sources("a.txt", "text"), "a", max_characters=sys.maxsize)
     corpus.scan()
