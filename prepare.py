@@ -247,10 +247,10 @@ def check_folder(folder, corpus: Corpus, settings):
         old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
         if old_name != name and meta["source_sha256"] != corpus.sha256():
             raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
-    if (folder / "train.bin").exists() and not meta_path.exists():
-        raise UserError(f"{folder} has token files of a different program: {advice} them")
-    is_users = test_path.exists() and not meta.get("test_fraction")
-    if settings.test_fraction and is_users:
+    if not meta and (meta_path.exists() or (folder / "train.bin").exists()):
+        files = "token files or a meta.json of a different program, or damaged ones"
+        raise UserError(f"{folder} has {files}: {advice} them")
+    if settings.test_fraction and test_path.exists() and not meta.get("test_fraction"):
         raise UserError(f"--test_fraction writes {test_path}, which exists: move it elsewhere")
 
 

@@ -10,7 +10,6 @@ neither file if they hold GPT-2 tokens.
 """
 
 import dataclasses
-import io
 import json
 import os
 import pickle
@@ -78,7 +77,7 @@ class Dataset:
 
 def dataset_folder(name):
     """Returns data/NAME. Raises UserError if `name` is not a plain folder name."""
-    if not name or name in (".", "..") or set(name) & set('/\\:*?"<>|\0'):
+    if not name or name in (".", "..") or set(name) & set('/\\:*?"<>|') or not name.isprintable():
         raise UserError(f"the name of a dataset must be a plain folder name, not {name!r}")
     return DATA_FOLDER / name
 
@@ -146,11 +145,11 @@ def finish_replacement(folder):
 
 def read_valid_meta(path):
     """Returns the content of a meta.json, {} if it is missing or damaged."""
-    with suppress(OSError, ValueError, RecursionError):
+    meta = None
+    with os_errors("read", path), suppress(FileNotFoundError, ValueError, RecursionError):
         meta = json.loads(path.read_bytes())
-        if isinstance(meta, dict) and meta.get("crc32") == meta_checksum(meta):
-            return meta
-    return {}
+    is_valid = isinstance(meta, dict) and meta.get("crc32") == meta_checksum(meta)
+    return meta if is_valid else {}
 
 
 def _read_meta(folder):
@@ -160,19 +159,20 @@ def _read_meta(folder):
             finish_replacement(folder)
     path = folder / "meta.json"
     if os.path.isfile(path):
-        meta = _parse(path, json.loads)
-        check_types(meta, {"format": int, "crc32": int}, path)
+        meta = read_valid_meta(path)
+        if not meta:
+            raise _unusable(path, "it is damaged")
+        check_types(meta, {"format": int}, path)
         if meta["format"] > FORMAT:
             raise UserError(f"{path} is from a later version of folio (format {meta['format']})")
-        if meta["crc32"] != meta_checksum(meta):
-            raise _unusable(path, "its checksum is wrong")
         for split in SPLITS:
             check_types(meta.get(split), {"tokens": int, "bytes": int, "crc32": int}, path)
         return meta, from_dict(meta.get("tokenizer"))
     path = folder / "meta.pkl"
     if not os.path.isfile(path):
         return {}, GPT2Tokenizer()
-    table = _parse(path, lambda raw: _PlainUnpickler(io.BytesIO(raw)).load())
+    with as_user_error(f"{path} cannot be used", Exception), open(path, "rb") as file:
+        table = _PlainUnpickler(file).load()  # of any content
     check_types(table, {"vocab_size": int}, path)
     itos, size = table.get("itos"), table["vocab_size"]
     if size > 2**20:  # without itos, it can be any number
@@ -183,14 +183,6 @@ def _read_meta(folder):
         tokens = [f"{i} " for i in range(size)]  # texts of this dataset are lists of ids
     is_list = any(len(token) != 1 for token in tokens)
     return {}, ListTokenizer(tokens) if is_list else CharTokenizer("".join(tokens))
-
-
-def _parse(path, parse):
-    """Returns parse(content of a file). Raises UserError if that is not possible."""
-    with os_errors("read", path):
-        raw = path.read_bytes()
-    with as_user_error(f"{path} cannot be used", Exception):  # the content may be anything
-        return parse(raw)
 
 
 def _read_ids(path, dtype):

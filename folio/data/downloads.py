@@ -68,15 +68,13 @@ def _download(url, size):
 
 
 def load_pydocs():
-    """Writes the language reference that Python includes for help(). Returns its Source."""
+    """Returns the Source of the language reference that Python includes for help()."""
     from pydoc_data import topics
 
-    path = DATA_FOLDER / "pydocs" / "input.txt"
-    content = "\n\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()
-    name = f"pydoc_data.topics of Python {platform.python_version()}"
-    if path.exists() and path.read_bytes() != content:
-        raise UserError(f"{path} is not {name}, which would replace it: move or delete it")
-    return _write(path, content, name)
+    version = platform.python_version()
+    path = DATA_FOLDER / "pydocs" / f"python-{version}.txt"  # input.txt can be a text of the user
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return _write(path, text.encode(), f"pydoc_data.topics of Python {version}")
 
 
 def _write(path, content, name=None):

@@ -79,7 +79,7 @@ def test_bins_of_more_than_65536_ids_are_uint32(count, dtype):
 # Reading
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b", "c:x", "a\0b"])
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b", "c:x", "a\0b", "\x1b[31m"])
 def test_name_must_be_a_plain_folder_name(name):
     assert repr(name) in error_of(load_dataset, name)
 
@@ -176,13 +176,15 @@ def test_wrong_values_in_meta_json_are_refused(changes, words):
     assert words in error_of(load_dataset, "own")
 
 
-@pytest.mark.parametrize("character", ["[", "9"])
-def test_a_meta_json_that_python_cannot_parse_is_refused_and_replaced(character):
+@pytest.mark.parametrize("content", [100_000 * "[", 100_000 * "9", '{"vocab_size": 65}'])
+def test_a_meta_json_that_is_damaged_or_not_folios_is_refused_and_not_replaced(content):
     tiny.prepare_verse("own")
-    Path("data/own/meta.json").write_text(100_000 * character)
+    Path("data/own/meta.json").write_text(content)
+    expected = tiny.contents("data/own")
     assert "data/own/meta.json cannot be used" in error_of(load_dataset, "own")
-    tiny.prepare_verse("own")
-    load_dataset("own")
+    words = "data/own has token files or a meta.json of a different program, or damaged ones"
+    assert words in error_of(tiny.prepare_verse, "own")
+    assert tiny.contents("data/own") == expected
 
 
 @pytest.mark.parametrize("vocab_size", [100, 70_000])
