@@ -36,6 +36,7 @@ DOCUMENTATION = re.compile(  # of tables: in a clone of the hub's, and of datase
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 PARQUET_ROWS_PER_BATCH = 1000
+QUOTING = "put a value with double quotes in double quotes, and double its own"
 MAX_DOCUMENT_BYTES = 2**27  # of a file that is parsed to see whether it is one JSON document
 
 
@@ -146,10 +147,10 @@ def _read_table(source):
         cause = f"row {number:,} {error}, or leave the row out"
         if number == 1 and (command := _rows_command(source)):
             cause = f"one JSON document, needs a row per line: {command}"
-        elif isinstance(error, json.JSONDecodeError):  # its line number is always 1
-            cause = f"row {number:,} is damaged ({error.msg}; each line must be a JSON object)"
         elif not isinstance(error, RowError):
-            cause = f"row {number:,} is damaged ({error})"
+            rule = QUOTING if isinstance(error, csv.Error) else "each line must be a JSON object"
+            message = getattr(error, "msg", error)  # of JSON, without a line number that is 1
+            cause = f"row {number:,} is damaged ({message}; {rule})"
         raise UserError(f"{source.name}, {cause}") from error
 
 
@@ -228,7 +229,7 @@ def _read_csv(source, file):
             raise RowError("has fewer values than columns")
         texts = filter(None, row.values())
         if delimiter == "\t" and any("\t" in text and "\n" in text for text in texts):
-            raise RowError("has a quote that ends in another row: remove it, or write CSV")
+            raise csv.Error("its double quotes enclose several rows")
         yield row
 
 

@@ -121,8 +121,9 @@ def test_damaged_file_is_named(name):
         ("csv", b"id;text\n1;one\n", "(id;text)"),
         ("csv", b"id,text\n1,one, two\n", "row 1 has more values than columns"),
         ("csv", b"id,text\n1\n", "row 1 has fewer values than columns"),
-        ("csv", b'text\n"one', "row 1 is damaged"),
-        ("tsv", b'text\tid\n"one\t1\ntwo"\t2\n', "row 1 has a quote that ends in another row"),
+        ("csv", b'text\n"one', "row 1 is damaged (unexpected end of data; put a value with double"),
+        ("tsv", b'id\ttext\n1\t"one\n2\ttwo"\n', "row 1 is damaged (its double quotes enclose"),
+        ("tsv", b'text\tid\n"one\t1\n\t2\ntwo"\t3\n', "its double quotes enclose several rows"),
         ("csv", b"text\n\xe9t\xe9\n", "cp1250 (été)"),
     ],
 )
