@@ -10,7 +10,6 @@ Files of any size are read in constant memory. A dataset is replaced when the ne
 folio/data/corpus.py defines the validation split, folio/data/dataset.py the format.
 """
 
-import codecs
 import importlib.util
 import itertools
 import os
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from folio.cli import process
-from folio.cli.errors import UserError, suggest
+from folio.cli.errors import UserError, as_user_error, suggest
 from folio.cli.settings import load_settings, setting
 
 MIN_GPT2_TOKENS = 10_000_000  # of config/gpt2_fast.py
@@ -55,7 +54,7 @@ class PrepareConfig:
         r"column with the text in a table, or a template such as 'Q: {question}\nA: {answer}'",
     )
     lines: bool = setting(False, "each line of a text is a document, such as a name or a SMILES")
-    encoding: str = setting("utf-8", "encoding of text, JSON lines and CSV, such as cp1252")
+    encoding: str = setting("utf-8", "encoding of text that is not UTF-8, such as cp1252")
     subset: str | None = setting(
         None, "hf: folder of the files, such as that of a configuration; None: the only one"
     )
@@ -86,14 +85,10 @@ class PrepareConfig:
             raise ValueError(
                 "--val_input needs --input, and excludes --val_fraction and --test_fraction"
             )
-        try:
+        with as_user_error(f"Python has no encoding {self.encoding}", LookupError, UnicodeError):
             "".encode(self.encoding)
-        except (LookupError, UnicodeError):
-            raise ValueError(f"Python has no encoding {self.encoding}") from None
-        if not self.text_key:
-            raise ValueError("--text_key is empty: name a column")
-        if set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
-            raise ValueError(f"--text_key={self.text_key} has an unmatched brace")
+        if not self.text_key or set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
+            raise ValueError(f"--text_key={self.text_key} is empty or has an unmatched brace")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
         if (self.val_fraction or 0.1) + self.test_fraction >= 1:
@@ -149,7 +144,7 @@ def main(argv=None):
         meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     ends, num_documents = corpus.split_ends, corpus.num_documents
     print(
-        f"{folder}: {ends['test']:,} characters of {corpus.description}, "
+        f"{folder}: {ends['test']:,} characters of {process.printable(corpus.description)}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}{reason}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
         + (f" with separators of {num_documents:,} documents" if num_documents > 1 else "")
@@ -158,8 +153,7 @@ def main(argv=None):
         flags = f"--out_dir=out-{name}", f"--score={folder / 'test.txt'}"
         command = f"python sample.py {shlex.join(flags)}"
         print(f"test ({ends['test'] - ends['val']:,} of the characters): {command}")
-    num_empty_rows = sum(len(source.empty_rows) for source in corpus.all_sources)
-    if num_empty_rows:
+    if num_empty_rows := sum(len(source.empty_rows) for source in corpus.all_sources):
         print(f"left out rows without text: {num_empty_rows:,}")
     ids = np.fromfile(folder / "train.bin", tokenizer.dtype, MAX_COUNTED_TOKENS)
     if settings.kind in ("auto", *TOKENIZERS) and (advice := advice_on_tokens(ids, tokenizer)):
@@ -194,8 +188,6 @@ def find_corpus(name, settings) -> Corpus:
     sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
     if settings.val_input is not None:
         val_sources = select_sources(name, settings.val_input, "validation", settings)
-    for source in [*sources, *val_sources]:
-        source.encoding = codecs.lookup(settings.encoding).name
     paths = {os.path.realpath(source.name) for source in sources}
     if common := sorted(paths & {os.path.realpath(source.name) for source in val_sources}):
         raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
@@ -223,13 +215,13 @@ def select_sources(name, address, split, settings):
             return [origin()]
         address, subset = origin
     if address.startswith("hf:"):
-        return load_hub(address, subset, split, text_key, settings.max_tokens)
-    if re.match("(https?|ftp)://", address, re.IGNORECASE):
+        return load_hub(address, subset, split, text_key, settings.encoding, settings.max_tokens)
+    if "://" in address:
         raise UserError(f"--input reads files: download {address}, and use the file's name")
     folder = dataset_folder(name)
     if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):
         raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
-    sources = find_sources(address, text_key)
+    sources = find_sources(address, text_key, settings.encoding)
     for source in sources:
         if source.path.name == "test.txt" and (source.path.parent / "meta.json").exists():
             raise UserError(f"{source.path} is the test text of a dataset: leave it out of --input")

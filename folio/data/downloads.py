@@ -84,7 +84,7 @@ def _write(path, content, name=None):
     return Source(path, name=name)
 
 
-def load_hub(address, subset, split, text_key, max_tokens=None):
+def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None):
     """Downloads the tables of a split of a dataset. Returns their Sources, sorted by path.
 
     Raises UserError if the hub cannot be reached or has no such dataset, subset or split.
@@ -112,7 +112,7 @@ def load_hub(address, subset, split, text_key, max_tokens=None):
             size, listed = os.path.getsize(local_path), files[path].size
             if size != listed:
                 raise OSError(f"{local_path} has {size:,} bytes instead of {listed:,}: delete it")
-        sources.append(Source(Path(local_path), text_key, name))
+        sources.append(Source(Path(local_path), text_key, name, encoding))
         num_bytes += files[path].size
     return sources
 

@@ -5,11 +5,7 @@ import shlex
 
 import charset_normalizer  # which requests needs, too
 
-UTF_16 = "it is UTF-16: use --encoding=utf-16"
 FOREIGN_FORMATS = {  # {first bytes: what a file is}
-    b"\xff\xfe\0\0": "it is UTF-32: use --encoding=utf-32",
-    b"\xff\xfe": UTF_16,
-    b"\xfe\xff": UTF_16,
     b"PK\3\4": "it is a ZIP archive or a document such as .docx; extract or save its text",
     b"\x1f\x8b": "it is compressed; to decompress it: {read} | gunzip > NEW_FILE",
     b"BZh": "it is compressed; to decompress it: {read} | bunzip2 > NEW_FILE",
@@ -35,7 +31,8 @@ def explain_encoding(source, error):
         if start.startswith(signature):
             return explanation.format(path=path, read=read)
     if start.count(0) > (0 if byte else MAX_NULS):
-        return "it does not look like text, but like a file of numbers or a program"
+        hint = "if it is UTF-16, use --encoding=utf-16-le or utf-16-be"
+        return f"it does not look like text, but like a file of numbers or a program; {hint}"
     if byte == 0:
         return f"it contains a NUL byte; to remove it: {read} | tr -d '\\0' > NEW_FILE"
     with source.open() as file:
@@ -46,10 +43,10 @@ def explain_encoding(source, error):
                 break
         position = max(0, len(before.encode()) - SAMPLE_BYTES // 2)
         sample = (line[position:] + b"".join(file.readlines(SAMPLE_BYTES)))[:SAMPLE_BYTES]
-    valid = re.sub("[\udc80-\udcff]", "", sample.decode(errors="surrogateescape"))
-    if count_bytes(valid.encode()) > UTF_8_SHARE * count_bytes(sample):
-        remove = f"{read} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
-        return f"{place}; to leave out such bytes: {remove}"
+    num_ascii = len(sample.decode("ascii", errors="ignore"))
+    num_valid = len(sample.decode(errors="ignore").encode())
+    if num_valid - num_ascii > UTF_8_SHARE * (len(sample) - num_ascii):
+        return f"{place}; to leave out such bytes: {read} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
     found = [f"{name} ({words})" for words, name in find_encodings(sample).items()]
     if not found:
         return f"{place}, and it does not look like text in another encoding"
@@ -61,19 +58,13 @@ def find_encodings(raw):
 
     The words are those that the encodings read differently.
     """
-    encodings: dict[str, str] = {}
+    encodings: dict[tuple[str, ...], str] = {}
     utf_16 = ["utf_16", "utf_16_be", "utf_16_le"]  # which every short text can be
     for match in charset_normalizer.from_bytes(raw, cp_exclusion=utf_16):
         words = dict.fromkeys(word for word in str(match).split() if not word.isascii())
-        encodings.setdefault(" ".join(words), match.encoding)
-    words_of = {words: words.split() for words in encodings}
-    common = set.intersection(*map(set, words_of.values())) if len(encodings) > 1 else set()
+        encodings.setdefault(tuple(words), match.encoding)
+    common = set.intersection(*map(set, encodings)) if len(encodings) > 1 else set()
     return {
-        " ".join(word for word in words if word not in common)[:30]: encodings[text]
-        for text, words in words_of.items()
+        " ".join(word for word in words if word not in common)[:30]: encoding
+        for words, encoding in encodings.items()
     }
-
-
-def count_bytes(raw):
-    """Returns how many bytes are not ASCII."""
-    return len(raw) - len(raw.decode("ascii", "ignore"))

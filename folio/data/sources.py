@@ -3,6 +3,7 @@
 A file of text is one document. A table (JSON lines, CSV, Parquet or Arrow) has one per row.
 """
 
+import codecs
 import csv
 import glob
 import gzip
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
 from folio.cli.files import check_lfs, unify_line_ends
+from folio.cli.process import printable
 from folio.data.bpe import find_last_cut
 from folio.data.encoding import explain_encoding
 
@@ -33,7 +35,6 @@ COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
 DOCUMENTATION = re.compile(  # of tables: in a clone of the hub's, and of datasets.save_to_disk
     r"(?i)readme.*|license.*|dataset_info\.json|state\.json|cache-.*\.arrow"
 )
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 PARQUET_ROWS_PER_BATCH = 1000
 QUOTING = "put a value with double quotes in double quotes, and double its own"
@@ -43,10 +44,10 @@ MAX_DOCUMENT_BYTES = 2**27  # of a file that is parsed to see whether it is one 
 class Source:
     """A file of documents. `name` is what messages call it."""
 
-    def __init__(self, path, text_key="text", name=None):
+    def __init__(self, path, text_key="text", name=None, encoding="utf-8"):
         """text_key: the column with the text, or a template such as "{question} {answer}"."""
         self.path, self.name = path, name or str(path)
-        self.encoding = "utf-8"  # of text, JSON lines and CSV
+        self.encoding = codecs.lookup(encoding).name  # of text; read() may find another
         lower = str(path).lower()
         self.suffix = next((suffix for suffix in TABLE_SUFFIXES if lower.endswith(suffix)), "")
         self.template = text_key if "{" in text_key else f"{{{text_key}}}"  # a row's text
@@ -65,6 +66,7 @@ class Source:
         """
         with self.errors():
             check_lfs(self.path)
+            self.encoding = _find_encoding(self)
             yield from _read_table(self) if self.suffix else _read_text(self)
 
     @contextmanager
@@ -90,24 +92,26 @@ class Source:
 # Text
 
 
+def _find_encoding(source):
+    """Returns the encoding of a file: of a byte order mark, UTF-8 if it fits, or the Source's."""
+    with source.open() as file:
+        start = file.read(4)
+    if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
+        return "utf-32"
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "utf-16"
+    if source.encoding != "utf-8":
+        with suppress(UnicodeDecodeError), io.TextIOWrapper(source.open(), "utf-8") as file:
+            parts = iter(partial(file.read, CHUNK_CHARACTERS), "")
+            if False in {part.isascii() for part in parts}:  # ASCII can be UTF-7 or UTF-16, too
+                return "utf-8"
+    return source.encoding
+
+
 def _open_text(source, newline=None):
-    """Opens a file of text, which may be compressed. A byte order mark is dropped.
-
-    A file that is UTF-8 is read as UTF-8 in any case: other files can have another encoding.
-    """
-    is_utf_8 = source.encoding == "utf-8" or _is_utf_8(source)
-    encoding = "utf-8-sig" if is_utf_8 else source.encoding
+    """Opens a file of text, which may be compressed. A byte order mark is dropped."""
+    encoding = "utf-8-sig" if source.encoding == "utf-8" else source.encoding
     return io.TextIOWrapper(source.open(), encoding, newline=newline)
-
-
-def _is_utf_8(source):
-    """Whether a file is UTF-8 with characters that are not ASCII."""
-    is_ascii = True
-    with suppress(UnicodeDecodeError), io.TextIOWrapper(source.open(), "utf-8") as file:
-        while text := file.read(CHUNK_CHARACTERS):
-            is_ascii = is_ascii and text.isascii()
-        return not is_ascii
-    return False
 
 
 def _read_text(source):
@@ -118,6 +122,7 @@ def _read_text(source):
             new_text = file.read(CHUNK_CHARACTERS)
             if "\0" in new_text:
                 raise UnicodeDecodeError(source.encoding, b"\0", 0, 1, "not in a text")
+            new_text.encode()  # an error for unpaired surrogates, which UTF-7 can contain
             text += new_text
             is_end = len(new_text) < CHUNK_CHARACTERS
             cut = len(text) if is_end else find_last_cut(text)
@@ -258,7 +263,7 @@ def _read_arrow(source):
 # Finding files
 
 
-def find_sources(name, text_key):
+def find_sources(name, text_key, encoding="utf-8"):
     """Returns the Sources of a file, of a folder or of a glob pattern, sorted by path.
 
     In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
@@ -270,7 +275,7 @@ def find_sources(name, text_key):
     for path in sorted(_find_files(name)):
         if not os.path.isfile(path):
             raise UserError(f"{path} is missing or not a regular file")
-        unique.setdefault(os.path.realpath(path), Source(path, text_key))
+        unique.setdefault(os.path.realpath(path), Source(path, text_key, encoding=encoding))
     sources = list(unique.values())
     if os.path.isfile(Path(name, "dataset_dict.json")):  # of datasets.save_to_disk
         raise UserError(f"{name} has several splits: use --input={name}/train")
@@ -315,7 +320,7 @@ def _select_sources(sources):
             raise UserError(f"the text can be in {files}: name one of them, or a pattern of files")
         selected = documents
     kept = set(selected)
-    names = [source.path.name for source in sources if source not in kept]
+    names = [printable(source.path.name) for source in sources if source not in kept]
     if names:
         more = ", …" if len(names) > 3 else ""
         noun = "file" if len(names) == 1 else "files"
@@ -328,5 +333,4 @@ def _is_binary(source):
     if source.suffix:
         return False
     with source.errors(), source.open() as file:
-        start = file.read(2**13)
-    return b"\0" in start and not start.startswith(UTF_16_MARKS)
+        return "\0" in file.read(2**13).decode(_find_encoding(source), "replace")

@@ -237,8 +237,6 @@ CHINESE = "清晨的河邊有一座老房子，男孩在窗前讀書。\n" * 400
             "gb18030",
             "--encoding=NAME: ",
         ),  # its first bytes are UTF-8, too
-        (GERMAN, "utf-16", "it is UTF-16: use --encoding=utf-16"),
-        (GERMAN, "utf-32", "it is UTF-32: use --encoding=utf-32"),
         ("caf\xe9", "cp1252", "cp1250 (café)"),
     ],
 )
@@ -254,12 +252,31 @@ def test_other_encodings_are_named_and_read(text, encoding, part, name):
     assert "".join(part for part, _ in source.read()) == text
     source.encoding = "ascii"
     assert "is not ASCII text: " in error_of(source)
-    source.path.write_bytes(
-        gzip.compress(content.encode()) if name.endswith(".gz") else content.encode()
-    )
-    assert (
-        "".join(part for part, _ in source.read()) == text
-    )  # UTF-8, beside files of that encoding
+
+
+@pytest.mark.parametrize(
+    ("raw", "encoding"),
+    [
+        (RUSSIAN.encode(), "cp1251"),
+        (RUSSIAN.encode("utf-8-sig"), "cp1251"),
+        (RUSSIAN.encode("cp1251"), "cp1251"),
+        (RUSSIAN.encode("utf-16"), "utf-8"),
+        (RUSSIAN.encode("utf-16"), "utf-16-le"),
+        (RUSSIAN.encode("utf-16-be"), "utf-16-be"),
+        (RUSSIAN.encode("utf-32"), "utf-8"),
+    ],
+)
+def test_a_byte_order_mark_or_valid_utf_8_is_more_certain_than_the_encoding(raw, encoding):
+    Path("in").mkdir()
+    Path("in/a.txt").write_bytes(raw)
+    [source] = find_sources("in", "text", encoding)
+    for _ in range(2):
+        assert "".join(part for part, _ in source.read()) == RUSSIAN
+
+
+def test_unpaired_surrogates_of_utf_7_are_refused():
+    Path("a").write_bytes(b"+2AA-")
+    assert "a is not UTF-7 text: " in error_of(Source(Path("a"), encoding="utf-7"))
 
 
 def test_random_bytes_do_not_look_like_text():

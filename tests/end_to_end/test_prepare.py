@@ -51,6 +51,15 @@ def test_a_file_becomes_a_dataset(source):
     assert (meta["source"], meta["source_sha256"]) == ("in/a.txt", hashlib.sha256(raw).hexdigest())
 
 
+def test_control_characters_of_a_file_name_are_escaped(capsys):
+    write("in/a\x1b[31m\n.txt", "rose " * 20)
+    write("in/b\x1b.png", "\0")
+    main(["--input=in", "--dataset=own"])
+    out = capsys.readouterr().out
+    assert out.startswith(r"left out 1 file (binary, or documentation of tables): b\x1b.png")
+    assert r"characters of in/a\x1b[31m\n.txt, vocabulary" in out
+
+
 def test_a_dataset_of_a_different_text_is_not_replaced():
     write("own (1).txt", "rose " * 20)
     main(["--input=own (1).txt", "--dataset=own"])
@@ -320,6 +329,9 @@ def test_help_names_all_datasets(capsys):
         ("--input= --dataset=x", "there are no files"),
         ("--input=t/a.txt", "--dataset=a"),
         ("--input=HTTPS://a.org/b.txt --dataset=x", "download HTTPS://a.org/b.txt, and use"),
+        ("--input=ftp://a.org/b.txt --dataset=x", "download ftp://a.org/b.txt, and use"),
+        ("--input=t --encoding=x --dataset=x", "Python has no encoding x"),
+        (f"--input=t --dataset={'x' * 300}", "cannot write to data/xxx"),
         ("--input=hf:ORG/NAME@main", "--dataset=NAMEmain"),
         ("--dataset=x", "--input=FILE_OR_FOLDER"),
         ("--input=a --dataset=b --test_fraction=0.9", "leave no training text"),
