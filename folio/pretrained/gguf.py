@@ -51,7 +51,7 @@ def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
     Raises UserError if llama.cpp has no such model or tokenizer, or if transformers computes other
     logits with the architecture or with the weights in the file.
     """
-    gguf = import_optional("gguf", "an export to GGUF", "transformers")
+    gguf = import_optional("gguf", "an export to GGUF", "transformers accelerate")
     architecture = choose_architecture(checkpoint.config)
     model = build_model(_as_in_llama_cpp(checkpoint, tokenizer.vocab_size))
     kind = TYPES[dtype]
@@ -163,6 +163,7 @@ def _check_file(path, architecture, model, tolerance):
 
     Then rounds the weights of the model to those, and compares the logits more exactly.
     """
+    import_optional("accelerate", "an export to GGUF")  # with which transformers reads GGUF
     transformers = import_optional("transformers", "an export to GGUF")
     fields = architecture.to_fields(model.config)
     fields |= {"bos_token_id": None, "eos_token_id": None}  # GPT-2's are beyond small vocabularies
