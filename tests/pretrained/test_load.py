@@ -134,5 +134,7 @@ def test_the_tokenizer_of_nanogpts_checkpoint_is_that_of_its_dataset(folder):
     checkpoint = load_initial(CKPT)
     assert checkpoint_tokenizer(checkpoint).to_dict() == load_tokenizer("nano").to_dict()
     checkpoint.settings["dataset"] = "nowhere"
-    with pytest.raises(UserError, match=r"of 24, .*50,257 tokens, .*copy the meta.pkl .* to data/nowhere"):
+    with pytest.raises(
+        UserError, match=r"of 24, .*50,257 tokens, .*copy the meta.pkl .* to data/nowhere"
+    ):
         checkpoint_tokenizer(checkpoint)
