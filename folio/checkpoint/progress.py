@@ -25,7 +25,8 @@ class Progress:
 
     def record(self, losses, schedule_step):
         """Adds the losses of an evaluation. Returns whether it is the best."""
-        if self.val_windows != losses["val_windows"]:
+        is_foreign = self.evaluated_schedule_step < 0  # the best loss is nanoGPT's
+        if is_foreign or self.val_windows not in (0, losses["val_windows"]):
             self.best_val_loss = math.inf  # losses over other windows cannot be compared
         self.val_windows = losses["val_windows"]
         self.evaluated_schedule_step, self.evaluated_step = schedule_step, self.step

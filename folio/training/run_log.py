@@ -76,7 +76,7 @@ class RunLog:
         """Reports the settings that differ from those of the resumed Checkpoint."""
         old = resumed.settings
         changes = {k: (old[k], v) for k, v in self.run_settings.items() if old.get(k, v) != v}
-        if changes:
+        if changes and not self.run.progress.is_finished(self.settings):  # else nothing follows
             self._log("resume", changed=changes)
         pairs = ", ".join(f"{name} {a!r} → {b!r}" for name, (a, b) in changes.items())
         suffix = f"; changed: {pairs}" if pairs else ""

@@ -181,6 +181,24 @@ def test_other_validation_windows_begin_the_comparison_again(
     assert tiny.load("ckpt.pt")["iter_num"] == best_step
 
 
+def test_a_run_of_an_earlier_release_keeps_its_best_model(verse, monkeypatch):
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 1.5, 1.4)
+    train.main(tiny.flags())
+    for name in ("ckpt.pt", "last.pt"):
+        content = tiny.load(name)
+        del content["val_windows"]
+        torch.save(content, f"out/{name}")
+    train.main(tiny.flags(max_iters=9, init_from="resume"))
+    assert tiny.load("ckpt.pt")["iter_num"] == 3
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_log(verse):
+    train.main(tiny.flags(eval_iters=None))
+    before = tiny.log_events()
+    train.main(tiny.flags(eval_iters=60, init_from="resume"))
+    assert tiny.log_events() == before
+
+
 def test_a_finished_run_keeps_its_best_model_whatever_is_evaluated(verse, capsys):
     train.main(tiny.flags())
     before = tiny.contents("out")
