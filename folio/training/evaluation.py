@@ -56,7 +56,7 @@ def evaluate(run, final=False):
     train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
     losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
     losses["val_windows"] = count_windows(run, "val", final)
-    if bytes_per_token := val_bytes(run, final):
+    if bytes_per_token := val_bytes(run, losses["val_windows"]):
         losses["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return losses
 
@@ -78,7 +78,8 @@ def split_loss(run, split, final=False):
     last ones are filled with repeated windows, whose targets are ignored.
     """
     B, T, world = run.settings.batch_size, run.settings.block_size, run.world
-    tokens, starts = getattr(run.dataset, split), evaluation_starts(run, split, final)
+    tokens = getattr(run.dataset, split)
+    starts = evaluation_starts(run, split, count_windows(run, split, final))
     rows = torch.arange(B, device=run.machine.device).unsqueeze(1)
     total = torch.zeros((), device=run.machine.device)
     run.model.eval()
@@ -94,9 +95,9 @@ def split_loss(run, split, final=False):
     return world.sum(total) / len(starts)
 
 
-def evaluation_starts(run, split, final=False):
-    """Returns the starts of the windows, (count,) int64, evenly spaced and without overlap."""
-    count, last = count_windows(run, split, final), len(getattr(run.dataset, split)) - 1
+def evaluation_starts(run, split, count):
+    """Returns the starts of `count` windows, (count,) int64, evenly spaced and without overlap."""
+    last = len(getattr(run.dataset, split)) - 1
     return np.linspace(0, last - run.settings.block_size, count).astype(np.int64)
 
 
@@ -118,12 +119,12 @@ def count_windows(run, split, final=False):
     return min(whole, max(1, int(batches)) * settings.batch_size)
 
 
-def val_bytes(run, final=False):
-    """Returns the mean bytes of the validation targets in an evaluation; None if unknown."""
+def val_bytes(run, count):
+    """Returns the mean bytes of the validation targets in `count` windows; None if unknown."""
     dataset, size = run.dataset, run.settings.block_size
     if dataset.byte_lengths is None:
         return None
-    starts = evaluation_starts(run, "val", final) + 1
+    starts = evaluation_starts(run, "val", count) + 1
     # One gather of all targets would need much more memory.
     lengths = (dataset.byte_lengths[dataset.val.ids[start : start + size]] for start in starts)
     return sum(int(length.sum()) for length in lengths) / (len(starts) * size)

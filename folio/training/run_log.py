@@ -32,7 +32,7 @@ class RunLog:
 
     def __init__(self, run):
         self.run, self.settings = run, run.settings
-        self.final_loss = None  # of the final evaluation
+        self.final: dict = {}  # losses of the final evaluation
         self.peak_step_s = run.peak_step_s()
         # If all output goes to a terminal, the progress bar replaces the lines of steps.
         has_size = min(shutil.get_terminal_size((0, 0))) > 0  # without one, tqdm draws nothing
@@ -95,7 +95,7 @@ class RunLog:
         self.say(format_losses(self.run.progress.step, losses))
 
     def final_evaluation(self, losses):
-        progress, self.final_loss = self.run.progress, losses["loss"]
+        progress, self.final = self.run.progress, losses
         self._log("final", tokens=progress.tokens, **losses)
         self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
 
@@ -108,10 +108,11 @@ class RunLog:
             print(f"stopped at step {progress.step}: {since}")
         elif progress.step < settings.max_iters:
             print(f"{progress.step:,} of {settings.max_iters:,} steps fitted into --minutes")
-        loss = progress.best_val_loss if self.final_loss is None else self.final_loss
+        loss = self.final.get("loss", progress.best_val_loss)
+        windows = self.final.get("val_windows", progress.val_windows)
         kept = "newest" if settings.always_save_checkpoint else "best"
         best = f"val loss {loss:.4f}"
-        if bytes_per_token := val_bytes(run, final=self.final_loss is not None):
+        if windows and (bytes_per_token := val_bytes(run, windows)):
             # Losses of different tokenizers cannot be compared.
             best = f"val bits per byte {loss / math.log(2) / bytes_per_token:.4f} ({best})"
         best += f" at step {progress.best_step}"

@@ -195,8 +195,16 @@ def test_a_run_of_an_earlier_release_keeps_its_best_model(verse, monkeypatch):
 def test_a_finished_run_that_is_resumed_keeps_its_log(verse):
     train.main(tiny.flags(eval_iters=None))
     before = tiny.log_events()
-    train.main(tiny.flags(eval_iters=60, init_from="resume"))
+    train.main(tiny.flags(eval_iters=1, init_from="resume"))
     assert tiny.log_events() == before
+
+
+def test_bits_per_byte_at_the_end_are_of_the_windows_of_the_loss(folder, capsys):
+    tiny.prepare_verse(text="ä" * 3600 + "ab" * 180)  # of 2 bytes, and of 1 at the end
+    for changes in ({"eval_iters": 2}, {"eval_iters": 60, "init_from": "resume"}):
+        train.main(tiny.flags(**changes))
+    first, second = re.findall("^done; (.*)$", capsys.readouterr().out, re.M)
+    assert first == second
 
 
 def test_a_finished_run_keeps_its_best_model_whatever_is_evaluated(verse, capsys):

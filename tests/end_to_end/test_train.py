@@ -50,7 +50,8 @@ def test_step_is_adamw_on_the_clipped_gradient_of_the_mean_loss(verse, grad_clip
 def test_the_temperature_divides_the_logits_in_training_only(verse):
     run = tiny.new_run(train_temperature=0.5)
     run.model.lm_head.weight.data *= 20  # predictions far from uniform
-    windows = run.dataset.val.windows(evaluation_starts(run, "val"), 8)
+    starts = evaluation_starts(run, "val", run.settings.eval_iters * run.settings.batch_size)
+    windows = run.dataset.val.windows(starts, 8)
     assert split_loss(run, "val").item() == pytest.approx(run.model(*windows).item())
     [(x, y)] = train.micro_batches(run, step=0)
     logits = run.model.logits(x).flatten(0, 1)
