@@ -161,7 +161,7 @@ def _read_meta(folder):
     if os.path.isfile(path):
         meta = read_valid_meta(path)
         if not meta:
-            raise _unusable(path, "it is damaged")
+            raise _unusable(path, "it is damaged: delete it and the token files")
         check_types(meta, {"format": int}, path)
         if meta["format"] > FORMAT:
             raise UserError(f"{path} is from a later version of folio (format {meta['format']})")
