@@ -173,11 +173,10 @@ def training_arguments(name, kind, tokens):
     if kind == "gpt2":
         is_large = tokens >= MIN_GPT2_TOKENS
         preset = "gpt2_fast.py" if is_large else "finetune_shakespeare.py --init_from=gpt2"
-    command = (
-        f"config/{preset} --dataset={shlex.quote(name)} --out_dir={shlex.quote('out-' + name)}"
-    )
-    is_checkpoint = os.path.isfile(kind) and not kind.endswith(".json")
-    return f"{command} --init_from={shlex.quote(kind)}" if is_checkpoint else command
+    flags = [f"--dataset={name}", f"--out_dir=out-{name}"]
+    if os.path.isfile(kind) and not kind.endswith(".json"):  # a checkpoint
+        flags.append(f"--init_from={kind}")
+    return f"config/{preset} {shlex.join(flags)}"
 
 
 # What the user names, and what may not be replaced

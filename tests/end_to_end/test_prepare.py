@@ -265,7 +265,7 @@ def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes
     ("flags", "command"),
     [
         ("--input=own.txt --dataset=x$y",
-         "config/own_text.py --minutes=2 --dataset='x$y' --out_dir='out-x$y'"),
+         "config/own_text.py --minutes=2 '--dataset=x$y' '--out_dir=out-x$y'"),
         ("--input=own.txt --dataset=own --tokenizer=gpt2",
          "config/finetune_shakespeare.py --init_from=gpt2 --dataset=own --out_dir=out-own"),
         ("--input=long.txt --dataset=own --tokenizer=gpt2",
