@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Literal
 
 from folio.cli import process
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, as_user_error
 from folio.cli.settings import load_settings, setting
 
 EXCLUSIVE_SETTINGS = (  # at most one setting of each group can be given
@@ -84,6 +84,8 @@ class SampleConfig:
             given = [name for name in names if getattr(self, name) not in (None, False)]
             if len(given) > 1:
                 raise ValueError(f"--{given[0]} and --{given[1]} cannot be combined: give one")
+        if self.by_line and self.score is None:
+            raise ValueError("--by_line needs --score=FILE")
 
 
 # Handles --help and reports wrong flags before the slow imports. main() parses again.
@@ -240,7 +242,8 @@ def print_scores(trained: TrainedModel, texts, settings):
     """
     tokenizer, end = trained.tokenizer, []
     if settings.by_line:  # each is scored with its end, and begins after another one's
-        end = tokenizer.encode_prompt(tokenizer.start and "\n")
+        with as_user_error("the model has no line break; omit --by_line", UserError):
+            end = tokenizer.encode_prompt(tokenizer.start and "\n")
     encoded = [tokenizer.encode(text, settings.allow_special).tolist() for text in texts]
     encoded = [end + ids + end for ids in encoded]
     losses, [*rows, totals] = score_texts(trained, encoded, settings.context_stride)

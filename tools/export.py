@@ -107,6 +107,7 @@ def export_file(path, checkpoint, tokenizer, dtype):
     print(f"wrote {path} and {modelfile_path}: {checkpoint.summary}")
     print(f"other programs end a text at {end_text}")
     name = re.sub(r"[^\w.-]", "-", path.stem, flags=re.ASCII)  # what Ollama allows
+    name = name.lstrip("-.") or "folio"
     source = shlex.quote(str(modelfile_path))
     print(f"Ollama: ollama create {name} -f {source} && ollama run {name}")
     flags = "--temp {temperature} --top-k {top_k} --top-p {top_p} --min-p {min_p}"

@@ -4,6 +4,7 @@ Exit status: 0 success, 2 an error of the user or the system, 128 + n after sign
 exception is a bug in folio and keeps its traceback.
 """
 
+import errno
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ from folio.cli.settings import handle_help, parse_arguments
 SIGPIPE = 13  # Windows lacks signal.SIGPIPE
 REQUIRED_PACKAGES = ("filelock", "numpy", "torch", "tqdm")
 MEMORY_ADVICE = "use less data, or a machine with more memory"
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 EXIT_DELAY_S = 2  # rank 0 prints the error before torchrun ends all processes
 STARTED = time.monotonic()  # about when the process started: scripts import this module first
 
@@ -83,9 +85,13 @@ def _run(function, *args, memory_advice=MEMORY_ADVICE):
         if not is_out_of_memory(error):
             raise
         return _report(RankError(f"out of memory: {memory_advice}"))
-    except BrokenPipeError:  # the reader of the output has exited
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
-        return 128 + SIGPIPE
+        if isinstance(error, BrokenPipeError):  # the reader of the output has exited
+            return 128 + SIGPIPE
+        return _report(UserError(f"cannot write standard output: {error.strerror}"))
     finally:
         _set_handlers(signal.SIG_DFL)  # nothing would catch an exception
 

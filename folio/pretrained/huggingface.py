@@ -38,27 +38,30 @@ def read_pretrained(folder) -> Checkpoint:
     Raises UserError if the folder is damaged, or its model or tokenizer is not supported.
     """
     folder = Path(folder)
-    architecture, config = _read_config(folder / CONFIG_FILE)
+    architecture, config, has_bos = _read_config(folder / CONFIG_FILE)
     weights = architecture.from_tensors(_read_tensors(folder / WEIGHTS_FILE), config)
-    tokenizer = read_tokenizer(folder / TOKENIZER_FILE).to_dict()
+    tokenizer = read_tokenizer(folder / TOKENIZER_FILE)
     for name, tensor in weights.items():
         weights[name] = tensor.float().contiguous()
     shared = weights.get(EMBEDDING_WEIGHT, weights.get(HEAD_WEIGHT))
     if config.tie_weights and shared is not None:  # files may have either
         weights = {EMBEDDING_WEIGHT: shared, HEAD_WEIGHT: shared} | weights
     config = match_weights(config, weights, folder)
-    return Checkpoint(config, weights, Progress(), {}, tokenizer=tokenizer, path=folder)
+    start = tokenizer.start or (None if has_bos else "\n")
+    saved = tokenizer.to_dict()
+    return Checkpoint(config, weights, Progress(), {}, tokenizer=saved, start=start, path=folder)
 
 
 def _read_config(path):
-    """Returns the Architecture and the GPTConfig that a config.json describes."""
+    """Returns what a config.json describes: Architecture, GPTConfig, whether texts have a BOS."""
     content_errors = ArithmeticError, AttributeError, KeyError, TypeError, ValueError
     with as_user_error(f"{path} describes no supported model", *content_errors):
         values = json.loads(read_text(path))
         kind = values.get("model_type")
         if kind not in ARCHITECTURES:
             raise ValueError(f"model_type is {kind!r}; folio reads {', '.join(ARCHITECTURES)}")
-        return ARCHITECTURES[kind], ARCHITECTURES[kind].from_fields(values)
+        has_bos = values.get("bos_token_id", "GPT-2's") is not None
+        return ARCHITECTURES[kind], ARCHITECTURES[kind].from_fields(values), has_bos
 
 
 def _read_tensors(path):
@@ -90,7 +93,9 @@ def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Arc
     transformers = import_optional("transformers", "an export")  # which requires safetensors
     from safetensors.torch import save
 
-    ends = {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+    # The end token begins a text only if it separated those that the model was trained on.
+    bos = None if tokenizer.start else tokenizer.end
+    ends = {"bos_token_id": bos, "eos_token_id": tokenizer.end}
     fields = architecture.to_fields(model.config) | ends
     texts = make_tokenizer_files(tokenizer) | {CONFIG_FILE: json.dumps(fields, indent=2)}
     is_own = isinstance(architecture, Folio)

@@ -14,7 +14,7 @@ from folio.checkpoint.format import Checkpoint
 from folio.checkpoint.progress import Progress
 from folio.checkpoint.run_dir import RunDir
 from folio.cli import process
-from folio.cli.errors import UserError
+from folio.cli.errors import UserError, as_user_error
 from folio.cli.files import lock_folder
 from folio.data.dataset import Dataset
 from folio.distributed.world import World, full_tensor, gather_on_cpu
@@ -104,11 +104,11 @@ class Run:
             if not limits.items() <= self.resumed.settings.items():
                 evaluated = self.progress.evaluated_schedule_step
                 self.progress.evaluated_schedule_step = min(evaluated, self.schedule_step())
-            if not self.settings.always_save_checkpoint and self.progress.best_step >= 0:
+            if self.progress.best_step >= 0 and not self.settings.eval_only:
                 self._check_best()
 
     def _check_best(self):
-        """Begins the search for the best model again if that of a resumed run is lost."""
+        """Begins the search for the best model again if ckpt.pt of a resumed run is lost."""
         progress = self.progress
         try:
             self._load_best()
@@ -118,19 +118,20 @@ class Run:
             progress.evaluations_since_best = 0
 
     def _load_best(self):
-        """Returns the Checkpoint in ckpt.pt. Raises UserError if it is not the best. Collective."""
+        """Returns the Checkpoint in ckpt.pt. Raises UserError if it is another one. Collective."""
         with self.world.share_errors():
             checkpoint, own = self.run_dir.load_best(), self.progress
-            best = checkpoint.progress
-            if (best.step, best.best_val_loss) != (own.best_step, own.best_val_loss):
-                reason = f"is not the best model of this run, that of step {own.best_step}"
-                raise UserError(f"{self.run_dir.best} {reason}")
+            found = checkpoint.progress
+            step = own.evaluated_step if self.settings.always_save_checkpoint else own.best_step
+            if (found.step, found.best_val_loss) != (step, own.best_val_loss):
+                raise UserError(f"{self.run_dir.best} is not this run's model of step {step}")
         return checkpoint
 
     def load_best_weights(self):
         """Raises UserError if ckpt.pt is no longer the file that this run has written."""
         if self.progress.best_step != self.progress.step:
-            checkpoint = self._load_best()
+            with as_user_error("resume the run to evaluate it again", UserError):
+                checkpoint = self._load_best()
             with self.world.share_errors():
                 checkpoint.load_into(self.model)
 

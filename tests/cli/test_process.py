@@ -80,6 +80,12 @@ def test_a_reader_that_exits_sets_the_exit_status_and_causes_no_traceback():
     assert shell("$PYTHON | true; exit ${PIPESTATUS[0]}", *lines) == (128 + process.SIGPIPE, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
+def test_output_to_a_full_disk_is_an_error_in_one_line():
+    result = shell("$PYTHON > /dev/full", "process.run(lambda: print('x'))")
+    assert result == (2, "-c: cannot write standard output: No space left on device\n")
+
+
 def test_a_missing_package_causes_no_traceback():
     lines = ["process.REQUIRED_PACKAGES = ('sys', 'no_such_package')", START]
     status, err = shell("$PYTHON", *lines)

@@ -154,8 +154,17 @@ def test_a_best_model_of_another_run_is_not_evaluated(verse, monkeypatch, change
     train.main(tiny.flags(out_dir="out-other", max_iters=1))
     tiny.fake_losses(monkeypatch, 2.0, 1.0, 3.0)
     after_calls(monkeypatch, "evaluate", 3, lambda: change("out/ckpt.pt"))
-    with pytest.raises(UserError, match=r"out/ckpt\.pt"):
+    with pytest.raises(UserError, match=r"^resume the run .*out/ckpt\.pt"):
         train.main(tiny.flags(eval_iters=None))
+
+
+@pytest.mark.parametrize("change", [os.unlink, COPY_OTHER])
+def test_a_finished_run_has_its_newest_model_again_after_a_resume(verse, change):
+    train.main(tiny.flags(out_dir="out-other", max_iters=1))
+    train.main(tiny.flags(always_save_checkpoint=True))
+    change("out/ckpt.pt")
+    train.main(tiny.flags(always_save_checkpoint=True, init_from="resume"))
+    assert tiny.load("ckpt.pt")["iter_num"] == 6
 
 
 def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys):

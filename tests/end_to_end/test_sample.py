@@ -18,7 +18,7 @@ import sample
 import train
 from folio.cli.errors import UserError
 from folio.cli.process import Interrupted
-from folio.data.tokenizer import from_dict
+from folio.data.tokenizer import CharTokenizer, from_dict
 
 QUICK = ["--device=cpu", "--dtype=float32", "--num_samples=1", "--max_new_tokens=20"]
 SEPARATOR = "---------------"
@@ -211,6 +211,13 @@ def test_lines_are_scored_alone_with_their_ends(capsys, kind):
     assert table[1] == f"{rows[1]['loss']:.4f}\t{lines[1]}"
 
 
+def test_lines_cannot_be_scored_by_a_model_without_line_breaks():
+    tiny.write_checkpoint("out/ckpt.pt", CharTokenizer("ab"))
+    Path("lines.txt").write_text("ab\nba\n")
+    with pytest.raises(UserError, match="no line break; omit --by_line"):
+        sample.main(["--score=lines.txt", "--by_line"])
+
+
 def test_a_bpe_model_needs_no_dataset(capsys, monkeypatch):
     Path("verse.txt").write_text(tiny.VERSE * 40, encoding="utf-8")
     prepare.main(["--input=verse.txt", "--dataset=verse", "--tokenizer=bpe"])
@@ -295,6 +302,7 @@ def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, interrupt):
         ("--start=-", "standard input is not UTF-8 text.* 0xff in position 2"),
         ("--prompts=empty.txt", "empty.txt has no line with text"),
         ("--prompts=-", "standard input has no line with text"),
+        ("--start=a --by_line", "--by_line needs --score"),
         ("--score=empty.txt --by_line", "empty.txt has no line with text"),
         ("--score=empty.txt --by_line --logprobs", "--logprobs and --by_line cannot be combined"),
         ("--out_dir=nowhere", "nowhere/ckpt.pt; available: out"),

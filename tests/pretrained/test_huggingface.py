@@ -24,6 +24,7 @@ from folio.pretrained.huggingface import (
     WEIGHTS_FILE,
     read_pretrained,
 )
+from folio.pretrained.load import checkpoint_tokenizer
 from model import Block, GPTConfig
 
 pytestmark = [
@@ -256,6 +257,14 @@ def test_the_model_is_the_same_in_transformers_and_when_it_is_read_back(changes,
         assert replace(again.config, dropout=ours.config.dropout) == ours.config
         assert tiny.equal(again.weights, dict(ours.state_dict()))
     assert torch.equal(load("again")(idx).logits, theirs(idx).logits)
+
+
+@pytest.mark.parametrize("start", ["", "\n"])
+def test_a_folder_knows_how_texts_begin(start):
+    tokenizer = BPETokenizer.from_texts(["Shall I compare thee"], 260)
+    tokenizer.start = start
+    tiny.export(tiny.random_model(vocab_size=tokenizer.vocab_size), tokenizer)
+    assert checkpoint_tokenizer(read_pretrained("exported")).start == start
 
 
 def test_a_new_model_with_its_own_code_is_initialized_and_tied(transformers):

@@ -138,11 +138,11 @@ def test_a_full_disk_leaves_no_file(verse, limit_files):
 
 def test_learned_positions_end_with_the_context(verse, capsys):
     tiny.write_checkpoint("out/ckpt.pt", verse.tokenizer, dataset="verse")
-    export.main(["--out_dir=out", "--to=my verse.gguf"])
-    assert "num_predict 4\n" in Path("my verse.Modelfile").read_text()
+    export.main(["--out_dir=out", "--to=-my verse.gguf"])
+    assert "num_predict 4\n" in Path("-my verse.Modelfile").read_text()
     output = capsys.readouterr().out
     assert "--context-shift" not in output
-    assert "ollama create my-verse -f 'my verse.Modelfile'" in output
+    assert "ollama create my-verse -f '-my verse.Modelfile'" in output
 
 
 @pytest.mark.slow
