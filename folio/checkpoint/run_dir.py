@@ -133,6 +133,14 @@ class RunDir:
             with open(self.log, "ab") as file:
                 file.write(json.dumps(event).encode() + b"\n")
 
+    def _kept(self, step):
+        return self.folder / f"ckpt-{step}.pt"
+
+    def keep_best(self, step):
+        """Makes ckpt-STEP.pt a link to ckpt.pt, or a copy. Returns its path."""
+        replace_by_link(self.best, self._kept(step))
+        return self._kept(step)
+
     def log_size(self):
         """Returns the size of log.jsonl in bytes, 0 if it is missing."""
         size = self.log.stat().st_size if self.log.is_file() else 0
@@ -155,7 +163,7 @@ class RunDir:
         If `keep`, first writes the weights to ckpt-STEP.pt. Raises UserError if writing fails.
         """
         if keep:
-            path = self.folder / f"ckpt-{checkpoint.progress.step}.pt"
+            path = self._kept(checkpoint.progress.step)
             save_checkpoint(path, dataclasses.replace(checkpoint, optimizers={}))
         best = best or not os.path.isfile(self.best)  # somebody has deleted it
         save_checkpoint(self.best if best else self.last, checkpoint)

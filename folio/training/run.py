@@ -19,7 +19,12 @@ from folio.cli.files import lock_folder
 from folio.data.dataset import Dataset
 from folio.distributed.world import World, full_tensor, gather_on_cpu
 from folio.hardware.device import Machine, ThreadTuner
-from folio.training.evaluation import EXPECTED_MFU, MAX_ENDING_SHARE, evaluation_cost
+from folio.training.evaluation import (
+    EXPECTED_MFU,
+    MAX_ENDING_SHARE,
+    count_windows,
+    evaluation_cost,
+)
 from folio.training.run_log import RunLog
 from model import GPT
 
@@ -116,6 +121,14 @@ class Run:
             print(f"evaluating again: {error}")  # because the last evaluation is forgotten
             progress.evaluated_schedule_step, progress.best_val_loss = -1.0, math.inf
             progress.evaluations_since_best = 0
+
+    def has_other_windows(self):
+        """Whether the next evaluation of a resumed run replaces the best model, whatever it is."""
+        progress, settings = self.progress, self.settings
+        if progress.is_finished(settings) or settings.always_save_checkpoint:
+            return False
+        windows = 0, count_windows(self, "val")
+        return math.isfinite(progress.best_val_loss) and progress.val_windows not in windows
 
     def _load_best(self):
         """Returns the Checkpoint in ckpt.pt. Raises UserError if it is another one. Collective."""

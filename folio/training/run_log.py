@@ -66,6 +66,9 @@ class RunLog:
             self._log("start", parameters=run.model.num_params(), settings=values)
         if run.resumed:
             self._report_changes(run.resumed)
+            if run.has_other_windows():
+                kept = run.run_dir.keep_best(run.progress.best_step) if run.world.is_main else None
+                self.say(f"evaluations cover other text now; the best model so far stays in {kept}")
         for line in hints(run):
             self.say(line)
         if run.progress.is_finished(settings) or run.progress.step >= settings.max_iters:
