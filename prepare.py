@@ -150,7 +150,9 @@ def main(argv=None):
         + (f" with separators of {num_documents:,} documents" if num_documents > 1 else "")
     )
     if settings.test_fraction:
-        flags = f"--out_dir=out-{name}", f"--score={folder / 'test.txt'}"
+        flags = [f"--out_dir=out-{name}", f"--score={folder / 'test.txt'}"]
+        if num_documents > 1 and tokenizer.end is not None:  # which the file has between them
+            flags.append("--by_line" if settings.lines else "--allow_special")
         command = f"python sample.py {shlex.join(flags)}"
         print(f"test ({ends['test'] - ends['val']:,} of the characters): {command}")
     if num_empty_rows := sum(len(source.empty_rows) for source in corpus.all_sources):
@@ -234,7 +236,7 @@ def check_folder(folder, corpus: Corpus, settings):
     meta = read_valid_meta(meta_path)
     advice = "choose a different --dataset, or delete"
     if meta.get("source_sha256"):
-        number = r" \(\d+ files\)| of Python .*"  # which can change
+        number = r" \(\d+ files\)|(?<=^pydoc_data.topics of Python ).*"  # which can change
         old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
         if old_name != name and meta["source_sha256"] != corpus.sha256():
             raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")

@@ -75,14 +75,14 @@ class Corpus:
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def sample(self):
-        """Returns the first SAMPLE_CHARACTERS."""
-        return "".join(text for _, text, _ in self._read_texts(SAMPLE_CHARACTERS))
+        """Returns the first SAMPLE_CHARACTERS of the sources."""
+        return "".join(text for _, text, _ in self._read_sources(SAMPLE_CHARACTERS))
 
     def scan(self):
         """Finds the ends of the splits. Returns the characters of texts and separators, sorted."""
         is_used, sizes = np.zeros(UNICODE_CODE_POINTS, bool), np.zeros(BUCKETS + 1, np.int64)
         self.num_documents = 0
-        for bucket, text, begins_document in self._read_texts(self.max_characters):
+        for bucket, text, begins_document in self._read_texts():
             is_used[code_points(text)] = True
             sizes[bucket] += len(text)
             self.num_documents += begins_document
@@ -107,7 +107,7 @@ class Corpus:
         """
         positions, started_splits, last_split = self._bucket_starts.tolist(), set(), None
         separator = "\n" if self.lines else BLANK_LINE
-        for bucket, text, begins_document in self._read_texts(self.max_characters):
+        for bucket, text, begins_document in self._read_texts():
             for split, end in self.split_ends.items():
                 part = text[: max(0, end - positions[bucket])]
                 if part:
@@ -121,10 +121,14 @@ class Corpus:
         if positions != [*self._bucket_starts[1:].tolist(), self.split_ends["test"]]:
             raise UserError(f"{self.description} changed while it was read: run prepare.py again")
 
-    def _read_texts(self, num_left):
-        """Yields (bucket, text, whether it begins a document). The validation text has no limit."""
+    def _read_texts(self):
+        """Yields (bucket, text, whether it begins a document)."""
         for _, text, begins_document in self._read_documents(self.val_sources):
             yield VAL_BUCKET, text, begins_document
+        yield from self._read_sources(self.max_characters)
+
+    def _read_sources(self, num_left):
+        """Yields the same of so many characters of the sources, and shows progress."""
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
             for bucket, text, begins_document in self._read_documents(self.sources):
                 text = text[:num_left]

@@ -58,9 +58,11 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
         }
         meta["crc32"] = meta_checksum(meta)
         meta_file.write(json.dumps(meta, indent=1).encode())
-        for piece in corpus.read() if corpus.test_fraction else []:
-            if piece.split == "test":
-                test_file.write((piece.separator + piece.text).encode())
+        has_end = tokenizer.end is not None and not corpus.lines  # sample.py --by_line reads lines
+        for split, separator, text in corpus.read() if corpus.test_fraction else []:
+            if split == "test":
+                separator = tokenizer.end_text if has_end and separator else separator
+                test_file.write((separator + text).encode())
     finish_replacement(folder)
     return meta
 

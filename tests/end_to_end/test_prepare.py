@@ -61,13 +61,14 @@ def test_control_characters_of_a_file_name_are_escaped(capsys):
 
 
 def test_a_dataset_of_a_different_text_is_not_replaced():
-    write("own (1).txt", "rose " * 20)
-    main(["--input=own (1).txt", "--dataset=own"])
-    write("own (1).txt", "rose " * 30)  # an edited text
-    main(["--input=own (1).txt", "--dataset=own"])
+    write("own of Python 1.txt", "rose " * 20)
+    main(["--input=own of Python 1.txt", "--dataset=own"])
+    write("own of Python 1.txt", "rose " * 30)  # an edited text
+    main(["--input=own of Python 1.txt", "--dataset=own"])
     expected = tiny.contents("data/own")
-    write("own (2).txt", "lily " * 20)
-    assert "different text, own (1).txt" in error_of("--input=own (2).txt", "--dataset=own")
+    write("own of Python 2.txt", "lily " * 20)
+    error = error_of("--input=own of Python 2.txt", "--dataset=own")
+    assert "different text, own of Python 1.txt" in error
     assert tiny.contents("data/own") == expected
     write("copy.txt", "rose " * 30)
     main(["--input=copy.txt", "--dataset=own", "--tokenizer=byte"])
@@ -141,6 +142,20 @@ def test_the_test_text_is_written_for_scores_only(capsys):
     assert not Path("data/own/test.txt").exists()  # it belonged to other splits
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "separator"),
+    [("own.jsonl", "--allow_special", "<|endoftext|>"), ("own.txt --lines", "--by_line", "\n")],
+)
+def test_documents_of_a_test_text_are_scored_as_in_training(name, flag, separator, capsys):
+    documents = [f"document {number}" for number in range(60)]
+    write("own.jsonl", "\n".join(f'{{"text": "{document}"}}' for document in documents))
+    write("own.txt", "\n".join(documents))
+    flags = f"--input={name} --dataset=own --tokenizer=bpe --test_fraction=0.5 --val_fraction=0.2"
+    main(flags.split())
+    assert f"--score=data/own/test.txt {flag}\n" in capsys.readouterr().out
+    assert len(set(Path("data/own/test.txt").read_text().split(separator)) & set(documents)) >= 28
+
+
 def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
     write("train.txt", "the fox ran over the hill. " * 80)
     write("val.jsonl", '{"text": "a heron stood."}\n{"text": ""}\n{"text": "until noon!"}\n')
@@ -157,6 +172,9 @@ def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
         assert f"{num_train:,} training and 27 validation tokens with separators of 3 doc" in out
     main([*flags, "--tokenizer=bpe"])
     assert not any(b"heron" in token for token in tokens_of("own"))  # of the training text only
+    write("val.jsonl", f'{{"text": "{"漢字" * 999}"}}\n')  # of 3 bytes each
+    main([*flags, "--tokenizer=byte", "--max_tokens=100"])
+    assert len(load_dataset("own").train) == 100
     write("val.jsonl", '{"text": "other"}\n')
     main(flags)  # the same names: the dataset is replaced
     write("other.jsonl", '{"text": "changed"}\n')
