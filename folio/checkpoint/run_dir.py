@@ -17,12 +17,13 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from folio.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, check_types, os_errors
-from folio.cli.files import move_aside, replace_by_link, write_atomically
+from folio.cli.files import make_folder_beside, replace_by_link, write_atomically
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 NUMBER = int | float
@@ -108,13 +109,16 @@ class RunDir:
             if resumed:
                 self.log_end = resumed.log_bytes
                 return None
+            paths = [path for path in self.files() if path.exists()]
+            target = make_folder_beside(self.folder) if paths and not settings.overwrite else None
             self.replacing.touch()
-            if settings.overwrite:
-                for path in self.files():
-                    path.unlink(missing_ok=True)
-            moved_to = move_aside(self.folder, self.files())
+            for path in paths:
+                if target:
+                    shutil.move(path, target)  # on another disk if the folder is a mount
+                else:
+                    path.unlink()
             self.replacing.unlink()
-            return moved_to
+            return target
 
     def _cut_log(self):
         """Removes events of steps that a run repeats, or a torn line. A link becomes a file."""

@@ -51,19 +51,12 @@ def replace_by_link(source, path):
         shutil.copyfileobj(file, target)
 
 
-def move_aside(folder, paths):
-    """Moves files of `folder` to a new folder beside it, FOLDER.1 or the next free number.
-
-    Returns the new folder, or None if none of the files exists. Raises OSError if moving fails.
-    """
-    paths = [path for path in paths if path.exists()]
-    if not paths:
-        return None
+def make_folder_beside(folder):
+    """Creates FOLDER.1, or the next free number. Returns it. Raises UserError if that fails."""
     numbered = (Path(f"{Path(folder).resolve()}.{number}") for number in count(1))
     target = next(path for path in numbered if not path.exists())
-    target.mkdir()
-    for path in paths:
-        shutil.move(path, target)  # which can be on another disk, if the folder is a mount
+    with os_errors("create", target):
+        target.mkdir()
     return target if os.path.isabs(folder) else Path(os.path.relpath(target))
 
 

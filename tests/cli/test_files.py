@@ -11,7 +11,7 @@ from folio.cli.errors import UserError
 from folio.cli.files import (
     LOCK_FILE,
     lock_folder,
-    move_aside,
+    make_folder_beside,
     read_text,
     replace_by_link,
     write_atomically,
@@ -70,17 +70,13 @@ def test_a_folder_has_one_writer_at_a_time():
         lock_folder(300 * "a").__enter__()
 
 
-def test_earlier_files_are_moved_to_the_first_free_number(monkeypatch):
+def test_a_folder_beside_has_the_first_free_number(monkeypatch):
     for folder in ("out", "out.1", "out.3"):
         Path(folder).mkdir()
-    paths = [Path("out", name) for name in ("work", "log", "note")]
-    for path in paths:
-        path.touch()
-    assert move_aside("out", [*paths[:2], Path("out/other")]) == Path("out.2")
-    assert (sorted(os.listdir("out.2")), os.listdir("out")) == (["log", "work"], ["note"])
-    assert move_aside("out", paths[:2]) is None
+    assert make_folder_beside("out") == Path("out.2")
     monkeypatch.chdir("out")
-    assert move_aside(".", [Path("note")]) == Path("..", "out.4")
+    assert make_folder_beside(".") == Path("..", "out.4")
+    assert Path("../out.4").is_dir()
 
 
 def test_text_keeps_its_line_endings_and_must_be_utf8():

@@ -366,6 +366,15 @@ def test_a_kill_while_an_earlier_run_is_removed_does_not_make_it_the_new_one(
     assert [event["step"] for event in tiny.log_events() if event["event"] == "val"] == [0, 3, 6]
 
 
+def test_an_earlier_run_that_cannot_be_moved_remains(verse, monkeypatch):
+    train.main(tiny.flags(stop_at=3))
+    monkeypatch.setattr("folio.cli.files.count", lambda _: ["x/1"])  # in a missing folder
+    with pytest.raises(UserError, match="cannot create .*No such file"):
+        train.main(tiny.flags())
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.load("last.pt")["iter_num"] == 6
+
+
 def test_a_folder_in_use_is_not_changed(verse):
     train.main(tiny.flags(max_iters=1))
     before = tiny.contents("out")
