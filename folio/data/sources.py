@@ -33,7 +33,7 @@ TABLE_SUFFIXES = (  # .json is last, because repositories of datasets have other
 )
 COLUMN_IN_TEMPLATE = r"\{([^{}]+)\}"
 DOCUMENTATION = re.compile(  # of tables: in a clone of the hub's, and of datasets.save_to_disk
-    r"(?i)readme.*|license.*|dataset_info\.json|state\.json|cache-.*\.arrow"
+    r"(?i)readme.*|license.*|dataset_infos?\.json|state\.json|cache-.*\.arrow"
 )
 CHUNK_CHARACTERS = 2**19  # larger arrays are slower to write
 PARQUET_ROWS_PER_BATCH = 1000
