@@ -82,6 +82,8 @@ class Corpus:
         """Finds the ends of the splits. Returns the characters of texts and separators, sorted."""
         is_used, sizes = np.zeros(UNICODE_CODE_POINTS, bool), np.zeros(BUCKETS + 1, np.int64)
         self.num_documents = 0
+        for source in self.all_sources:
+            source.empty_rows.clear()  # those of a sample
         for bucket, text, begins_document in self._read_texts():
             is_used[code_points(text)] = True
             sizes[bucket] += len(text)

@@ -63,7 +63,7 @@ def _download(url, size):
                 raise OSError(f"more than {size:,} bytes")
     except requests.RequestException as error:
         is_slow, host = "timed out" in str(error), urlsplit(url).hostname
-        raise OSError("timed out" if is_slow else f"no connection to {host}") from error
+        raise OSError("timed out" if is_slow else f"the connection to {host} failed") from error
     return content
 
 

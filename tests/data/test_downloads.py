@@ -40,7 +40,7 @@ def shakespeare(hub, folder, monkeypatch):
     [
         ("404", "HTTP 404"),
         ("stalls", "timed out"),
-        ("is away", "no connection to 127.0.0.1"),
+        ("is away", "the connection to 127.0.0.1 failed"),
         ("wrong bytes", "wrong sha256"),
         ("too long", "more than 108,000 bytes"),
     ],

@@ -322,18 +322,13 @@ def test_files_of_a_folder_or_a_pattern_are_sorted(capsys):
 def test_documentation_and_metadata_of_tables_are_left_out(capsys):
     Path("in/data").mkdir(parents=True)
     write("in/data/train.parquet", ["one", "two"])
-    for name in (
-        "README.md",
-        "LICENSE",
-        "data/state.json",
-        "dataset_info.json",
-        "dataset_infos.json",
-    ):
+    documentation = "README.md", "LICENSE", "data/state.json"
+    for name in (*documentation, "dataset_info.json", "dataset_infos.json"):
         Path("in", name).write_text("{}")
     assert names_of("in") == ["in/data/train.parquet"]
     assert ": LICENSE, README.md, state.json, …\n" in capsys.readouterr().out
     Path("in/a.txt").write_text("a text")
-    assert len(names_of("in")) == 6
+    assert len(names_of("in")) == 7
     Path("in/dataset_dict.json").write_text("{}")
     with pytest.raises(UserError, match="several splits: use --input=in/train"):
         find_sources("in", "text")

@@ -116,6 +116,12 @@ def test_a_template_and_its_newlines_make_the_texts():
     assert tiny.text_of("qa").startswith("Q: What is 0 plus 1?\nA: 1\n\nQ: ")
 
 
+def test_rows_left_out_are_counted_in_the_part_that_is_used(capsys):
+    write("rows.jsonl", f'{{"text": "{"abc" * 20}"}}\n{{"text": ""}}\n' * 50)
+    main(["--input=rows.jsonl", "--dataset=own", "--tokenizer=char", "--max_tokens=180"])
+    assert "left out rows without text: 2\n" in capsys.readouterr().out
+
+
 # Validation and test texts
 
 
