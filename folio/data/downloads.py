@@ -27,7 +27,11 @@ TIMEOUT_S = (10, 30)  # to connect, and between received bytes
 
 OPENWEBTEXT = "hf:Skylion007/openwebtext@79d93d786212f7344586290adb811d4ae6a1762c"
 FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu@87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
-SPLIT_WORDS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
+SPLIT_WORDS = {  # {split: words for it in names of files}
+    "train": {"train", "training"},
+    "validation": {"validation", "valid", "val", "dev"},
+    "test": {"test", "testing", "eval"},
+}
 MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
 
 
@@ -121,9 +125,9 @@ def select_tables(paths, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
     The name of a split is a word in the name of a file or of its folder, such as
-    plain_text/train-00000-of-00002.parquet; without such words, all files are training data. Files
-    in several formats are copies of each other, so only one format is used. Raises UserError if no
-    table is selected.
+    plain_text/train-00000-of-00002.parquet, or another of its SPLIT_WORDS; without such words, all
+    files are training data. Files in several formats are copies of each other, so only one format
+    is used. Raises UserError if no table is selected.
     """
     for suffix in TABLE_SUFFIXES:
         tables = [path for path in paths if path.name.lower().endswith(suffix)]
@@ -136,12 +140,14 @@ def select_tables(paths, address, subset, split):
         )
     root = subset or ""
     subset_tables = [path for path in tables if path.is_relative_to(root)]
-    words = {path: set(re.split(r"[\W_]+", str(path.relative_to(root)))) for path in subset_tables}
-    known_splits = set().union(*words.values()) & set(SPLIT_WORDS)
+    names = {path: str(path.relative_to(root)).lower() for path in subset_tables}
+    words = {path: set(re.split(r"[\W_]+", name)) for path, name in names.items()}
+    known_splits = set().union(*words.values()) & set().union(*SPLIT_WORDS.values())
     if split == "train" and not known_splits:
         selected = subset_tables
     else:
-        selected = [path for path in subset_tables if split in words[path]]
+        chosen = {split} if split in known_splits else SPLIT_WORDS.get(split, {split.lower()})
+        selected = [path for path in subset_tables if words[path] & chosen]
     if not selected or (subset is None and len({path.parent for path in selected}) > 1):
         folders = sorted({str(path.parent) for path in tables})
         raise UserError(

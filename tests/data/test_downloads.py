@@ -85,6 +85,9 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
         ("data/train-0-of-1.parquet data/validation-0-of-1.parquet", None, "validation",
          "data/validation-0-of-1.parquet"),
         ("en/train/0.parquet fr/train/0.parquet", "fr", "train", "fr/train/0.parquet"),
+        ("Train.jsonl Test.jsonl", None, "train", "Train.jsonl"),
+        ("training.csv Dev.csv test.csv", None, "validation", "Dev.csv"),
+        ("dev.csv validation.csv", None, "validation", "validation.csv"),
         ("sample/10BT/0.parquet data/0.parquet", "sample/10BT", "train", "sample/10BT/0.parquet"),
     ],
 )  # fmt: skip
