@@ -490,8 +490,9 @@ class LocalContext(nn.Module):
 # Checks of GPTConfig
 
 CHOICES: dict = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
+LARGEST = 2**63 - 1  # integer that torch has
 BOUNDS: dict = {"n_layer": (0, 10_000), "dropout": (0.0, 1.0)}  # (lowest, highest), as in train.py
-BOUNDS |= dict.fromkeys(("smear", "ngrams", "window"), (0, math.inf))
+BOUNDS |= {"ngrams": (0, 10_000), "smear": (0, math.inf), "window": (0, math.inf)}
 SIZES = "block_size", "vocab_size", "n_head", "n_embd", "ngram_rows"
 BOUNDS |= dict.fromkeys(SIZES, (1, math.inf))
 
@@ -503,7 +504,7 @@ def check_config(config):
             raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value}")
     for name, (low, high) in BOUNDS.items():
         value = getattr(config, name)
-        if type(value) not in (int, type(low)) or not low <= value <= high:
+        if type(value) not in (int, type(low)) or not low <= value <= min(high, LARGEST):
             raise ValueError(f"{name}={value!r} must be {type(low).__name__} in [{low}, {high}]")
     if config.n_embd % config.n_head:
         raise ValueError(f"n_embd={config.n_embd} is not divisible by n_head={config.n_head}")

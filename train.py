@@ -64,7 +64,7 @@ class TrainConfig:
     position: Literal["learned", "rotary"] = setting("learned", "position encoding")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "kind of normalization")
     qk_norm: bool = setting(False, "normalize queries and keys; allows higher learning rates")
-    ngrams: int = setting(0, "add embeddings of n-grams, n = 2 to this; 0: none", "[0, inf)")
+    ngrams: int = setting(0, "add embeddings of n-grams, n = 2 to this; 0: none", "[0, 10000]")
     ngram_rows: int = setting(32_771, "most rows of a table of n-grams", "[1, inf)")
     smear: int = setting(0, "preceding embeddings added to each embedding", "[0, inf)")
     window: int = setting(0, "tokens that each token attends to; 0: all", "[0, inf)")

@@ -43,14 +43,6 @@ n_layer, n_head, n_embd = _size.n_layer, _size.n_head, _size.n_embd
 _is_small = n_embd == 128
 learning_rate = round(8e-3 * (128 / n_embd) ** 0.45, 5)
 
-window = 64 if device == "cpu" else 0  # attention to all tokens is faster on a GPU
-block_size = 256 if _vocab_size > 10_000 else 1024
-block_size = min(block_size, 64 * max(2, round(_size.step_tokens / 64)))  # a slow machine has fewer
-block_size = min(block_size, max(5, len(_data.val) // 2))  # more than smear and ngrams need
-_sequences = max(1, round(_size.step_tokens / 1024))
-batch_size = min(max_micro_batch(device), _sequences)
-gradient_accumulation_steps = round(_sequences / batch_size)
-
 # Tables of n-grams help if their rows occur often. Larger models read a text more often, and then
 # memorize the tables of longer tokens.
 _passes_in_time = count_possible_tokens(_size, _vocab_size, _flops) / _train_tokens
@@ -63,6 +55,16 @@ if _vocab_size**2 < _train_tokens / 4:
         ngrams = 3
 elif _vocab_size <= 10_000 and _train_tokens >= 12 * ngram_rows:
     ngrams = 3 if _is_small or _passes_in_time < 2 else 0
+
+window = 64 if device == "cpu" else 0  # attention to all tokens is faster on a GPU
+block_size = 256 if _vocab_size > 10_000 else 1024
+block_size = min(block_size, 64 * max(2, round(_size.step_tokens / 64)))  # a slow machine has fewer
+_sequences = max(1, round(_size.step_tokens / 1024))
+batch_size = min(max_micro_batch(device), _sequences)
+gradient_accumulation_steps = round(_sequences / batch_size)
+_tokens = batch_size * block_size
+block_size = min(block_size, max(smear + max(ngrams, 1), len(_data.val) // 2))
+batch_size = _tokens // block_size
 
 # A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
 # occur fewer than 50 times are memorized sooner. `_passes` is how often the text is read; for tiny

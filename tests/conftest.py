@@ -130,8 +130,9 @@ def trained():
 def text_size(monkeypatch):
     """A function that sets the size of every dataset. Default: that of tiny Shakespeare."""
 
-    def set_size(tokens=1_003_854, vocab_size=65, num_bytes=None):
-        splits, tokenizer = (range(tokens), range(tokens // 9)), Mock(vocab_size=vocab_size)
+    def set_size(tokens=1_003_854, vocab_size=65, num_bytes=None, val_tokens=None):
+        splits = range(tokens), range(val_tokens or tokens // 9)
+        tokenizer = Mock(vocab_size=vocab_size)
         data = Dataset("sized", *splits, tokenizer, {}, num_bytes or tokens)
         monkeypatch.setattr(dataset, "load_dataset", lambda name: data)
 

@@ -8,6 +8,7 @@ are resumed. `python -m tools.plot out-sweep` compares the runs, even while the 
 """
 
 import ctypes
+import dataclasses
 import itertools
 import math
 import os
@@ -64,8 +65,13 @@ RUN_SETTINGS = names_affecting(TrainConfig, "results", "machine", "display")
 
 
 @dataclass(frozen=True)
-class SweepConfig(TrainConfig, SweepSettings):
-    """All settings of a sweep."""
+class RunConfig(TrainConfig, SweepSettings):
+    """All settings of a run of a sweep."""
+
+
+@dataclass(frozen=True)
+class SweepConfig(RunConfig):
+    """The same, as a command line may set them."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,10 +136,14 @@ def combine_values(argv):
         raise UserError(f"a sweep can have {MAX_RUNS:,} runs, not {number:,}: give fewer values")
     runs = {}
     for flags in itertools.product(*choices):
-        settings = load_settings(SweepConfig, flags, {"device": resolve_device})
+        resolvers = {"device": resolve_device}
+        settings = load_settings(SweepConfig, flags, resolvers)
         values = [f"{name}={getattr(settings, name)}" for name in dict.fromkeys(names)]
-        folder = quote(",".join(values), safe=",+=")  # n_layer=4,seed=1
-        runs[Path(settings.sweep_dir, folder)] = settings
+        folder = Path(settings.sweep_dir, quote(",".join(values), safe=",+="))  # n_layer=4,seed=1
+        # config/own_text.py keeps the settings of a run that it resumes.
+        resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
+        resumed = load_settings(RunConfig, resume_flags, resolvers)
+        runs[folder] = dataclasses.replace(resumed, init_from=settings.init_from)
     return runs
 
 

@@ -42,6 +42,5 @@ class Progress:
 
     def is_finished(self, settings):
         """Whether the evaluation at the end is made, or patience is exhausted."""
-        if self.is_patience_exhausted(settings):
-            return True
-        return self.evaluated_schedule_step >= settings.max_iters
+        is_end = self.evaluated_schedule_step >= settings.max_iters
+        return self.evaluated_step == self.step and (is_end or self.is_patience_exhausted(settings))

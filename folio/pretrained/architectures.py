@@ -181,6 +181,8 @@ class Qwen3(Architecture):
         for name in (*self.names.values(), *self.fixed_fields(GPTConfig())):
             if name not in values:
                 raise ValueError(f"{name} is missing")
+        if scaling := values.get("rope_scaling"):  # which replaces rope_parameters
+            raise ValueError(f"rope_scaling={scaling}, not None")
         return super().from_fields(values)
 
     def to_tensors(self, weights, config):

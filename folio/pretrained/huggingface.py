@@ -54,8 +54,8 @@ def read_pretrained(folder) -> Checkpoint:
 
 def _read_config(path):
     """Returns what a config.json describes: Architecture, GPTConfig, whether texts have a BOS."""
-    content_errors = ArithmeticError, AttributeError, KeyError, TypeError, ValueError
-    with as_user_error(f"{path} describes no supported model", *content_errors):
+    errors = ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError
+    with as_user_error(f"{path} describes no supported model", *errors):
         values = json.loads(read_text(path))
         kind = values.get("model_type")
         if kind not in ARCHITECTURES:

@@ -73,7 +73,7 @@ def _end_text(folder):
     path = folder / CONFIG_FILE
     if not path.is_file():
         return END_OF_TEXT
-    with as_user_error(f"{path.name} cannot be read", AttributeError, ValueError):
+    with as_user_error(f"{path.name} cannot be read", AttributeError, RecursionError, ValueError):
         token = json.loads(read_text(path)).get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else END_OF_TEXT

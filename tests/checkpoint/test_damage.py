@@ -90,6 +90,8 @@ WIDE = torch.zeros(1, 1).expand(10**9, 10**6)
         ({"model_args": {"n_layer": 3}}, r"'transformer.h.2.*' is missing in the file"),
         ({"model_args": {"n_layer": 9999}}, r"'transformer.h.2.*' is missing in the file"),
         ({"model_args": {"block_size": 10**12}}, r"wpe.* \(8, 16\) in the file, \(10{12}, 16\)"),
+        ({"model_args": {"n_embd": 10**30}}, "n_embd=1000"),
+        ({"model_args": {"ngrams": 10**6}}, "ngrams=1000000"),
         ({"iter_num": math.inf}, "progress .* infinity"),
         ({"iter_num": -5}, "step is -5"),
         ({"tokens": 10**400}, "tokens is 1000"),

@@ -185,6 +185,15 @@ def test_the_preset_for_any_text_suits_short_texts(text_size, device):
         assert settings.gradient_accumulation_steps == 1
 
 
+@pytest.mark.parametrize("val_tokens", [13, 200])
+def test_a_short_validation_text_does_not_change_the_tokens_of_a_step(val_tokens, text_size):
+    usual = load_preset("own_text.py", "cpu").tokens_per_step
+    text_size(val_tokens=val_tokens)
+    settings = load_preset("own_text.py", "cpu")
+    assert model_config(settings, SHAKESPEARE_CHARACTERS).block_size < val_tokens
+    assert 0.95 * usual < settings.tokens_per_step <= usual
+
+
 @pytest.mark.parametrize(
     ("tokens", "num_bytes", "vocab_size", "tflops", "minutes", "layers", "ngrams"),
     [

@@ -159,6 +159,7 @@ FOREIGN = Qwen3().to_fields(GPTConfig(**tiny.SMALL))  # with a change, not folio
         (FOREIGN | {"num_key_value_heads": 1}, "num_key_value_heads=1, not 2"),
         (FOREIGN | {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06"),
         (FOREIGN | {"rope_parameters": {"rope_theta": 1e6}}, "rope_theta"),
+        (FOREIGN | {"rope_scaling": {"factor": 2.0}}, "rope_scaling"),
         ({"model_type": "qwen3"}, "is missing"),
     ],
 )
@@ -173,7 +174,11 @@ def test_config_of_an_unknown_model_is_refused(changes, words):
 def test_damaged_and_missing_files_are_refused(name):
     path = save(transformers_model())
     content = (path / name).read_bytes().rstrip()
-    for damaged, words in ((content[:-2], name), (tiny.LFS_POINTER, f"{name}.*git lfs pull")):
+    for damaged, words in (
+        (content[:-2], name),
+        (b"[" * 10**5, name),
+        (tiny.LFS_POINTER, f"{name}.*git lfs pull"),
+    ):
         (path / name).write_bytes(damaged)
         assert_refused(path, words)
     (path / name).unlink()

@@ -193,6 +193,7 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
         (["out-a", "--out=gone/a.png"], "cannot write gone.a.png: No such file"),
         (["out-a", "--out=a.pdf"], "--out=a.pdf must be the name of a PNG file"),
         (["--attention", "--embeddings", "out-a"], "one with --attention or --embeddings"),
+        (["--attention", "--json", "out-a"], "one with --attention or --embeddings"),
         (["--attention", "out-b"], "there is no checkpoint out-b.ckpt.pt"),
     ],
 )

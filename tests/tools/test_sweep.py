@@ -71,6 +71,15 @@ def test_a_config_file_reads_the_values_of_its_combination():
     assert [(run.n_embd, run.teachers) for run in runs.values()] == [(6, "a,b"), (10, "a,b")]
 
 
+def test_a_config_file_can_keep_the_settings_of_its_run():
+    write("max_iters = 4 if (out_dir, init_from) == ('out-sweep/seed=1', 'auto') else 9")
+    runs = combine("a.py", "--seed=1,2")
+    assert [(run.max_iters, run.init_from) for run in runs.values()] == [
+        (4, "scratch"),
+        (9, "scratch"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -40,7 +40,7 @@ class PlotConfig:
 
     def __post_init__(self):
         plots = self.attention + self.embeddings
-        if not self.runs or plots > 1 or plots and len(self.runs) > 1:
+        if not self.runs or plots + self.json > 1 or plots and len(self.runs) > 1:
             raise ValueError(
                 "specify the run directories to compare, or one with --attention or --embeddings"
             )
