@@ -145,7 +145,7 @@ from model import GPT
 def main(argv=None):
     settings = load_settings(TrainConfig, argv, {"device": resolve_device})
     with process_group(settings.device) as world, lock_run(settings, world):
-        run = make_run(settings, world)
+        run = make_run(world.share_settings(settings), world)
         if settings.eval_only:
             print(format_losses(run.progress.step, evaluate(run, final=True)))
         else:
@@ -175,7 +175,7 @@ def make_run(settings, world) -> Run:
         machine = choose_machine(settings, config, world)
         dataset = dataset.to(machine.device)
     inputs = {"the content of the dataset": dataset.fingerprint, "dtype": machine.dtype}
-    world.check_same(settings, inputs | {"the checkpoint": checkpoint and checkpoint.progress})
+    world.check_same(inputs | {"the checkpoint": checkpoint and checkpoint.progress})
 
     # Weights are float32 and drawn on the CPU, so that a seed means the same on every machine.
     model = GPT(config)

@@ -7,7 +7,6 @@ With DDP, each process has the whole model and a part of the batch. With FSDP, p
 and optimizer state are also sharded: each process has some rows of every tensor, a DTensor.
 """
 
-import dataclasses
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,11 +78,17 @@ class World:
             if message:
                 raise UserError(f"rank {rank}: {message}" if rank else message)
 
-    def check_same(self, settings, inputs):
-        """Raises UserError unless all processes pass equal settings and {name: plain data}."""
-        values = dataclasses.asdict(settings) | inputs
-        del values["wandb_run_name"]  # only rank 0 uses it; nanoGPT's contains the time
-        everywhere = self.all_gather_object(values)
+    def share_settings(self, settings):
+        """Returns rank 0's settings. A config file can compute others on each machine.
+
+        Raises UserError if the processes have different command lines.
+        """
+        self.check_same({"the command line": settings.command_line})
+        return self.all_gather_object(settings)[0]
+
+    def check_same(self, inputs):
+        """Raises UserError unless all processes pass equal {name: plain data}."""
+        everywhere = self.all_gather_object(inputs)
         for name, value in everywhere[0].items():
             others = [values[name] for values in everywhere if values[name] != value]
             if others:

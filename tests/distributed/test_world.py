@@ -8,6 +8,7 @@ import time
 from contextlib import chdir
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -185,10 +186,9 @@ def wait_for(path):
 @pytest.mark.parametrize(
     ("preset", "message"),
     [
-        ("wandb_run_name = str(_rank)", ""),  # may differ
-        ("seed = _rank", "seed differs between processes (0 and 1)"),
+        ("eval_interval = 5 + _rank", ""),  # as measured; rank 0's counts
         ("os.chdir(('.', 'elsewhere')[_rank])", "content of the dataset differs"),
-        ("dataset = ('verse', 'nothing')[_rank]", "train.py: rank 1: "),
+        ("os.chdir(('.', 'elsewhere/data')[_rank])", "train.py: rank 1: "),
     ],
 )
 def test_processes_with_other_settings_or_data_end_with_one_message(verse, preset, message):
@@ -201,6 +201,13 @@ def test_processes_with_other_settings_or_data_end_with_one_message(verse, prese
     assert statuses == ([2, 2] if message else [0, 0])
     assert message in out
     assert other == ""
+
+
+def test_a_process_with_another_command_is_refused(monkeypatch):
+    other = {"the command line": "--seed=2"}
+    monkeypatch.setattr(World, "all_gather_object", lambda _, value: [value, other])
+    with pytest.raises(UserError, match=r"the command line differs .*\(--seed=1 and --seed=2\)"):
+        World().share_settings(SimpleNamespace(command_line="--seed=1"))
 
 
 def test_settings_that_do_not_fit_the_processes_are_refused():
