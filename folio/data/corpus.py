@@ -48,10 +48,15 @@ class Corpus:
     lines: bool = False  # whether each line of a text is a document
     val_fraction: float | None = None  # of the characters; None: the default
     test_fraction: float = 0.0  # of the characters, which follow those of the validation split
-    max_characters: int = sys.maxsize  # after which reading stops
+    max_characters: int = sys.maxsize  # with separators, after which reading stops
     split_ends: dict = field(default_factory=dict)  # {split: characters to its end}, from scan()
     num_documents: int = 0  # from scan()
     _bucket_starts: np.ndarray = field(init=False, repr=False)  # characters before each bucket
+
+    @property
+    def separator(self):
+        """The text between two documents, unless an end-of-text token is there."""
+        return "\n" if self.lines else BLANK_LINE
 
     @property
     def description(self):
@@ -75,8 +80,10 @@ class Corpus:
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def sample(self):
-        """Returns the first SAMPLE_CHARACTERS of the sources."""
-        return "".join(text for _, text, _ in self._read_sources(SAMPLE_CHARACTERS))
+        """Returns the first SAMPLE_CHARACTERS of the sources, with separators."""
+        pieces = self._read_sources(SAMPLE_CHARACTERS)
+        text = "".join(self.separator * is_new + text for _, text, is_new in pieces)
+        return text.removeprefix(self.separator)
 
     def scan(self):
         """Finds the ends of the splits. Returns the characters of texts and separators, sorted."""
@@ -108,14 +115,13 @@ class Corpus:
         Raises UserError if the text differs from that of the scan.
         """
         positions, started_splits, last_split = self._bucket_starts.tolist(), set(), None
-        separator = "\n" if self.lines else BLANK_LINE
         for bucket, text, begins_document in self._read_texts():
             for split, end in self.split_ends.items():
                 part = text[: max(0, end - positions[bucket])]
                 if part:
                     is_new = begins_document or split != last_split
                     is_separated = is_new and split in started_splits
-                    yield Piece(split, separator if is_separated else "", part)
+                    yield Piece(split, self.separator if is_separated else "", part)
                     positions[bucket] += len(part)
                     text = text[len(part) :]
                     started_splits.add(split)
@@ -130,14 +136,15 @@ class Corpus:
         yield from self._read_sources(self.max_characters)
 
     def _read_sources(self, num_left):
-        """Yields the same of so many characters of the sources, and shows progress."""
+        """Yields the same of so many characters, with separators, of the sources."""
+        num_left += len(self.separator)  # which the first document lacks
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
             for bucket, text, begins_document in self._read_documents(self.sources):
-                text = text[:num_left]
-                yield bucket, text, begins_document
+                num_left -= len(self.separator) * begins_document
+                yield bucket, text[:num_left], begins_document
                 progress.update(len(text))
                 num_left -= len(text)
-                if num_left == 0:
+                if num_left <= len(self.separator):  # no other document fits
                     return
 
     def _read_documents(self, sources):

@@ -45,7 +45,7 @@ def test_documents_are_separated_within_a_split():
         ("train", True, "ij"),
         ("val", False, "kl"),
     ]
-    limited = read(tiny.corpus("abcdefgh", "ijklmnop", "q"), 10)
+    limited = read(tiny.corpus("abcdefgh", "ijklmnop", "q"), 12)
     assert limited == [("train", False, "abcdefgh"), ("train", True, "i"), ("val", False, "j")]
 
 

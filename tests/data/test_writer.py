@@ -66,9 +66,21 @@ def test_max_tokens_ends_a_dataset(kind, tolerance, source):
         assert abs(len(data.train) + len(data.val) - 3000) <= tolerance
         assert abs(len(data.val) - 300) <= tolerance
     else:
-        assert 3000 <= len(data.train) + len(data.val) < 3000 + 400
+        assert abs(len(data.train) + len(data.val) - 3000) <= 150
     text = data.tokenizer.decode(data.train)
     assert text.startswith(DOCUMENTS[0][:20])
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+@pytest.mark.parametrize("source", ["names.txt", "names.jsonl"])
+def test_max_tokens_counts_the_separators_of_short_documents(folder, kind, source):
+    names = [f"{a}{b}" for a in "abcdefghij" for b in "klmnopqrst"] * 20
+    Path("names.txt").write_text("\n".join(names))
+    Path("names.jsonl").write_text("\n".join(f'{{"text": "{name}"}}' for name in names))
+    flags = ["--lines=True"] if source == "names.txt" else []
+    prepare_files("own", source, kind, "--max_tokens=1000", *flags)
+    data = load_dataset("own")
+    assert 995 <= len(data.train) + len(data.val) <= 1000
 
 
 def test_max_tokens_counts_documents_of_special_tokens_and_ignores_later_files():
