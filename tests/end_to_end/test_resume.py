@@ -210,6 +210,13 @@ def test_a_finished_run_that_is_resumed_keeps_its_log(verse):
     assert tiny.log_events() == before
 
 
+def test_a_run_beyond_a_new_max_iters_ends_with_an_evaluation_of_its_step(verse):
+    train.main(tiny.flags(stop_at=4))
+    train.main(tiny.flags(max_iters=3, init_from="resume"))
+    last = tiny.log_events()[-2:]
+    assert [(event["event"], event["step"]) for event in last] == [("resume", 4), ("val", 4)]
+
+
 def test_bits_per_byte_at_the_end_are_of_the_windows_of_the_loss(folder, capsys):
     tiny.prepare_verse(text="ä" * 3600 + "ab" * 180)  # of 2 bytes, and of 1 at the end
     for changes in ({"eval_iters": 2}, {"eval_iters": 60, "init_from": "resume"}):
