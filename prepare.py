@@ -82,9 +82,7 @@ class PrepareConfig:
             raise ValueError(f"--input needs a name for the dataset, such as --dataset={name}")
         excludes = self.val_fraction or self.test_fraction
         if self.val_input is not None and (self.input is None or excludes):
-            raise ValueError(
-                "--val_input needs --input, and excludes --val_fraction and --test_fraction"
-            )
+            raise ValueError("--val_input needs --input, and no --val_fraction or --test_fraction")
         with as_user_error(f"Python has no encoding {self.encoding}", LookupError, UnicodeError):
             "".encode(self.encoding)
         if not self.text_key or set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):

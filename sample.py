@@ -37,9 +37,7 @@ class SampleConfig:
     """Continue prompts with the best checkpoint of a run, or score a text."""
 
     out_dir: str = setting("out", "run directory", group="Input", affects="files")
-    init_from: str = setting(
-        "resume", "resume: out_dir's best; or as for train.py", affects="files"
-    )
+    init_from: str = setting("resume", "resume: out_dir's best; or as in train.py", affects="files")
     start: str | None = setting(None, "prompt: text, FILE:path, or - for standard input")
     prompts: str | None = setting(None, "file with one prompt per line, or - for standard input")
     num_samples: int = setting(10, "texts per prompt", "[1, inf)")
@@ -54,13 +52,9 @@ class SampleConfig:
     by_line: bool = setting(False, "score each line of that file as a text of its own")
     allow_special: bool = setting(False, "encode <|endoftext|> in a text as the special token")
 
-    temperature: float = setting(
-        0.8, "sampling temperature; 0 is greedy", "[0, inf)", group="Sampling"
-    )
+    temperature: float = setting(0.8, "temperature; 0 is greedy", "[0, inf)", group="Sampling")
     top_k: int | None = setting(200, "sample from the k most likely tokens; None: all", "[1, inf)")
-    top_p: float = setting(
-        1.0, "sample from the most likely tokens whose probabilities sum to p", "(0, 1]"
-    )
+    top_p: float = setting(1.0, "sample from the top tokens whose probabilities sum to p", "(0, 1]")
     min_p: float = setting(0.0, "drop tokens below this fraction of the top probability", "[0, 1]")
     repetition_penalty: float = setting(1.0, "above 1 makes repetition less likely", "[0.01, 100]")
     context_stride: int | None = setting(

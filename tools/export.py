@@ -23,9 +23,7 @@ class ExportConfig:
 
     out_dir: str = setting("out", "run directory")
     to: str = setting("exported", "new folder for transformers, or new NAME.gguf for llama.cpp")
-    dtype: Literal["float32", "float16", "q8_0"] = setting(
-        "float32", "of the matrices in NAME.gguf"
-    )
+    dtype: Literal["float32", "float16", "q8_0"] = setting("float32", "of matrices in NAME.gguf")
     own_code: bool = setting(False, "write a folder with this model.py, as for a changed one")
 
     def __post_init__(self):
@@ -124,9 +122,7 @@ def find_rarest(checkpoint, tokenizer):
     with as_user_error("the end token is the rarest of the training text", UserError):
         data = load_dataset(checkpoint.settings.get("dataset", "openwebtext"))
     if data.tokenizer.to_dict() != tokenizer.to_dict():
-        raise UserError(
-            f"data/{data.name} has a different tokenizer than the model: prepare it again"
-        )
+        raise UserError(f"{data.name} has a different tokenizer than the model: prepare it again")
     ids = data.train[:MAX_CHECKED_TOKENS]
     counts = np.bincount(ids, minlength=tokenizer.vocab_size)
     token = len(counts) - 1 - int(counts[::-1].argmin())  # the last of several: byte 255

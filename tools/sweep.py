@@ -120,18 +120,14 @@ def combine_values(argv):
             argument += "=" + remaining.pop(0)  # --seed 1,2
         name, equals, text = argument.removeprefix("--").partition("=")
         if name == "out_dir":  # presets may set it
-            raise UserError(
-                "each run of a sweep has its own folder: use --sweep_dir, not --out_dir"
-            )
+            raise UserError("each run of a sweep has its own folder: use --sweep_dir instead")
         texts = text.split(",") if equals and name in RUN_SETTINGS - {"teachers"} else [text]
         if len(texts) > 1:
             names.append(name)
         choices.append([f"--{name}={each}" for each in texts] if equals else [argument])
     if not names:
-        raise UserError(
-            "there is nothing to compare: give a setting several values, as in "
-            "--learning_rate=1e-3,3e-4"
-        )
+        advice = "give a setting several values, as in --learning_rate=1e-3,3e-4"
+        raise UserError(f"there is nothing to compare: {advice}")
     if (number := math.prod(map(len, choices))) > MAX_RUNS:
         raise UserError(f"a sweep can have {MAX_RUNS:,} runs, not {number:,}: give fewer values")
     runs = {}

@@ -19,14 +19,7 @@ import torch
 
 from folio import __version__
 from folio.checkpoint.progress import Progress
-from folio.cli.errors import (
-    UserError,
-    as_user_error,
-    cause_of,
-    check_types,
-    is_out_of_memory,
-    os_errors,
-)
+from folio.cli.errors import UserError, as_user_error, cause_of, check_types, is_out_of_memory
 from folio.cli.files import check_lfs, write_atomically
 from folio.distributed.world import is_sharded, shard_like
 from folio.hardware.optimize import use_fast_kernels
@@ -56,8 +49,8 @@ class Checkpoint:
 
     config: GPTConfig
     weights: dict  # GPT.state_dict()
-    progress: Progress
-    settings: dict  # of the run
+    progress: Progress = field(default_factory=Progress)
+    settings: dict = field(default_factory=dict)  # of the run
     optimizers: dict = field(default_factory=dict)  # {name: its state_dict()}
     scaler: dict | None = None  # loss scaler, for float16
     tokenizer: dict | None = None  # tokenizer.to_dict(); None in nanoGPT's
@@ -107,10 +100,8 @@ def save_checkpoint(path, checkpoint: Checkpoint):
     }
     for name, value in dataclasses.asdict(checkpoint.progress).items():
         content[PROGRESS_KEYS.get(name, name)] = value
-    with (
-        write_atomically(path) as [file],
-        as_user_error(f"cannot write {path}; is the disk full?", RuntimeError),
-    ):
+    full_disk = as_user_error(f"cannot write {path}; is the disk full?", RuntimeError)
+    with write_atomically(path) as [file], full_disk:
         torch.save(content, file.name)  # an error of a file object would abort the process
 
 
@@ -153,14 +144,9 @@ def load_checkpoint(path, optimizers=True) -> Checkpoint:
 
 def _read(path, mapped):
     """Returns the content of a file of torch.save, a ZIP archive since torch 1.6."""
-    check_lfs(path)
-    with os_errors("read", path), open(path, "rb") as file:
-        start = file.read(2)
-    if start != b"PK":
-        raise UserError(
-            f"{path} is not a checkpoint: give a file of torch.save since torch 1.6, such as "
-            "ckpt.pt of a run, or the folder of a Hugging Face model"
-        )
+    if not check_lfs(path).startswith(b"PK"):
+        files = "a file of torch.save since torch 1.6, such as a run's ckpt.pt"
+        raise UserError(f"{path} is not a checkpoint: give {files}, or a Hugging Face folder")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged_name = archive.testzip()
@@ -203,9 +189,7 @@ def _parse_config(args, weights, path):
     args = {name: value for name, value in args.items() if value is not None}
     for name, value in args.items():
         if value and name not in known:
-            raise UserError(
-                f"{path}: model_args has {name}={value!r}, which this GPT does not have"
-            )
+            raise UserError(f"{path}: model_args has {name}={value!r}, which this GPT lacks")
     args.setdefault("bias", any(name.endswith(".bias") for name in weights))
     with as_user_error(f"{path}: model_args", ArithmeticError, TypeError, ValueError):
         if EMBEDDING_WEIGHT in weights:
@@ -225,10 +209,8 @@ def match_weights(config: GPTConfig, weights, path) -> GPTConfig:
     for name in parameters | weights:
         saved, own = (dense_shape(tensors.get(name)) for tensors in (weights, parameters))
         if saved != own:
-            raise UserError(
-                f"{path}: the weights do not fit the model: {name!r} is {saved} in the file, "
-                f"{own} in the model"
-            )
+            difference = f"{name!r} is {saved} in the file, {own} in the model"
+            raise UserError(f"{path}: the weights do not fit the model: {difference}")
     is_tied = config.tie_weights and torch.equal(weights[HEAD_WEIGHT], weights[EMBEDDING_WEIGHT])
     return dataclasses.replace(config, tie_weights=is_tied)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from folio.cli.errors import UserError, as_user_error, os_errors
 
 LOCK_FILE = ".lock"
-LFS_POINTER = b"version https://git-lfs"  # first bytes of a Git LFS pointer
+LFS_POINTER = b"version https://git-lfs"  # begins what Git writes for a file if it lacks Git LFS
 
 
 @contextmanager
@@ -110,13 +110,14 @@ def read_prompt(start):
 
 
 def check_lfs(path):
-    """Raises UserError for a Git LFS pointer, which Git writes for a file if it lacks Git LFS."""
+    """Returns the first bytes of a file. Raises UserError for a Git LFS pointer."""
     if not os.path.isfile(path):  # a pipe can be read only once
-        return
+        return b""
     with os_errors("read", path), open(path, "rb") as file:
         start = file.read(len(LFS_POINTER))
     if start == LFS_POINTER:
         raise UserError(f"{path} is a Git LFS pointer: install Git LFS, and run git lfs pull there")
+    return start
 
 
 def unify_line_ends(text):

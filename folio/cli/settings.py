@@ -61,8 +61,7 @@ def load_settings(settings_class, argv=None, resolvers=None):
 
     Args:
         argv: the arguments. Default: those of the process.
-        resolvers: {name: function} that resolves a value, such as "auto" to "cpu". Config files
-            read the resolved value.
+        resolvers: {name: function} that resolves a value, also for config files: "auto" to "cpu".
     """
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(settings_class, argv)

@@ -135,8 +135,7 @@ def find_last_cut(text):
 def byte_characters():
     """Returns the characters that stand for the bytes 0 to 255 in vocabularies, a list.
 
-    As in GPT-2, printable characters of Latin-1 stand for their own bytes, and U+0100, U+0101 and
-    so on for the other bytes.
+    As in GPT-2, printable characters of Latin-1 stand for their own bytes, U+0100 on for others.
     """
     printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -215,10 +215,8 @@ def _check_type(path, ids):
     if len(ids) < 4 or not ids[::2].any() or ids[1::2].any():
         return
     wide = "uint32" if ids.itemsize == 2 and ids[2::4].any() else "int64"
-    raise UserError(
-        f"{path}: its type looks like {wide}, not {ids.dtype}; to convert it: "
-        f"np.fromfile(FILE, np.{wide}).astype(np.{ids.dtype}).tofile(FILE)"
-    )
+    code = f"np.fromfile(FILE, np.{wide}).astype(np.{ids.dtype}).tofile(FILE)"
+    raise UserError(f"{path}: its type looks like {wide}, not {ids.dtype}; to convert it: {code}")
 
 
 class _PlainUnpickler(pickle._Unpickler):  # in C, a large memo index would take gigabytes

@@ -40,10 +40,8 @@ def load_shakespeare():
     path = DATA_FOLDER / "shakespeare_char" / "input.txt"  # for all tokenizers
     if os.path.isfile(path):
         return Source(path)
-    refusal = (
-        f"cannot download tiny Shakespeare: save {SHAKESPEARE_URL} as {path}, or use your own text "
-        "with --input=FILE --dataset=NAME, or --dataset=pydocs"
-    )
+    others = "your own text with --input=FILE --dataset=NAME, or --dataset=pydocs"
+    refusal = f"cannot download tiny Shakespeare: save {SHAKESPEARE_URL} as {path}, or use {others}"
     with as_user_error(refusal, OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         content = _download(SHAKESPEARE_URL, SHAKESPEARE_BYTES)
@@ -134,10 +132,9 @@ def select_tables(paths, address, subset, split):
         if tables:
             break
     else:
-        raise UserError(
-            f"{address} has no files with {', '.join(TABLE_SUFFIXES)}; the hub has a converted "
-            f"copy of most datasets: --input={address.partition('@')[0]}@refs/convert/parquet"
-        )
+        cause = f"{address} has no files with {', '.join(TABLE_SUFFIXES)}"
+        copy = f"--input={address.partition('@')[0]}@refs/convert/parquet"
+        raise UserError(f"{cause}; the hub has a converted copy of most datasets: {copy}")
     root = subset or ""
     subset_tables = [path for path in tables if path.is_relative_to(root)]
     names = {path: str(path.relative_to(root)).lower() for path in subset_tables}
@@ -149,12 +146,10 @@ def select_tables(paths, address, subset, split):
         chosen = {split} if split in known_splits else SPLIT_WORDS.get(split, {split.lower()})
         selected = [path for path in subset_tables if words[path] & chosen]
     if not selected or (subset is None and len({path.parent for path in selected}) > 1):
-        folders = sorted({str(path.parent) for path in tables})
-        raise UserError(
-            f"{address} has several or no folders with subset {subset} and split {split}; choose "
-            f"--subset from {', '.join(folders[:20])} and --split from "
-            f"{', '.join(sorted(known_splits)) or 'train'}"
-        )
+        subsets = ", ".join(sorted({str(path.parent) for path in tables})[:20])
+        splits = ", ".join(sorted(known_splits)) or "train"
+        cause = f"{address} has several or no folders with subset {subset} and split {split}"
+        raise UserError(f"{cause}; choose --subset from {subsets} and --split from {splits}")
     return sorted(selected)
 
 

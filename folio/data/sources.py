@@ -268,8 +268,7 @@ def find_sources(name, text_key, encoding="utf-8"):
 
     In a folder, hidden files, caches of Python, links to folders and binary files are skipped, and
     in a folder of tables their documentation. Any other file that is not UTF-8 text or a table is
-    an error when it is read. A .json file among texts is a text. Raises UserError if there are no
-    files.
+    an error when it is read. A .json file among texts is a text. Raises UserError if none is left.
     """
     unique: dict[str, Source] = {}  # of several links to a file, one is read
     for path in sorted(_find_files(name)):

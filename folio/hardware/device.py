@@ -65,12 +65,9 @@ class Machine:
         elif self.kind == "cpu":
             gpu = "no GPU found; " if resolve_device("auto") == "cpu" else ""
             name = f"{gpu}threads: {torch.get_num_threads()}"
-        compiled = "compiled" if self.compile else "not compiled"
+        compiled = f"{'compiled' if self.compile else 'not compiled'} ({self.compile_reason})"
         graph = ", each step a CUDA graph" if self.cuda_graph else ""
-        return (
-            f"{self.device} ({name}), {self.dtype} ({self.dtype_reason}), "
-            f"{compiled} ({self.compile_reason}){graph}"
-        )
+        return f"{self.device} ({name}), {self.dtype} ({self.dtype_reason}), {compiled}{graph}"
 
     @property
     def peak_summary(self):

@@ -52,8 +52,7 @@ def compile_methods(model, machine: Machine):
     """Compiles the `compiled_methods` of a model's modules, in place. Returns whether it succeeds.
 
     Modules of a class share the code, so that a GPT compiles one block instead of all. The first
-    calls run the compiler; see run_compiler. After torch.compiler.set_stance("force_eager"), the
-    methods run without compilation.
+    calls run the compiler; see run_compiler. torch.compiler.set_stance("force_eager") disables it.
     """
     mode = "max-autotune-no-cudagraphs" if machine.compile == "max-autotune" else None
     # On a CPU, C++ calls the kernels, which takes less time than calling them from Python.

@@ -189,8 +189,7 @@ class Context:
 
         tail: (B, 1 + n) int64, the newest token of each row, preceded by n earlier tokens, at most
             config.preceding_tokens.
-        position: of the newest token. An int if it is the same for all rows and shapes may change,
-            else (B,) int64.
+        position: its position, (B,) int64; an int if all rows have the same and shapes may change.
         """
         earlier = self.model.config.preceding_tokens
         if not self.fixed_shapes and len(set(self.lengths)) == 1:

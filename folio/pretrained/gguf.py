@@ -26,21 +26,15 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 
 
-class GPT2InLlamaCpp(GPT2):
-    """GPT-2 with the activations that llama.cpp has."""
-
-    allowed = {"activation": ("gelu", "gelu_tanh")}
-
-
 def choose_architecture(config: GPTConfig) -> Architecture:
     """Returns the Architecture of a GPT in llama.cpp. Raises UserError if there is none."""
-    kinds = GPT2InLlamaCpp(), Qwen3()
-    closest = min(kinds, key=lambda kind: len(kind.misfits(config)))
+    gpt2 = GPT2()
+    gpt2.allowed = {"activation": ("gelu", "gelu_tanh")}  # those that llama.cpp has
+    closest = min((gpt2, Qwen3()), key=lambda kind: len(kind.misfits(config)))
     if misfits := closest.misfits(config):
-        raise UserError(
-            f"a GGUF file holds GPT-2's or Qwen3's architecture, and not {', '.join(misfits)}: "
-            "python train.py PRESET config/portable.py trains such a model (docs/share.md)"
-        )
+        cause = f"a GGUF file holds GPT-2's or Qwen3's architecture, and not {', '.join(misfits)}"
+        advice = "python train.py PRESET config/portable.py trains such a model (docs/share.md)"
+        raise UserError(f"{cause}: {advice}")
     return closest
 
 

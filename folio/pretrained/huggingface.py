@@ -11,13 +11,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from folio.checkpoint.format import (
-    EMBEDDING_WEIGHT,
-    HEAD_WEIGHT,
-    Checkpoint,
-    Progress,
-    match_weights,
-)
+from folio.checkpoint.format import EMBEDDING_WEIGHT, HEAD_WEIGHT, Checkpoint, match_weights
 from folio.cli.errors import UserError, as_user_error, import_optional, os_errors
 from folio.cli.files import check_lfs, read_text
 from folio.data.tokenizer import Tokenizer
@@ -48,8 +42,7 @@ def read_pretrained(folder) -> Checkpoint:
         weights = {EMBEDDING_WEIGHT: shared, HEAD_WEIGHT: shared} | weights
     config = match_weights(config, weights, folder)
     start = tokenizer.start or (None if has_bos else "\n")
-    saved = tokenizer.to_dict()
-    return Checkpoint(config, weights, Progress(), {}, tokenizer=saved, start=start, path=folder)
+    return Checkpoint(config, weights, tokenizer=tokenizer.to_dict(), start=start, path=folder)
 
 
 def _read_config(path):
@@ -161,7 +154,5 @@ def check_logits(model: GPT, theirs, tolerance, hint=""):
     found = found - found.mean(-1, keepdim=True)
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
     if not difference <= tolerance:
-        raise UserError(
-            f"{type(theirs).__name__} computes other logits than model.py, with a relative "
-            f"difference of {difference:.1g}{hint}"
-        )
+        cause = f"{type(theirs).__name__} computes other logits than model.py"
+        raise UserError(f"{cause}, with a relative difference of {difference:.1g}{hint}")

@@ -113,10 +113,9 @@ class FolioForCausalLM(PreTrainedModel, GenerationMixin):
             for block in self.gpt.transformer.h if output_hidden_states else ():
                 hooks.enter_context(block.register_forward_pre_hook(keep_input))
             x = self.gpt.trunk(input_ids, positions[past:], attend)
-        is_count = isinstance(logits_to_keep, int)
-        logits = self.gpt.lm_head(
-            x[:, slice(-logits_to_keep, None) if is_count else logits_to_keep]
-        )
+        if isinstance(logits_to_keep, int):
+            logits_to_keep = slice(-logits_to_keep, None)
+        logits = self.gpt.lm_head(x[:, logits_to_keep])
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].mT, labels[:, 1:])
         return CausalLMOutputWithPast(
             loss=loss,

@@ -42,10 +42,7 @@ def make_tokenizer_files(tokenizer: Tokenizer):
     if tokenizer.end is not None:
         names = "bos_token", "eos_token", "unk_token"  # one for all, as GPT-2's
         config |= dict.fromkeys(names, tokenizer.end_text)
-    return {
-        TOKENIZER_FILE: tokenizer.to_definition(),
-        CONFIG_FILE: json.dumps(config, indent=1),
-    }
+    return {TOKENIZER_FILE: tokenizer.to_definition(), CONFIG_FILE: json.dumps(config, indent=1)}
 
 
 # Reading
@@ -57,10 +54,8 @@ def read_tokenizer(path) -> Tokenizer:
     Raises UserError if it is missing, damaged or not supported.
     """
     if not os.path.isfile(path):
-        raise UserError(
-            f"{path.parent} has no {path.name}; write it in Python with transformers: "
-            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
-        )
+        code = "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        raise UserError(f"{path.parent} has no {path.name}; write it with transformers: {code}")
     definition = read_text(path)
     try:
         return _tokenizer(load_encoder(definition), _end_text(path.parent))

@@ -67,18 +67,14 @@ def add_teachers(model: GPT, settings, tokenizer: Tokenizer):
     teachers, out_dir = [], Path(settings.out_dir).resolve()
     for run_dir in RunDir.parse_list(settings.teachers):
         if run_dir.folder.resolve() == out_dir:
-            raise UserError(
-                f"teachers={settings.teachers} contains out_dir: use a different --out_dir"
-            )
+            raise UserError(f"teachers={settings.teachers} contains out_dir: use another --out_dir")
         checkpoint = run_dir.load_best()
         size, vocab_size = checkpoint.config.block_size, checkpoint.config.vocab_size
         if size < model.config.block_size:
             raise UserError(f"teachers: {checkpoint.path} has only block_size={size}")
         is_same = checkpoint.tokenizer in (None, tokenizer.to_dict())
         if not is_same or vocab_size != model.config.vocab_size:
-            raise UserError(
-                f"teachers: {checkpoint.path} has a different vocabulary from the dataset"
-            )
+            raise UserError(f"teachers: the vocabulary of {checkpoint.path} is not the dataset's")
         checkpoint.config = replace(checkpoint.config, dropout=0.0)
         teachers.append(build_model(checkpoint).to(model.lm_head.weight.device, model.dtype))
     return Distillation(model, teachers)

@@ -38,8 +38,7 @@ MODEL_SIZES = (
 def choose_model_size(train_tokens, train_bytes, vocab_size, flops):
     """Returns the largest ModelSize that suits a text and a number of FLOPs.
 
-    `flops` is the peak speed times the time. The tokens per step are reduced if the time would
-    allow fewer than MIN_STEPS.
+    `flops` is the peak speed times the time. If that allows too few steps, they have fewer tokens.
     """
     for size in MODEL_SIZES:
         possible_tokens = count_possible_tokens(size, vocab_size, flops)

@@ -19,12 +19,7 @@ from folio.cli.files import lock_folder
 from folio.data.dataset import Dataset
 from folio.distributed.world import World, full_tensor, gather_on_cpu
 from folio.hardware.device import Machine, ThreadTuner
-from folio.training.evaluation import (
-    EXPECTED_MFU,
-    MAX_ENDING_SHARE,
-    count_windows,
-    evaluation_cost,
-)
+from folio.training.evaluation import EXPECTED_MFU, MAX_ENDING_SHARE, count_windows, evaluation_cost
 from folio.training.run_log import RunLog
 from model import GPT
 
@@ -251,12 +246,10 @@ class Run:
     def check_finite(self, **values):
         """Raises UserError if a value is not finite, because the run has diverged."""
         if not all(math.isfinite(value) for value in values.values()):
-            pairs = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-            raise UserError(
-                f"training diverged at step {self.progress.step} or shortly before: "
-                f"{pairs.replace('_', ' ')}. The last save is older. Lower --learning_rate, "
-                "increase --warmup_iters or set --grad_clip=1"
-            )
+            pairs = [f"{name.replace('_', ' ')} {value:.3g}" for name, value in values.items()]
+            cause = f"training diverged at step {self.progress.step} or shortly before"
+            advice = "Lower --learning_rate, increase --warmup_iters or set --grad_clip=1"
+            raise UserError(f"{cause}: {', '.join(pairs)}. The last save is older. {advice}")
 
 
 @contextmanager

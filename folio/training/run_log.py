@@ -25,9 +25,8 @@ class RunLog:
     """Reports steps and evaluations of a run.
 
     Lines of log.jsonl have `step`, `event` and `elapsed_s`, on a GPU also `peak_memory_gib`. The
-    event is "start" (settings and model size), "train" (a step), "val" (an evaluation), "final"
-    (the evaluation of the best model at the end) or "resume" (changed settings). Speeds are means
-    since the previous report.
+    event is "start" (settings and model size), "train" (a step, speeds since the last one), "val"
+    (an evaluation), "final" (that of the best model at the end) or "resume" (changed settings).
     """
 
     def __init__(self, run):

@@ -131,10 +131,8 @@ def check_parallel(settings, machine: Machine, world: World):
     """Raises UserError if the processes cannot share the work of a step equally."""
     count, size = settings.gradient_accumulation_steps, world.size
     if count % size:
-        raise UserError(
-            f"gradient_accumulation_steps={count} cannot be divided by {size} processes: use "
-            f"--gradient_accumulation_steps={-(-count // size) * size}"
-        )
+        name, new = "gradient_accumulation_steps", -(-count // size) * size
+        raise UserError(f"{name}={count} cannot be divided by {size} processes: use --{name}={new}")
     if settings.parallel == "fsdp" and world.is_launched and machine.dtype == "float16":
         raise UserError("parallel=fsdp has no float16: use bfloat16, float32 or --parallel=ddp")
 
@@ -154,7 +152,6 @@ def check_memory(model, settings, machine: Machine, world):
     needed = copies * weights + max(weights, activations)  # which gradients replace
     if needed > available:
         advice = MEMORY_ADVICE if activations > weights else "decrease --n_layer or --n_embd"
-        raise UserError(
-            f"the model needs more than {needed / 2**30:,.1f} GiB of memory, but {machine.device} "
-            f"has {available / 2**30:,.1f} GiB: {advice}"
-        )
+        least, most = (f"{size / 2**30:,.1f} GiB" for size in (needed, available))
+        cause = f"the model needs more than {least} of memory, but {machine.device} has {most}"
+        raise UserError(f"{cause}: {advice}")

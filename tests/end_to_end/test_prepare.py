@@ -370,7 +370,7 @@ def test_help_names_all_datasets(capsys):
         ("--text_key=a --input=t/a.txt --dataset=b", "applies to tables only"),
         ("--lines=True --input=t/rows.csv --dataset=b", "the rows of t/rows.csv are documents"),
         ("--text_key={a} --input=a --dataset=b --text_key={a}{b", "an unmatched brace"),
-        ("--val_input=a --input=c --dataset=b --val_fraction=0.2", "excludes --val_fraction"),
+        ("--val_input=a --input=c --dataset=b --val_fraction=0.2", "no --val_fraction"),
     ],
 )
 def test_error_names_the_flag_or_file(flags, message):

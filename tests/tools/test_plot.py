@@ -187,7 +187,7 @@ def test_table_is_printed_without_matplotlib(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "specify the run directories"),
+        ([], "name the runs"),
         (["out-b"], "there is no log out-b.log.jsonl; available runs: out-a"),
         (["out-empty"], "the runs have no loss yet"),
         (["out-a", "--out=gone/a.png"], "cannot write gone.a.png: No such file"),
@@ -238,7 +238,7 @@ def test_picture_of_attention_is_labeled(verse):
     assert Path("one.png").read_bytes().startswith(b"\x89PNG")
     plot.main(["--embeddings", "out-x"])
     assert Path("embeddings.png").exists()
-    with pytest.raises(UserError, match="^out-x: there is no layer 2, because n_layer is 2"):
+    with pytest.raises(UserError, match="^there is no layer 2, because n_layer is 2"):
         plot.main(["--attention", "out-x", "--layer=2"])
     train.main(tiny.flags(max_iters=1, n_layer=0))
     with pytest.raises(UserError, match="no layer 0"):

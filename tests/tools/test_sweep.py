@@ -84,7 +84,7 @@ def test_a_config_file_can_keep_the_settings_of_its_run():
     ("argv", "message"),
     [
         ([], "--learning_rate=1e-3,3e-4"),  # an example of several values
-        (["--seed=1,2", "--out_dir=x"], "--out_dir"),
+        (["--seed=1,2", "--out_dir=x"], "use --sweep_dir"),
         (["--seed=1,2", "--stop_at=4"], "stop_at"),
         (["--seed=1,2", "--init_from=resume"], "init_from"),
         (["--seed=1,2", "--dataset=gone"], "gone"),

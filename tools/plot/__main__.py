@@ -29,21 +29,15 @@ class PlotConfig:
 
     json: bool = setting(False, "print the runs as JSON, instead of the table and the plot")
 
-    attention: bool = setting(
-        False, "plot attention weights and next-token probabilities", group="Model"
-    )
+    attention: bool = setting(False, "plot attention and next-token probabilities", group="Model")
     embeddings: bool = setting(False, "plot the cosine similarities of token embeddings")
     start: str | None = setting(None, "prompt, or tokens of --embeddings: text, FILE:path, or -")
-    layer: int | None = setting(
-        None, "layer to plot with --attention, from 0; None: all", "[0, inf)"
-    )
+    layer: int | None = setting(None, "layer of --attention, from 0; None: all", "[0, inf)")
 
     def __post_init__(self):
         plots = self.attention + self.embeddings
         if not self.runs or plots + self.json > 1 or plots and len(self.runs) > 1:
-            raise ValueError(
-                "specify the run directories to compare, or one with --attention or --embeddings"
-            )
+            raise ValueError("name the runs to compare, or one with --attention or --embeddings")
         if self.out is not None and not self.out.lower().endswith(".png"):
             raise ValueError(f"--out={self.out} must be the name of a PNG file")
 

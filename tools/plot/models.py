@@ -47,9 +47,7 @@ def draw_attention(trained, ids, title, layer=None):
 
     config, tokenizer = trained.model.config, trained.tokenizer
     if (layer or 0) not in range(config.n_layer):
-        raise UserError(
-            f"{title}: there is no layer {layer or 0}, because n_layer is {config.n_layer}"
-        )
+        raise UserError(f"there is no layer {layer or 0}, because n_layer is {config.n_layer}")
     ids = ids[-config.block_size :]
     weights, logits = compute_attention(trained.model, ids)
     check_finite(logits)

@@ -163,12 +163,10 @@ def compare_losses(losses, best):
 
 def describe_runs(groups):
     """Returns a dict for each run of groups, {name: runs}, in the order of the table."""
-    rows = []
+    keys, rows = ("loss", "parameters", "seconds", "result", "settings"), []
     for name, runs in groups.items():
         for run in runs:
-            figures = {"loss": run.loss, "parameters": run.parameters, "seconds": run.seconds}
-            names = {"run": run.folder, "row": name}
-            rows.append(names | figures | {"result": run.result, "settings": run.settings})
+            rows.append({"run": run.folder, "row": name} | {k: getattr(run, k) for k in keys})
     return rows
 
 
