@@ -46,9 +46,7 @@ class PrepareConfig:
         "your own text, JSON lines, CSV, TSV, Parquet or Arrow: a file, folder or glob "
         "pattern, or hf:ORG/NAME[@REVISION], a dataset on the Hugging Face hub",
     )
-    val_input: str | None = setting(
-        None, "your own validation text, like --input; hf: the split validation of a dataset"
-    )
+    val_input: str | None = setting(None, "validation text, like --input; hf: split validation")
     text_key: str = setting(
         "text",
         r"column with the text in a table, or a template such as 'Q: {question}\nA: {answer}'",
@@ -71,9 +69,7 @@ class PrepareConfig:
         "auto (default for your own text: bpe, or char if it is better), char, byte, bpe (trained "
         "on the text), gpt2, or that of a checkpoint file, tokenizer.json or its folder",
     )
-    vocab_size: int | None = setting(
-        None, "number of tokens of a bpe tokenizer; None: by the text", "[257, 1000000]"
-    )
+    vocab_size: int | None = setting(None, "tokens of bpe; None: by the text", "[257, 1000000]")
     allow_special: bool = setting(False, "bpe and gpt2: read special tokens in a text")
 
     def __post_init__(self):

@@ -271,9 +271,8 @@ def parse_stop_texts(stop):
     except (ValueError, RecursionError):
         stop_texts = [None]
     if not all(isinstance(text, str) and text for text in stop_texts):
-        raise UserError(
-            f"--stop={stop:.99} must be a nonempty string; if it begins with [, a JSON list of them"
-        )
+        kinds = "a nonempty string; if it begins with [, a JSON list of them"
+        raise UserError(f"--stop={stop:.99} must be {kinds}")
     return stop_texts
 
 

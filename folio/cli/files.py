@@ -75,9 +75,8 @@ def lock_folder(folder, timeout_s=0):
         try:
             lock = FileLock(folder / LOCK_FILE).acquire(timeout=timeout_s)
         except Timeout:
-            raise UserError(
-                f"another process is writing to {folder}: wait for it, or choose a different folder"
-            ) from None
+            advice = "wait for it, or choose a different folder"
+            raise UserError(f"another process is writing to {folder}: {advice}") from None
     with lock:
         try:
             yield

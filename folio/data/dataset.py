@@ -69,10 +69,9 @@ class Dataset:
         for split in SPLITS:
             count = len(getattr(self, split))
             if count <= block_size:
-                raise UserError(
-                    f"{split}.bin of {self.name} has {count:,} tokens, fewer than the "
-                    f"{block_size + 1:,} of block_size + 1; use more text or a smaller --block_size"
-                )
+                cause = f"{split}.bin of {self.name} has {count:,} tokens, fewer than the"
+                advice = "use more text or a smaller --block_size"
+                raise UserError(f"{cause} {block_size + 1:,} of block_size + 1; {advice}")
 
 
 def dataset_folder(name):

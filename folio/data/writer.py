@@ -42,10 +42,9 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
         for split, entry in splits.items():
             if entry["tokens"] < 2:
                 num_bytes = sum(each["bytes"] for each in splits.values())
-                raise UserError(
-                    f"{corpus.description} is too short to split: {split}.bin needs at least 2 "
-                    f"tokens, and the text (bytes: {num_bytes}) leaves {entry['tokens']}"
-                )
+                cause = f"{corpus.description} is too short to split: {split}.bin needs at least 2"
+                rest = f"the text (bytes: {num_bytes}) leaves {entry['tokens']}"
+                raise UserError(f"{cause} tokens, and {rest}")
         meta = {
             "format": FORMAT,
             "tokenizer": tokenizer.to_dict(),

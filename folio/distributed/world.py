@@ -92,10 +92,9 @@ class World:
         for name, value in everywhere[0].items():
             others = [values[name] for values in everywhere if values[name] != value]
             if others:
-                raise UserError(
-                    f"{name} differs between processes ({value} and {others[0]}): start all with "
-                    "the same command, and give all the same files in data/ and out_dir"
-                )
+                cause = f"{name} differs between processes ({value} and {others[0]})"
+                advice = "the same command, and give all the same files in data/ and out_dir"
+                raise UserError(f"{cause}: start all with {advice}")
 
 
 SINGLE_PROCESS = World()
@@ -114,10 +113,9 @@ def process_group(device):
         world, backend = _read_world(device), BACKENDS[torch.device(device).type]
         torch.distributed.init_process_group(backend, timeout=TIMEOUT)  # reads RANK, too
     except (RuntimeError, ValueError) as error:  # torch has no type for all of them
-        raise RankError(
-            f"rank {os.environ['RANK']} cannot connect to the other processes ({cause_of(error)}): "
-            "start all with torchrun, and check the address and port of --rdzv_endpoint"
-        ) from error
+        cause = f"rank {os.environ['RANK']} cannot connect to the other processes"
+        advice = "start all with torchrun, and check the address and port of --rdzv_endpoint"
+        raise RankError(f"{cause} ({cause_of(error)}): {advice}") from error
     try:
         yield world
     except RuntimeError as error:
