@@ -141,7 +141,7 @@ def main(argv=None):
         f"{folder}: {ends['test']:,} characters of {process.printable(corpus.description)}, "
         f"vocabulary {meta['vocab_size']:,} ({tokenizer.kind}{reason}), "
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
-        + (f" with separators of {num_documents:,} documents" if num_documents > 1 else "")
+        + (f" including separators of {num_documents:,} documents" if num_documents > 1 else "")
     )
     if settings.test_fraction:
         flags = [f"--out_dir=out-{name}", f"--score={folder / 'test.txt'}"]
@@ -156,7 +156,7 @@ def main(argv=None):
         print(advice)
     is_text = len(corpus.all_sources) == 1 and not corpus.sources[0].suffix
     if is_text and not settings.lines and has_sorted_lines(corpus.sample()):
-        print("the lines are sorted, so that their end, the validation text, differs: use --lines")
+        print("the lines are sorted, and their end, the validation text, differs: use --lines")
     arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
 

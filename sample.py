@@ -235,7 +235,7 @@ def print_scores(trained: TrainedModel, texts, settings):
     With --by_line or --logprobs, each line's or token's is on stdout, and that of all on stderr.
     """
     tokenizer, end = trained.tokenizer, []
-    if settings.by_line:  # each is scored with its end, and begins after another one's
+    if settings.by_line:  # each has a line end before and behind it
         with as_user_error("the model has no line break; omit --by_line", UserError):
             end = tokenizer.encode_prompt(tokenizer.start and "\n")
     encoded = [tokenizer.encode(text, settings.allow_special).tolist() for text in texts]

@@ -203,7 +203,7 @@ def match_weights(config: GPTConfig, weights, path) -> GPTConfig:
 
     Raises UserError unless they are those of the config, before a large model is built.
     """
-    num_layers = min(config.n_layer, len(weights))  # of more, some lack weights
+    num_layers = min(config.n_layer, len(weights))  # if there are more, some lack weights
     shape = dataclasses.replace(config, n_layer=num_layers)
     parameters = empty_model(shape, "meta").state_dict()  # without values
     for name in parameters | weights:

@@ -136,7 +136,7 @@ class Corpus:
         yield from self._read_sources(self.max_characters)
 
     def _read_sources(self, num_left):
-        """Yields the same of so many characters, with separators, of the sources."""
+        """Yields the same of the sources, up to `num_left` characters with separators."""
         num_left += len(self.separator)  # which the first document lacks
         with tqdm(unit=" characters", unit_scale=True, disable=None, leave=False) as progress:
             for bucket, text, begins_document in self._read_documents(self.sources):
@@ -148,7 +148,7 @@ class Corpus:
                     return
 
     def _read_documents(self, sources):
-        """Yields the same of all characters of these sources, with the bucket of each hash."""
+        """Yields the same of all of these sources. The hash of a document decides its bucket."""
         end_text = "\n" if self.lines else self.end_text
         for source in sources:
             for text, begins_document in source.read():

@@ -154,7 +154,7 @@ def _read_table(source):
             cause = f"one JSON document, needs a row per line: {command}"
         elif not isinstance(error, RowError):
             rule = QUOTING if isinstance(error, csv.Error) else "each line must be a JSON object"
-            message = getattr(error, "msg", error)  # of JSON, without a line number that is 1
+            message = str(error).replace("line 1 column", "column")  # a line of JSON is a row
             cause = f"row {number:,} is damaged ({message}; {rule})"
         raise UserError(f"{source.name}, {cause}") from error
 

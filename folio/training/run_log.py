@@ -67,7 +67,7 @@ class RunLog:
             self._report_changes(run.resumed)
             if run.has_other_windows():
                 kept = run.run_dir.keep_best(run.progress.best_step) if run.world.is_main else None
-                self.say(f"evaluations cover other text now; the best model so far stays in {kept}")
+                self.say(f"evaluations now cover other text; the best model so far stays in {kept}")
         for line in hints(run):
             self.say(line)
         if run.progress.is_finished(settings) or run.progress.step >= settings.max_iters:
@@ -125,8 +125,9 @@ class RunLog:
         events = [event for event in evaluations if "train_loss" in event]
         same = [event for event in events if event.get("val_windows") == progress.val_windows]
         if minutes := minutes_for_all_steps(events, progress, settings):
-            text = f"all steps take about --minutes={minutes}, and the text improves until then"
-            print(f"{text}: add --init_from=resume to continue with this model")
+            time = f"all steps would take about --minutes={minutes}"
+            advice = "add --init_from=resume to continue with this model"
+            print(f"{time}, and the text improves until then: {advice}")
         elif advice := advice_on(same, settings, progress.tokens / len(run.dataset.train)):
             text, changes = advice
             flags = [f"--{name}={value}" for name, value in changes.items()]

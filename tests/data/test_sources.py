@@ -112,7 +112,7 @@ def test_damaged_file_is_named(name):
 @pytest.mark.parametrize(
     ("suffix", "raw", "part"),
     [
-        ("jsonl", b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter; each line"),
+        ("jsonl", b'{"text": "one"', "row 2 is damaged (Expecting ',' delimiter: column 15"),
         ("jsonl", b'{"text": "\xff"}', "line 2 has the byte 0xff"),
         ("jsonl", b'{"text": "a\\u0000"}', "row 2 has NUL or an unpaired surrogate"),
         ("jsonl", b'{"text": "\\ud800"}', "row 2 has NUL or an unpaired surrogate"),

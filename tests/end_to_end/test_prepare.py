@@ -175,7 +175,7 @@ def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
         out = capsys.readouterr().out
         assert "train.txt, validation text val.jsonl, vocabulary" in out
         assert "left out rows without text: 1\n" in out
-        assert f"{num_train:,} training and 27 validation tokens with separators of 3 doc" in out
+        assert f"{num_train:,} training and 27 validation tokens including separators of 3" in out
     main([*flags, "--tokenizer=bpe"])
     assert not any(b"heron" in token for token in tokens_of("own"))  # of the training text only
     write("val.jsonl", f'{{"text": "{"漢字" * 999}"}}\n')  # of 3 bytes each

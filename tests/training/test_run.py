@@ -119,7 +119,7 @@ def test_a_resumed_run_continues_with_the_minutes_that_are_left(verse, steady_ti
     out = capsys.readouterr().out
     assert out.count("30 of 1,000 steps fitted into --minutes\n") == 2
     # 970 steps of 0.1 s
-    assert out.count("\nall steps take about --minutes=2, and the text improves until then: ") == 2
+    assert out.count("\nall steps would take about --minutes=2, and the text improves until") == 2
 
 
 def test_a_finished_run_continues_with_more_minutes_or_steps(verse, steady_time, capsys):
