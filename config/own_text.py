@@ -68,12 +68,12 @@ batch_size = _tokens // block_size
 
 # A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
 # occur fewer than 50 times are memorized sooner. `_passes` is how often the text is read; for tiny
-# Shakespeare, 3.88 are 1,900 steps.
+# Shakespeare, 3.88 are 1,900 steps. If fewer fit into the time, less dropout is needed.
 _rarity = 0.5 if _vocab_size > 10_000 else min(1, _train_tokens / _vocab_size / 50)
 _repeats = min(4, max(1, _relative_size**-0.45)) * _rarity
 _passes = (3.88 if _is_small else 7.34) * _repeats
 _dropout = (0 if _is_small else 0.1) - 0.2 * math.log10(_relative_size)
-dropout = round(min(0.3, max(0.0, _dropout)), 3)
+dropout = round(min(0.3, max(0.0, _dropout)) * min(1, _passes_in_time / _passes), 3)
 # Models that are trained on more text are less overconfident.
 _temperature = (0.9 if _is_small else 0.8) + 0.1 * math.log10(_relative_size)
 train_temperature = round(min(1.0, max(0.8, _temperature)), 3)

@@ -174,6 +174,13 @@ def test_the_plan_follows_the_size_of_the_text(text_size, card):
     assert 0.8 <= temperatures[0] < temperatures[-1] == 1
 
 
+def test_a_text_that_is_read_less_often_has_less_dropout(text_size, card):
+    card(tflops=0.19)
+    text_size(220_000)
+    rates = [load_preset("own_text.py", "cpu", f"--minutes={m}").dropout for m in (0.5, 1, 10)]
+    assert rates == pytest.approx([0.046, 0.092, 0.132], abs=0.001)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_preset_for_any_text_suits_short_texts(text_size, device):
     for vocab_size, tokens in product((2, 50_257), (100, 20_000)):
