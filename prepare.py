@@ -126,7 +126,7 @@ def main(argv=None):
         if settings.max_tokens is not None:
             sample = corpus.sample()
             if tokenizer is None:
-                is_whole = len(sample) < SAMPLE_CHARACTERS
+                is_whole = len(sample) < SAMPLE_CHARACTERS - len(corpus.separator)
                 size = len(sample) if is_whole else settings.max_tokens
                 tokenizer, reason = choose_tokenizer(set(sample), size)
             corpus.max_characters = estimate_characters(sample, tokenizer, settings)
@@ -146,7 +146,8 @@ def main(argv=None):
     if settings.test_fraction:
         flags = [f"--out_dir=out-{name}", f"--score={folder / 'test.txt'}"]
         if num_documents > 1 and tokenizer.end is not None:  # which the file has between them
-            flags.append("--by_line" if settings.lines else "--allow_special")
+            flags += ["--by_line"] * settings.lines
+            flags += ["--allow_special"] * (settings.allow_special or not settings.lines)
         command = f"python sample.py {shlex.join(flags)}"
         print(f"test ({ends['test'] - ends['val']:,} of the characters): {command}")
     if num_empty_rows := sum(len(source.empty_rows) for source in corpus.all_sources):

@@ -136,10 +136,12 @@ def combine_values(argv):
         settings = load_settings(SweepConfig, flags, resolvers)
         values = [f"{name}={getattr(settings, name)}" for name in dict.fromkeys(names)]
         folder = Path(settings.sweep_dir, quote(",".join(values), safe=",+="))  # n_layer=4,seed=1
-        # config/own_text.py keeps the settings of a run that it resumes.
-        resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
-        resumed = load_settings(RunConfig, resume_flags, resolvers)
-        runs[folder] = dataclasses.replace(resumed, init_from=settings.init_from)
+        if settings.init_from == "scratch":
+            # config/own_text.py keeps the settings of a run that it resumes.
+            resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
+            resumed = load_settings(RunConfig, resume_flags, resolvers)
+            settings = dataclasses.replace(resumed, init_from="scratch")
+        runs[folder] = settings
     return runs
 
 

@@ -86,7 +86,7 @@ def _run(function, *args, memory_advice=MEMORY_ADVICE):
             raise
         return _report(RankError(f"out of memory: {memory_advice}"))
     except OSError as error:
-        if error.errno not in OUTPUT_ERRORS:
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would report it again at exit
         if isinstance(error, BrokenPipeError):  # the reader of the output has exited

@@ -80,7 +80,7 @@ class Corpus:
         return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def sample(self):
-        """Returns the first SAMPLE_CHARACTERS of the sources, with separators."""
+        """Returns the first SAMPLE_CHARACTERS, or a separator less, of the sources."""
         pieces = self._read_sources(SAMPLE_CHARACTERS)
         text = "".join(self.separator * is_new + text for _, text, is_new in pieces)
         return text.removeprefix(self.separator)

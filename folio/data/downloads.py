@@ -135,7 +135,7 @@ def select_tables(paths, address, subset, split):
         cause = f"{address} has no files with {', '.join(TABLE_SUFFIXES)}"
         copy = f"--input={address.partition('@')[0]}@refs/convert/parquet"
         raise UserError(f"{cause}; the hub has a converted copy of most datasets: {copy}")
-    root = subset or ""
+    root, split = subset or "", split.lower()
     subset_tables = [path for path in tables if path.is_relative_to(root)]
     names = {path: str(path.relative_to(root)).lower() for path in subset_tables}
     words = {path: set(re.split(r"[\W_]+", name)) for path, name in names.items()}
@@ -143,7 +143,8 @@ def select_tables(paths, address, subset, split):
     if split == "train" and not known_splits:
         selected = subset_tables
     else:
-        chosen = {split} if split in known_splits else SPLIT_WORDS.get(split, {split.lower()})
+        synonyms = [group for group in SPLIT_WORDS.values() if split in group]
+        chosen = {split} if split in known_splits or not synonyms else synonyms[0]
         selected = [path for path in subset_tables if words[path] & chosen]
     if not selected or (subset is None and len({path.parent for path in selected}) > 1):
         subsets = ", ".join(sorted({str(path.parent) for path in tables})[:20])

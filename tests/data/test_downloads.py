@@ -87,6 +87,8 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
         ("en/train/0.parquet fr/train/0.parquet", "fr", "train", "fr/train/0.parquet"),
         ("Train.jsonl Test.jsonl", None, "train", "Train.jsonl"),
         ("training.csv Dev.csv test.csv", None, "validation", "Dev.csv"),
+        ("validation.csv train.csv", None, "dev", "validation.csv"),
+        ("a.jsonl", None, "Train", "a.jsonl"),
         ("dev.csv validation.csv", None, "validation", "validation.csv"),
         ("sample/10BT/0.parquet data/0.parquet", "sample/10BT", "train", "sample/10BT/0.parquet"),
     ],

@@ -15,7 +15,7 @@ import tiny
 
 import prepare
 import train
-from folio.data import downloads
+from folio.data import corpus, downloads
 from folio.data.dataset import load_dataset
 from prepare import main
 
@@ -122,6 +122,18 @@ def test_rows_left_out_are_counted_in_the_part_that_is_used(capsys):
     assert "left out rows without text: 2\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("length", range(30, 36))
+def test_the_tokenizer_of_a_part_of_a_text_is_that_for_its_size(length, monkeypatch, capsys):
+    for module in (prepare, corpus):
+        monkeypatch.setattr(module, "SAMPLE_CHARACTERS", 1000)
+    monkeypatch.setattr(prepare, "MIN_BPE_CHARACTERS", 1500)
+    monkeypatch.setattr(prepare, "MIN_BPE_DISTINCT", 2)
+    line = ("a line of words " * 4)[:length]
+    write("own.txt", f"{line}\n" * 200)
+    main(["--input=own.txt", "--dataset=own", "--lines=True", "--max_tokens=3000"])
+    assert "(bpe, which suits" in capsys.readouterr().out
+
+
 # Validation and test texts
 
 
@@ -150,7 +162,11 @@ def test_the_test_text_is_written_for_scores_only(capsys):
 
 @pytest.mark.parametrize(
     ("name", "flag", "separator"),
-    [("own.jsonl", "--allow_special", "<|endoftext|>"), ("own.txt --lines", "--by_line", "\n")],
+    [
+        ("own.jsonl", "--allow_special", "<|endoftext|>"),
+        ("own.txt --lines", "--by_line", "\n"),
+        ("own.txt --lines --allow_special", "--by_line --allow_special", "\n"),
+    ],
 )
 def test_documents_of_a_test_text_are_scored_as_in_training(name, flag, separator, capsys):
     documents = [f"document {number}" for number in range(60)]

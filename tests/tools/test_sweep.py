@@ -74,10 +74,14 @@ def test_a_config_file_reads_the_values_of_its_combination():
 def test_a_config_file_can_keep_the_settings_of_its_run():
     write("max_iters = 4 if (out_dir, init_from) == ('out-sweep/seed=1', 'auto') else 9")
     runs = combine("a.py", "--seed=1,2")
-    assert [(run.max_iters, run.init_from) for run in runs.values()] == [
-        (4, "scratch"),
-        (9, "scratch"),
-    ]
+    assert [run.max_iters for run in runs.values()] == [4, 9]
+    assert {run.init_from for run in runs.values()} == {"scratch"}
+
+
+def test_a_given_default_is_not_left_to_the_checkpoint():
+    runs = sweep.combine_values(["--block_size=512,1024", "--init_from=a.pt"])
+    folder, settings = list(runs.items())[1]
+    assert "--block_size=1024" in sweep.train_flags(folder, settings)
 
 
 @pytest.mark.parametrize(

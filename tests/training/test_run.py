@@ -49,6 +49,13 @@ def simulate(run, seconds, step_s):
         run.progress.add_step(1)
 
 
+def test_a_run_whose_limits_are_passed_is_evaluated_at_once(verse):
+    run = tiny.new_run(max_iters=10)
+    run.progress.record({"loss": 1.0, "val_windows": 1}, schedule_step=10)
+    run.progress.add_step(1)
+    assert is_evaluation_due(run, 10)
+
+
 @pytest.mark.parametrize("step_s", [0.02, 0.3, 2.0])
 @pytest.mark.parametrize("eval_iters", [None, 4])
 def test_a_run_ends_with_its_minutes_and_evaluates_on_the_way(verse, seconds, step_s, eval_iters):
