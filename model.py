@@ -490,7 +490,7 @@ class LocalContext(nn.Module):
 # Checks of GPTConfig
 
 CHOICES: dict = {"activation": ACTIVATIONS, "norm": NORMS, "position": ("learned", "rotary")}
-LARGEST = 2**63 - 1  # integer that torch has
+LARGEST = 2**63 - 1  # the largest integer of torch
 BOUNDS: dict = {"n_layer": (0, 10_000), "dropout": (0.0, 1.0)}  # (lowest, highest), as in train.py
 BOUNDS |= {"ngrams": (0, 10_000), "smear": (0, math.inf), "window": (0, math.inf)}
 SIZES = "block_size", "vocab_size", "n_head", "n_embd", "ngram_rows"

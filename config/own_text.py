@@ -62,13 +62,14 @@ block_size = min(block_size, 64 * max(2, round(_size.step_tokens / 64)))  # a sl
 _sequences = max(1, round(_size.step_tokens / 1024))
 batch_size = min(max_micro_batch(device), _sequences)
 gradient_accumulation_steps = round(_sequences / batch_size)
+# If a short validation text limits the context, a step has more sequences, and as many tokens.
 _tokens = batch_size * block_size
 block_size = min(block_size, max(smear + max(ngrams, 1), len(_data.val) // 2))
 batch_size = _tokens // block_size
 
 # A smaller text is read more often and needs more dropout, or the model memorizes it. Tokens that
 # occur fewer than 50 times are memorized sooner. `_passes` is how often the text is read; for tiny
-# Shakespeare, 3.88 are 1,900 steps. If fewer fit into the time, less dropout is needed.
+# Shakespeare, 3.88 are 1,900 steps. If fewer passes fit into the time, less dropout is needed.
 _rarity = 0.5 if _vocab_size > 10_000 else min(1, _train_tokens / _vocab_size / 50)
 _repeats = min(4, max(1, _relative_size**-0.45)) * _rarity
 _passes = (3.88 if _is_small else 7.34) * _repeats

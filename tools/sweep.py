@@ -71,7 +71,7 @@ class RunConfig(TrainConfig, SweepSettings):
 
 @dataclass(frozen=True)
 class SweepConfig(RunConfig):
-    """The same, as a command line may set them."""
+    """The settings of a command line. A sweep itself sets those about files."""
 
     def __post_init__(self):
         super().__post_init__()

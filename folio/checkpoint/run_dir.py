@@ -82,7 +82,7 @@ class RunDir:
         if not (required or self.exists()):
             return None
         if os.path.isfile(self.replacing):
-            advice = f"use --init_from=auto to start anew, or delete {self.replacing} to resume it"
+            advice = f"start again with --init_from=auto, or delete {self.replacing} to resume it"
             raise UserError(f"{self.folder} has the rest of a run that was being moved: {advice}")
         if not os.path.isfile(self.last):
             return self._load(self.best, optimizers)

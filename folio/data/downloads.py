@@ -123,7 +123,7 @@ def select_tables(paths, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
     The name of a split is a word in the name of a file or of its folder, such as
-    plain_text/train-00000-of-00002.parquet, or another of its SPLIT_WORDS; without such words, all
+    plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS; without such words, all
     files are training data. Files in several formats are copies of each other, so only one format
     is used. Raises UserError if no table is selected.
     """

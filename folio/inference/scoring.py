@@ -17,7 +17,7 @@ def score_texts(trained: TrainedModel, texts, context_stride=None):
     """Returns the losses of the tokens of texts, and totals of each text and of all, the last.
 
     The texts are lists of ids, and the losses those of token_nll. The totals are "tokens", "loss"
-    (nats per token), "perplexity" and "bits_per_byte". Raises UserError if a text has one token.
+    (nats per token), "perplexity" and "bits_per_byte". Raises UserError if a text has 1 token.
     """
     tokenizer, lengths = trained.tokenizer, trained.tokenizer.byte_lengths()
     sizes = [lengths[ids[1:]].sum().item() for ids in texts]  # of scored tokens
