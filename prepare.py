@@ -28,6 +28,7 @@ MIN_BPE_CHARACTERS = 1_500_000  # of a text for which auto is bpe; docs/own-text
 MIN_BPE_DISTINCT = 32  # distinct characters of such a text; DNA has fewer
 MIN_OCCURRENCES = 20  # of a token, on average
 MAX_COUNTED_TOKENS = 2**22
+FAST_FOLDER = "out-shakespeare-char-fast"  # of config/shakespeare_char_fast.py
 MIN_SORTED_LINES, SORTED_SHARE = 1000, 0.75  # of a list; in other texts, half are in order
 
 
@@ -85,8 +86,14 @@ class PrepareConfig:
             raise ValueError(f"--text_key={self.text_key} is empty or has an unmatched brace")
         if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
             raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
-        if (self.val_fraction or 0.1) + self.test_fraction >= 1:
+        if self.training_share <= 0:
             raise ValueError("--val_fraction and --test_fraction leave no training text")
+
+    @property
+    def training_share(self):
+        """About which part of the text is for training."""
+        val_fraction = 0 if self.val_input else self.val_fraction or 0.1
+        return 1 - val_fraction - self.test_fraction
 
     @property
     def kind(self):
@@ -128,7 +135,8 @@ def main(argv=None):
             if tokenizer is None:
                 is_whole = len(sample) < SAMPLE_CHARACTERS - len(corpus.separator)
                 size = len(sample) if is_whole else settings.max_tokens
-                tokenizer, reason = choose_tokenizer(set(sample), size)
+                training_size = settings.training_share * size
+                tokenizer, reason = choose_tokenizer(set(sample), training_size)
             corpus.max_characters = estimate_characters(sample, tokenizer, settings)
         characters = corpus.scan()  # finds the boundaries of the splits, too
         if tokenizer is None:
@@ -144,10 +152,11 @@ def main(argv=None):
         + (f" including separators of {num_documents:,} documents" if num_documents > 1 else "")
     )
     if settings.test_fraction:
-        flags = [f"--out_dir=out-{name}", f"--score={folder / 'test.txt'}"]
-        if num_documents > 1 and tokenizer.end is not None:  # which the file has between them
-            flags += ["--by_line"] * settings.lines
-            flags += ["--allow_special"] * (settings.allow_special or not settings.lines)
+        flags = [f"--out_dir={run_folder(name, settings.kind)}", f"--score={folder / 'test.txt'}"]
+        has_ends = num_documents > 1 and tokenizer.end is not None
+        flags += ["--by_line"] * (has_ends and settings.lines)
+        is_special = has_ends and not settings.lines  # the file has end tokens between documents
+        flags += ["--allow_special"] * (settings.allow_special or is_special)
         command = f"python sample.py {shlex.join(flags)}"
         print(f"test ({ends['test'] - ends['val']:,} of the characters): {command}")
     if num_empty_rows := sum(len(source.empty_rows) for source in corpus.all_sources):
@@ -162,15 +171,22 @@ def main(argv=None):
     print(f"train: python train.py {arguments}")
 
 
+def run_folder(name, kind):
+    """Returns the out_dir of a run with the training_arguments for a dataset."""
+    is_shakespeare = (name, kind) == ("shakespeare_char", "char")
+    return FAST_FOLDER if is_shakespeare else f"out-{name}"
+
+
 def training_arguments(name, kind, tokens):
     """Returns the arguments of train.py that fit a dataset: its tokenizer and training tokens."""
-    if (name, kind) == ("shakespeare_char", "char"):
+    out_dir = run_folder(name, kind)
+    if out_dir == FAST_FOLDER:
         return "config/shakespeare_char_fast.py"
     preset = "own_text.py --minutes=2"
     if kind == "gpt2":
         is_large = tokens >= MIN_GPT2_TOKENS
         preset = "gpt2_fast.py" if is_large else "finetune_shakespeare.py --init_from=gpt2"
-    flags = [f"--dataset={name}", f"--out_dir=out-{name}"]
+    flags = [f"--dataset={name}", f"--out_dir={out_dir}"]
     if os.path.isfile(kind) and not kind.endswith(".json"):  # a checkpoint
         flags.append(f"--init_from={kind}")
     return f"config/{preset} {shlex.join(flags)}"
@@ -190,7 +206,8 @@ def find_corpus(name, settings) -> Corpus:
     if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
         names = ", ".join(TABLE_SUFFIXES)
         raise UserError(f"--text_key applies to tables only, whose names end with {names}")
-    corpus = Corpus(sources, settings.input or name, val_sources, lines=settings.lines)
+    corpus = Corpus(sources, settings.input or name, val_sources, settings.val_input)
+    corpus.lines = settings.lines
     tables = [source.name for source in corpus.all_sources if source.suffix]
     if settings.lines and tables:
         raise UserError(f"--lines applies to texts only: the rows of {tables[0]} are documents")
@@ -219,8 +236,9 @@ def select_sources(name, address, split, settings):
         raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
     sources = find_sources(address, text_key, settings.encoding)
     for source in sources:
-        if source.path.name == "test.txt" and (source.path.parent / "meta.json").exists():
-            raise UserError(f"{source.path} is the test text of a dataset: leave it out of --input")
+        meta = read_valid_meta(source.path.with_name("meta.json"))
+        if source.path.name == "test.txt" and meta.get("test_fraction"):
+            raise UserError(f"{source.path} is the test text of a dataset: leave it out")
     return sources
 
 
@@ -231,11 +249,12 @@ def check_folder(folder, corpus: Corpus, settings):
     meta = read_valid_meta(meta_path)
     advice = "choose a different --dataset, or delete"
     if meta.get("source_sha256"):
-        number = r" \(\d+ files\)|(?<=^pydoc_data.topics of Python ).*"  # which can change
+        number = r" \(\d+ files?\)|(?<=^pydoc_data.topics of Python ).*"  # which can change
         old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
         if old_name != name and meta["source_sha256"] != corpus.sha256():
             raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
-    if not meta and (meta_path.exists() or (folder / "train.bin").exists()):
+    own_paths = meta_path, folder / "train.bin", folder / "val.bin"
+    if not meta and any(path.exists() for path in own_paths):
         files = "token files or a meta.json of a different program, or damaged ones"
         raise UserError(f"{folder} has {files}: {advice} them")
     if settings.test_fraction and test_path.exists() and not meta.get("test_fraction"):
@@ -341,6 +360,7 @@ def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer], settings
     if isinstance(tokenizer, type):
         size = bpe_vocab_size(settings.max_tokens, len(set(sample)))
         tokenizer = tokenizer.from_texts([sample], settings.vocab_size or size)
+    sample = sample[: settings.max_tokens]  # the characters behind it may be unknown
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 

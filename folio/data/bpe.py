@@ -52,6 +52,8 @@ def read_vocabulary(encoder):
     token_bytes |= {token_id: text.encode() for text, token_id in added_ids.items()}
     if sorted(token_bytes) != list(range(len(token_bytes))):
         raise ValueError("the ids of the tokens are not consecutive")
+    if missing := {bytes([byte]) for byte in range(256)} - set(token_bytes.values()):
+        raise ValueError(f"it would drop {len(missing)} of the 256 bytes, which are no tokens")
     return token_bytes, added_ids
 
 
@@ -99,6 +101,8 @@ def load_encoder(definition):
                 raise ValueError(f"{name} {kind} is not supported")
         fields |= dict.fromkeys(("truncation", "padding", "post_processor"))
         fields["model"] |= dict.fromkeys(("dropout", "continuing_subword_prefix"))
+        for token in fields.get("added_tokens") or ():
+            token |= {"lstrip": False, "rstrip": False}  # they would drop the spaces beside it
         return library.Tokenizer.from_str(json.dumps(fields))
 
 

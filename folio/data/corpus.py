@@ -8,6 +8,7 @@ is cut. Empty texts are not documents.
 """
 
 import hashlib
+import os
 import sys
 import zlib
 from dataclasses import dataclass, field
@@ -42,8 +43,9 @@ class Corpus:
     """
 
     sources: list
-    name: str  # of several sources, in messages and meta.json
+    name: str  # of the sources together, such as a folder
     val_sources: list = field(default_factory=list)
+    val_name: str | None = None
     end_text: str | None = None  # of a special token that ends a document; None: there is none
     lines: bool = False  # whether each line of a text is a document
     val_fraction: float | None = None  # of the characters; None: the default
@@ -61,11 +63,9 @@ class Corpus:
     @property
     def description(self):
         """The corpus as messages and meta.json name it."""
-        name = self.sources[0].name
-        if len(self.sources) > 1:
-            name = f"{self.name} ({len(self.sources)} files)"
+        name = _describe(self.name, self.sources)
         if self.val_sources:
-            name += f", validation text {self.val_sources[0].name}"
+            name += f", validation text {_describe(self.val_name, self.val_sources)}"
         return name
 
     @property
@@ -158,7 +158,14 @@ class Corpus:
                 for number, part in enumerate(parts):
                     is_new = is_new or number > 0  # this part or, if it is empty, the next one
                     if part:
-                        if is_new and self.lines:
+                        if is_new and end_text:
                             bucket = zlib.crc32(part.encode()) % BUCKETS
                         yield bucket, part, is_new
                         is_new = False
+
+
+def _describe(name, sources):
+    """Returns how messages and meta.json name Sources: a folder or pattern, or one file."""
+    if len(sources) == 1 and not os.path.isdir(name):
+        return sources[0].name
+    return f"{name} ({len(sources)} file{'s' * (len(sources) > 1)})"

@@ -63,7 +63,7 @@ def _download(url, size):
             content += part
             if len(content) > size:
                 raise OSError(f"more than {size:,} bytes")
-    except requests.RequestException as error:
+    except (requests.RequestException, ValueError) as error:  # ValueError: a wrong redirect
         is_slow, host = "timed out" in str(error), urlsplit(url).hostname
         raise OSError("timed out" if is_slow else f"the connection to {host} failed") from error
     return content
@@ -103,7 +103,7 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
         commit = find_commit(hub, repository, revision, "dataset")
         options = {"revision": commit, "repo_type": "dataset"}
         entries = list(hub.list_repo_tree(repository, recursive=True, **options))
-    files = {PurePosixPath(entry.path): entry for entry in entries if hasattr(entry, "size")}
+        files = {PurePosixPath(entry.path): entry for entry in entries if hasattr(entry, "size")}
     sources, num_bytes = [], 0
     for path in select_tables(files, address, subset, split):
         if max_tokens and num_bytes >= MAX_FILE_BYTES_PER_TOKEN * max_tokens:

@@ -1,7 +1,9 @@
 """What is wrong with a file that is not UTF-8 text, and what helps."""
 
+import itertools
 import re
 import shlex
+from collections import Counter
 
 import charset_normalizer  # which requests needs, too
 
@@ -47,24 +49,24 @@ def explain_encoding(source, error):
     num_valid = len(sample.decode(errors="ignore").encode())
     if num_valid - num_ascii > UTF_8_SHARE * (len(sample) - num_ascii):
         return f"{place}; to leave out such bytes: {read} | iconv -f UTF-8 -t UTF-8 -c > NEW_FILE"
-    found = [f"{name} ({words})" for words, name in find_encodings(sample).items()]
+    found = [f"{name} ({words})" for name, words in find_encodings(sample).items()]
     if not found:
         return f"{place}, and it does not look like text in another encoding"
     return f"{place}; choose the encoding with --encoding=NAME: {', '.join(found[:3])}"
 
 
 def find_encodings(raw):
-    """Returns {words of a text that are not ASCII: encoding that reads them}, the best first.
+    """Returns {encoding: words of a text as it reads them}, the best first.
 
-    The words are those that the encodings read differently.
+    Words that are not ASCII come first if few of the encodings read them in the same way.
     """
     encodings: dict[tuple[str, ...], str] = {}
     utf_16 = ["utf_16", "utf_16_be", "utf_16_le"]  # which every short text can be
     for match in charset_normalizer.from_bytes(raw, cp_exclusion=utf_16):
         words = dict.fromkeys(word for word in str(match).split() if not word.isascii())
         encodings.setdefault(tuple(words), match.encoding)
-    common = set.intersection(*map(set, encodings)) if len(encodings) > 1 else set()
-    return {
-        " ".join(word for word in words if word not in common)[:30]: encoding
-        for words, encoding in encodings.items()
-    }
+    counts = Counter(itertools.chain.from_iterable(encodings))  # of encodings that read a word
+    found = {}
+    for own_words, encoding in encodings.items():
+        found[encoding] = " ".join(sorted(own_words, key=lambda word: counts[word]))[:30]
+    return found

@@ -234,7 +234,7 @@ def _read_csv(source, file):
             raise RowError("has fewer values than columns")
         texts = filter(None, row.values())
         if delimiter == "\t" and any("\t" in text and "\n" in text for text in texts):
-            raise csv.Error("its double quotes enclose several rows")
+            raise csv.Error("its double quotes enclose a tab and a line end, as of two rows")
         yield row
 
 

@@ -41,10 +41,9 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
                 entry["crc32"] = zlib.crc32(ids, entry["crc32"])
         for split, entry in splits.items():
             if entry["tokens"] < 2:
-                num_bytes = sum(each["bytes"] for each in splits.values())
                 cause = f"{corpus.description} is too short to split: {split}.bin needs at least 2"
-                rest = f"the text (bytes: {num_bytes}) leaves {entry['tokens']}"
-                raise UserError(f"{cause} tokens, and {rest}")
+                advice = "use more text, or other values of --max_tokens and the fractions"
+                raise UserError(f"{cause} tokens and has {entry['tokens']}; {advice}")
         meta = {
             "format": FORMAT,
             "tokenizer": tokenizer.to_dict(),

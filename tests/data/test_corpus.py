@@ -90,6 +90,14 @@ def test_end_of_text_ends_a_document_if_it_is_allowed():
     assert special.split_ends["train"] == 4  # of 5
 
 
+def test_equal_documents_of_a_text_are_in_the_same_split():
+    documents = [f"verse {number}" for number in range(40)] * 2
+    special = replace(tiny.corpus(END_OF_TEXT.join(documents)), end_text=END_OF_TEXT)
+    splits = documents_of(read(special)).values()
+    counts = [sorted(texts.count(verse) for texts in splits) for verse in documents[:40]]
+    assert counts.count([0, 2]) >= 39  # the other one is at the boundary
+
+
 def test_each_line_is_a_document_if_it_is_asked_for():
     lines = [f"verse {number}" for number in range(40)]
     by_line = replace(tiny.corpus("\n\n".join(lines) + "\n"), lines=True)

@@ -72,6 +72,8 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
     assert Path("data/shakespeare_char/input.txt").read_bytes() == CORPUS
     assert load_tokenizer("shakespeare").kind == "gpt2"
     assert tiny.text_of("shakespeare_char") == tiny.text_of("shakespeare") == CORPUS.decode()
+    prepare.main(["--test_fraction=0.1"])
+    assert "--out_dir=out-shakespeare-char-fast --score=" in capsys.readouterr().out
 
 
 # The Hugging Face hub

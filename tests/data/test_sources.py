@@ -123,7 +123,7 @@ def test_damaged_file_is_named(name):
         ("csv", b"id,text\n1\n", "row 1 has fewer values than columns"),
         ("csv", b'text\n"one', "row 1 is damaged (unexpected end of data; put a value with double"),
         ("tsv", b'id\ttext\n1\t"one\n2\ttwo"\n', "row 1 is damaged (its double quotes enclose"),
-        ("tsv", b'text\tid\n"one\t1\n\t2\ntwo"\t3\n', "its double quotes enclose several rows"),
+        ("tsv", b'text\tid\n"one\t1\n\t2\ntwo"\t3\n', "its double quotes enclose a tab"),
         ("csv", b"text\n\xe9t\xe9\n", "cp1250 (été)"),
     ],
 )
@@ -223,6 +223,11 @@ def test_the_command_for_a_damaged_text_restores_it(raw, part, suffix):
 
 RUSSIAN = "В тихом саду у реки стоял старый дом.\n" * 9
 FRENCH = "Le garçon lisait près de la rivière\xa0; l’été était doux.\n" * 9
+SPANISH = (
+    "En un lugar de la Mancha vivía un hidalgo de rocín flaco. Una olla de algo más vaca, salpicón "
+    "las más noches, lantejas los sábados y algún palomino de añadidura los domingos, consumían su "
+    "hacienda. ¿Qué dices, Sancho? ¡Válame Dios!, respondió él; ¿no le dije yo que lo mirase bien?"
+)
 CHINESE = "清晨的河邊有一座老房子，男孩在窗前讀書。\n" * 4000
 
 
@@ -230,7 +235,7 @@ CHINESE = "清晨的河邊有一座老房子，男孩在窗前讀書。\n" * 400
     ("text", "encoding", "part"),
     [
         (RUSSIAN, "cp1251", "--encoding=NAME: cp1251 (В тихом саду у реки"),
-        (FRENCH, "cp1252", "cp1252 (garçon près rivière l’été"),
+        (FRENCH, "cp1252", "cp1252 (près rivière garçon"),
         (CHINESE, "big5", "--encoding=NAME: big5 (清晨的河邊有一座"),
         (
             "同学们清晨在河边读书，风吹过花园" * 60,
@@ -238,6 +243,7 @@ CHINESE = "清晨的河邊有一座老房子，男孩在窗前讀書。\n" * 400
             "--encoding=NAME: ",
         ),  # its first bytes are UTF-8, too
         ("caf\xe9", "cp1252", "cp1250 (café)"),
+        (SPANISH, "cp1252", "--encoding=NAME: cp1252 (¿Qué ¡Válame ¿no"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz"])

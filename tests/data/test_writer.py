@@ -47,7 +47,8 @@ def prepare_files(name, source, kind, *flags):
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe", "gpt2"])
 @pytest.mark.parametrize("source", ["own.txt", "own.jsonl"])
 def test_tokens_do_not_depend_on_threads_or_chunks(kind, source, monkeypatch):
-    flags = ["--allow_special=True"] if kind in ("bpe", "gpt2") else []
+    is_special = kind in ("bpe", "gpt2") and source == "own.jsonl"  # parts of texts have hashes
+    flags = ["--allow_special=True"] * is_special
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     expected = prepare_files("one", source, kind, *flags)
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
@@ -178,11 +179,11 @@ def test_a_second_process_is_refused_before_it_reads_the_text():
 
 def test_an_error_leaves_the_old_dataset_or_no_folder():
     for text in ("", "abcdefghij"):
-        with pytest.raises(UserError, match=rf"text.txt .*\(bytes: {len(text)}\) leaves"):
+        with pytest.raises(UserError, match="text.txt is too short to split: .* and has [01]; use"):
             write(text)
         assert not FOLDER.exists()
     write(TEXTS["old"])
     old_contents = tiny.contents(FOLDER)
-    with pytest.raises(UserError, match="leaves"):
+    with pytest.raises(UserError, match="too short"):
         write("abcdefghij")
     assert tiny.contents(FOLDER) == old_contents

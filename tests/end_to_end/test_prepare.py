@@ -9,6 +9,7 @@ import re
 import socket
 from pathlib import Path
 from pydoc_data import topics
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -17,6 +18,7 @@ import prepare
 import train
 from folio.data import corpus, downloads
 from folio.data.dataset import load_dataset
+from folio.data.tokenizer import CharTokenizer
 from prepare import main
 
 BOM = b"\xef\xbb\xbf"
@@ -48,7 +50,8 @@ def test_a_file_becomes_a_dataset(source):
     main([f"--input={source}", "--dataset=own"])
     assert tiny.text_of("own") == "one\ntwo\n🦶\x01" * 10
     meta = json.loads(Path("data/own/meta.json").read_text())
-    assert (meta["source"], meta["source_sha256"]) == ("in/a.txt", hashlib.sha256(raw).hexdigest())
+    name = "in (1 file)" if source == "in" else "in/a.txt"
+    assert (meta["source"], meta["source_sha256"]) == (name, hashlib.sha256(raw).hexdigest())
 
 
 def test_control_characters_of_a_file_name_are_escaped(capsys):
@@ -57,7 +60,8 @@ def test_control_characters_of_a_file_name_are_escaped(capsys):
     main(["--input=in", "--dataset=own"])
     out = capsys.readouterr().out
     assert out.startswith(r"left out 1 file (binary, or documentation of tables): b\x1b.png")
-    assert r"characters of in/a\x1b[31m\n.txt, vocabulary" in out
+    main(["--input=in/a\x1b[31m\n.txt", "--dataset=a"])
+    assert r"characters of in/a\x1b[31m\n.txt, vocabulary" in capsys.readouterr().out
 
 
 def test_a_dataset_of_a_different_text_is_not_replaced():
@@ -76,6 +80,16 @@ def test_a_dataset_of_a_different_text_is_not_replaced():
     assert "data/nano has token files" in error_of("--input=copy.txt", "--dataset=nano")
     main(["--input=copy.txt", "--dataset=pydocs"])
     assert "different text, copy.txt" in error_of("--dataset=pydocs")
+    write("data/nano2/val.bin", "")
+    assert "data/nano2 has token files" in error_of("--input=copy.txt", "--dataset=nano2")
+
+
+def test_files_that_are_added_to_a_folder_are_the_same_text(capsys):
+    write("val/d.txt", "verse d " * 20)
+    for name in ("a", "b", "c"):
+        write(f"in/{name}.txt", f"verse {name} " * 20)
+        main(["--input=in", "--val_input=val", "--dataset=own"])
+    assert "of in (3 files), validation text val (1 file), vocabulary" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -132,6 +146,14 @@ def test_the_tokenizer_of_a_part_of_a_text_is_that_for_its_size(length, monkeypa
     write("own.txt", f"{line}\n" * 200)
     main(["--input=own.txt", "--dataset=own", "--lines=True", "--max_tokens=3000"])
     assert "(bpe, which suits" in capsys.readouterr().out
+    main(["--input=own.txt", "--dataset=own", "--max_tokens=3000", "--val_fraction=0.6"])
+    assert "(char, for fewer than" in capsys.readouterr().out
+
+
+def test_characters_behind_the_part_of_a_text_can_be_unknown():
+    settings = SimpleNamespace(max_tokens=100)  # with the tokenizer of a checkpoint
+    tokenizer = CharTokenizer(" eors")
+    assert prepare.estimate_characters("rose " * 50 + "lily", tokenizer, settings) == 100
 
 
 # Validation and test texts
@@ -154,6 +176,9 @@ def test_the_test_text_is_written_for_scores_only(capsys):
         assert "own: 100 characters of a.txt" in out
         assert (len(load_dataset("own").train), len(load_dataset("own").val)) == (70, 20)
         assert Path("data/own/test.txt").read_text() == "klmnopqrst"
+    write("texts/meta.json", "{}")
+    write("texts/test.txt", "a text of the user")
+    main(["--input=texts/test.txt", "--dataset=texts"])
     words = "data/own/test.txt is the test text of a dataset"
     assert words in error_of("--input=data/*/*.txt", "--dataset=new")
     main(flags)
@@ -176,6 +201,13 @@ def test_documents_of_a_test_text_are_scored_as_in_training(name, flag, separato
     main(flags.split())
     assert f"--score=data/own/test.txt {flag}\n" in capsys.readouterr().out
     assert len(set(Path("data/own/test.txt").read_text().split(separator)) & set(documents)) >= 28
+
+
+def test_special_tokens_of_a_single_test_text_are_scored_as_in_training(capsys):
+    write("own.txt", "a line <|endoftext|" * 90)  # without an end token
+    flags = "--input=own.txt --dataset=own --tokenizer=bpe --test_fraction=0.5 --allow_special"
+    main(flags.split())
+    assert "--score=data/own/test.txt --allow_special\n" in capsys.readouterr().out
 
 
 def test_a_validation_text_of_its_own_is_the_whole_validation_split(capsys):
@@ -291,7 +323,7 @@ def test_a_vocabulary_beyond_the_text_is_refused():
 
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
 def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes):
-    text = "one<|endoftext|>two" * 20
+    text = "<|endoftext|>".join(["verse"] * 21)
     write("own.txt", text)
     flags = ["--input=own.txt", "--dataset=own", f"--tokenizer={kind}"]
     for count, allowed in ((0, []), (20, ["--allow_special=True"])):

@@ -99,7 +99,7 @@ def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder)
     Path("hf").mkdir()
     built.save("hf/tokenizer.json")
     Path("hf/tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-    text = "<s>the cat</s><s>the dog</s>" * 30
+    text = "<s>the cat</s>" * 60
     Path("own.txt").write_text(text)
     flags = ["--input=own.txt", "--dataset=own", "--tokenizer=hf", "--val_fraction=0.5"]
     prepare.main([*flags, "--allow_special=True"])
@@ -132,6 +132,7 @@ def test_gpt2_with_an_added_token_is_a_bpe(gpt2, tmp_path):
         {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}, "merges": []}},  # an id is missing
         {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
         {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []},  # no bytes
         {"normalizer": {"type": "NFC"}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
     ],
