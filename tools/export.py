@@ -51,7 +51,7 @@ from folio.cli.files import write_atomically
 from folio.data.dataset import MAX_CHECKED_TOKENS, load_dataset
 from folio.pretrained.architectures import Folio, find_architecture
 from folio.pretrained.gguf import choose_architecture, write_gguf
-from folio.pretrained.huggingface import write_pretrained
+from folio.pretrained.huggingface import drop_padding, write_pretrained
 from folio.pretrained.load import checkpoint_tokenizer
 from sample import SampleConfig
 
@@ -72,6 +72,7 @@ def main(argv=None):
     settings = load_settings(ExportConfig, argv)
     checkpoint = RunDir(settings.out_dir).load_best()
     tokenizer = checkpoint_tokenizer(checkpoint)
+    checkpoint = drop_padding(checkpoint, tokenizer.vocab_size)
     if settings.is_gguf:
         export_file(Path(settings.to), checkpoint, tokenizer, settings.dtype)
         return

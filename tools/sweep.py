@@ -106,8 +106,8 @@ def main(argv=None):
 def combine_values(argv):
     """Returns {folder: settings} of all combinations of the values in a command line, each once.
 
-    The setting that is named last varies fastest. Raises UserError like load_settings, or if no
-    setting of train.py has several values.
+    The setting that is named last varies fastest. Raises UserError like load_settings, or if there
+    is only one.
     """
     names, choices, remaining = [], [], list(argv)
     while remaining:
@@ -125,9 +125,6 @@ def combine_values(argv):
         if len(texts) > 1:
             names.append(name)
         choices.append([f"--{name}={each}" for each in texts] if equals else [argument])
-    if not names:
-        advice = "give a setting several values, as in --learning_rate=1e-3,3e-4"
-        raise UserError(f"there is nothing to compare: {advice}")
     if (number := math.prod(map(len, choices))) > MAX_RUNS:
         raise UserError(f"a sweep can have {MAX_RUNS:,} runs, not {number:,}: give fewer values")
     runs = {}
@@ -142,6 +139,9 @@ def combine_values(argv):
             resumed = load_settings(RunConfig, resume_flags, resolvers)
             settings = dataclasses.replace(resumed, init_from="scratch")
         runs[folder] = settings
+    if len(runs) < 2:
+        advice = "give a setting several values, as in --learning_rate=1e-3,3e-4"
+        raise UserError(f"there is nothing to compare: {advice}")
     return runs
 
 

@@ -25,8 +25,7 @@ class Progress:
 
     def record(self, losses, schedule_step):
         """Adds the losses of an evaluation. Returns whether it is the best."""
-        is_foreign = self.evaluated_schedule_step < 0  # the loss is nanoGPT's, or of a lost model
-        if is_foreign or self.val_windows not in (0, losses["val_windows"]):
+        if self.val_windows not in (0, losses["val_windows"]):
             self.best_val_loss = math.inf  # losses over other windows cannot be compared
         self.val_windows = losses["val_windows"]
         self.evaluated_schedule_step, self.evaluated_step = schedule_step, self.step

@@ -89,7 +89,8 @@ class RunDir:
         newest = self._load(self.last, optimizers)
         if os.path.isfile(self.best) and not os.path.samefile(self.best, self.last):
             with suppress(UserError):  # a damaged file
-                if self.load_best().progress.step > newest.progress.step:
+                progress, best = newest.progress, self.load_best().progress
+                if (best.step, best.evaluated_step) > (progress.step, progress.evaluated_step):
                     return self._load(self.best, optimizers)
         return newest
 

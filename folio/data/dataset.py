@@ -191,9 +191,8 @@ def _read_ids(path, dtype):
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
         raise UserError(
-            f"{path} is missing: choose another dataset with --dataset=NAME, or prepare it: python "
-            f"prepare.py --dataset={name} (with --input=FILE_OR_FOLDER if it is your own text)"
-            f"{suggest(name, known, hint)}"
+            f"{path} is missing: prepare it: python prepare.py --dataset={name} (with "
+            f"--input=FILE_OR_FOLDER if it is your own text){suggest(name, known, hint)}"
         )
     with os_errors("read", path):
         size = path.stat().st_size

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from folio.checkpoint.format import EMBEDDING_WEIGHT, HEAD_WEIGHT, Checkpoint, build_model
+from folio.checkpoint.format import Checkpoint, build_model
 from folio.cli.errors import UserError, as_user_error, import_optional
 from folio.data.bpe import byte_characters, load_encoder
 from folio.data.tokenizer import Tokenizer
@@ -47,7 +47,10 @@ def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
     """
     gguf = import_optional("gguf", "an export to GGUF", "transformers accelerate")
     architecture = choose_architecture(checkpoint.config)
-    model = build_model(_as_in_llama_cpp(checkpoint, tokenizer.vocab_size))
+    config = checkpoint.config
+    if config.activation == "gelu":  # llama.cpp approximates it
+        config = replace(config, activation="gelu_tanh")
+    model = build_model(replace(checkpoint, config=config))
     kind = TYPES[dtype]
     writer = gguf.GGUFWriter(path, architecture.model_type)
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
@@ -61,17 +64,6 @@ def write_gguf(path, checkpoint: Checkpoint, tokenizer: Tokenizer, end, dtype):
         writer.write_tensors_to_file()
     writer.close()
     _check_file(path, architecture, model, TOLERANCES[kind])
-
-
-def _as_in_llama_cpp(checkpoint, vocab_size):
-    """Returns a Checkpoint without the ids that are not tokens, and with an approximate gelu."""
-    weights, activation = dict(checkpoint.weights), checkpoint.config.activation
-    for name in weights.keys() & {EMBEDDING_WEIGHT, HEAD_WEIGHT}:
-        weights[name] = weights[name][:vocab_size]
-    if activation == "gelu":
-        activation = "gelu_tanh"
-    config = replace(checkpoint.config, vocab_size=vocab_size, activation=activation)
-    return replace(checkpoint, config=config, weights=weights)
 
 
 def _add_config(writer, architecture, config):

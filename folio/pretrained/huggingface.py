@@ -6,6 +6,7 @@ architectures.py has the classes of transformers that a folder can hold.
 import json
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -104,6 +105,17 @@ def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Arc
             theirs = load(new_folder, trust_remote_code=is_own, dtype=torch.float32)
         hint = "" if is_own else "; if model.py was changed, use --own_code=True"
         check_logits(model, theirs, TOLERANCE, hint)
+
+
+def drop_padding(checkpoint: Checkpoint, vocab_size) -> Checkpoint:
+    """Returns a Checkpoint without the ids that are not tokens, which other programs could draw."""
+    if checkpoint.config.ngrams:  # the rows of their tables depend on the size
+        return checkpoint
+    weights = dict(checkpoint.weights)
+    for name in weights.keys() & {EMBEDDING_WEIGHT, HEAD_WEIGHT}:
+        weights[name] = weights[name][:vocab_size]
+    config = replace(checkpoint.config, vocab_size=vocab_size)
+    return replace(checkpoint, config=config, weights=weights)
 
 
 def make_tensors(model: GPT, architecture: Architecture):

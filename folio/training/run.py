@@ -104,35 +104,46 @@ class Run:
             if not limits.items() <= self.resumed.settings.items():
                 evaluated = self.progress.evaluated_schedule_step
                 self.progress.evaluated_schedule_step = min(evaluated, self.schedule_step())
-            if self.progress.best_step >= 0 and not self.settings.eval_only:
+            if self.progress.evaluated_schedule_step < 0:
+                self.progress.best_val_loss = math.inf  # nanoGPT's, over other windows
+            elif self.progress.best_step >= 0 and not self.settings.eval_only:
                 self._check_best()
 
     def _check_best(self):
         """Begins the search for the best model again if ckpt.pt of a resumed run is lost."""
-        progress = self.progress
+        progress, settings, path = self.progress, self.settings, self.run_dir.best
         try:
-            self._load_best()
-        except UserError as error:
-            print(f"evaluating again: {error}")  # because the last evaluation is forgotten
+            found_step = self._load_best().progress.step
+        except UserError:
+            print(f"evaluating again: the model of step {progress.best_step} is not in {path}")
             progress.evaluated_schedule_step, progress.best_val_loss = -1.0, math.inf
             progress.evaluations_since_best = 0
+            return
+        is_older = found_step < progress.evaluated_step
+        if settings.always_save_checkpoint and is_older and progress.is_finished(settings):
+            # It has kept its best model until now. Another evaluation writes the newest one.
+            progress.evaluated_schedule_step, progress.evaluated_step = -1.0, 0
 
-    def has_other_windows(self):
+    def replaces_best(self):
         """Whether the next evaluation of a resumed run replaces the best model, whatever it is."""
         progress, settings = self.progress, self.settings
-        if progress.is_finished(settings) or settings.always_save_checkpoint:
+        has_best = math.isfinite(progress.best_val_loss) and not progress.is_finished(settings)
+        if not self.resumed or not has_best:
             return False
-        windows = 0, count_windows(self, "val")
-        return math.isfinite(progress.best_val_loss) and progress.val_windows not in windows
+        if settings.always_save_checkpoint:
+            return not self.resumed.settings.get("always_save_checkpoint")
+        return progress.val_windows not in (0, count_windows(self, "val"))
 
     def _load_best(self):
         """Returns the Checkpoint in ckpt.pt. Raises UserError if it is another one. Collective."""
         with self.world.share_errors():
             checkpoint, own = self.run_dir.load_best(), self.progress
             found = checkpoint.progress
-            step = own.evaluated_step if self.settings.always_save_checkpoint else own.best_step
-            if (found.step, found.best_val_loss) != (step, own.best_val_loss):
-                raise UserError(f"{self.run_dir.best} is not this run's model of step {step}")
+            steps = {own.best_step}
+            if self.settings.always_save_checkpoint:
+                steps.add(own.evaluated_step)
+            if found.step not in steps or found.best_val_loss != own.best_val_loss:
+                raise UserError(f"{self.run_dir.best} is not this run's model of step {max(steps)}")
         return checkpoint
 
     def load_best_weights(self):

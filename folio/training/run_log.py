@@ -65,9 +65,12 @@ class RunLog:
             self._log("start", parameters=run.model.num_params(), settings=values)
         if run.resumed:
             self._report_changes(run.resumed)
-            if run.has_other_windows():
+            if run.replaces_best():
                 kept = run.run_dir.keep_best(run.progress.best_step) if run.world.is_main else None
-                self.say(f"evaluations now cover other text; the best model so far stays in {kept}")
+                reason = "evaluations now cover other text"
+                if settings.always_save_checkpoint:
+                    reason = f"{run.run_dir.best} will be the newest model"
+                self.say(f"{reason}; the best model so far stays in {kept}")
         for line in hints(run):
             self.say(line)
         if run.progress.is_finished(settings) or run.progress.step >= settings.max_iters:
@@ -258,7 +261,7 @@ def advice_on(evaluations, settings, epochs):
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
     is_falling = fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall)
-    if best is last and epochs < MANY_PASSES and is_falling:
+    if best["loss"] == last["loss"] and epochs < MANY_PASSES and is_falling:
         names = ["minutes", "max_iters", "lr_decay_iters"]
         if settings.minutes and last["step"] < settings.max_iters:  # the time has ended the run
             names = ["minutes"]

@@ -24,13 +24,15 @@ MEMORY_ADVICE = (
 
 def load_start(settings) -> Checkpoint | None:
     """Returns the Checkpoint that a run continues or starts from; None for random weights."""
-    if settings.init_from == "scratch":
-        if settings.eval_only:
-            print("random weights are evaluated; for a trained model, add --init_from=resume")
-        return None
+    checkpoint = None
     if settings.init_from in RESUME_NAMES:
-        return RunDir(settings.out_dir).load_newest(required=settings.init_from == "resume")
-    return load_initial(settings.init_from)
+        is_required = settings.init_from == "resume"
+        checkpoint = RunDir(settings.out_dir).load_newest(is_required)
+    elif settings.init_from != "scratch":
+        checkpoint = load_initial(settings.init_from)
+    if settings.eval_only and not checkpoint:
+        print("random weights are evaluated; for a trained model, add --init_from=resume")
+    return checkpoint
 
 
 def choose_model(settings, dataset: Dataset, checkpoint: Checkpoint | None = None):

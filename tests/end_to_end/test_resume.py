@@ -121,6 +121,17 @@ def test_a_best_model_that_is_later_than_last_pt_is_kept_with_its_loss(verse, mo
     assert tiny.log_events()[-1]["loss"] == 1.4  # of step 3
 
 
+def test_an_evaluation_that_was_made_up_is_the_newest_state_after_a_kill(verse):
+    settings = {"always_save_checkpoint": True, "learning_rate": 1.0, "decay_lr": False}
+    interrupted(*tiny.flags(**settings), name="split_loss", calls=2 * 2 + 1)  # at step 6
+    shutil.copy("out/last.pt", "kept.pt")
+    train.main(tiny.flags(**settings, init_from="resume"))
+    os.replace("kept.pt", "out/last.pt")  # killed before it was linked to ckpt.pt
+    assert tiny.load("ckpt.pt")["best_step"] == 0
+    train.main(tiny.flags(**settings, init_from="resume"))
+    assert tiny.load("ckpt.pt")["best_step"] == 0
+
+
 def test_a_run_stopped_in_its_first_evaluation_makes_it_when_resumed(verse, capsys):
     stop = interrupted(*tiny.flags(), name="split_loss", calls=1)
     assert "stopped at step 0, saved in out; to continue" in str(stop)
@@ -165,6 +176,20 @@ def test_a_finished_run_has_its_newest_model_again_after_a_resume(verse, change)
     change("out/ckpt.pt")
     train.main(tiny.flags(always_save_checkpoint=True, init_from="resume"))
     assert tiny.load("ckpt.pt")["iter_num"] == 6
+
+
+@pytest.mark.parametrize("flags", [{"stop_at": 7}, {}, {"patience": 2, "max_iters": 30}])
+def test_a_run_that_keeps_the_newest_model_from_now_on_keeps_its_best_so_far(
+    verse, monkeypatch, flags
+):
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 1.5, 1.6, 1.7, 1.8)  # at 0, 3, …
+    train.main(tiny.flags(**{"max_iters": 9} | flags))
+    best = tiny.contents("out")["ckpt.pt"]
+    settings = {"max_iters": 9} | flags | {"stop_at": None, "always_save_checkpoint": True}
+    train.main(tiny.flags(init_from="resume", **settings))
+    assert tiny.contents("out")["ckpt-3.pt"] == best
+    progress = tiny.load("ckpt.pt")
+    assert (progress["iter_num"], progress["best_val_loss"]) == (9, 1.0)
 
 
 def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 import prepare
 import sample
@@ -62,6 +63,15 @@ def test_nanogpt_runs_are_exported(folder):
     again = read_pretrained(export_run())
     assert tiny.equal(again.weights, model.state_dict())
     assert again.tokenizer == load_tokenizer("verse").to_dict()
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_ids_that_are_not_tokens_are_left_out(folder, monkeypatch, tie_weights):
+    monkeypatch.setattr(ByteTokenizer, "padded_vocab_size", 320)
+    tiny.write_checkpoint("out/ckpt.pt", ByteTokenizer(), tie_weights=tie_weights)
+    weights, exported = tiny.load()["model"], read_pretrained(export_run())
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        assert torch.equal(exported.weights[name], weights[name][:256])
 
 
 def export_file(*flags):

@@ -48,7 +48,7 @@ def combine(*argv):
             ["--smear=1,2", "--seed=3,4"],
             "smear=1,seed=3 smear=1,seed=4 smear=2,seed=3 smear=2,seed=4",
         ),
-        (["--seed=5,6,7", "a.py"], "seed=3"),
+        (["--seed=5,6", "a.py", "--smear=1,2"], "seed=3,smear=1 seed=3,smear=2"),
         (["a.py", "--seed=5,6"], "seed=5 seed=6"),
         (["--patience", "None,3"], "patience=None patience=3"),
         (["--qk_norm", "--seed=1,2"], "seed=1 seed=2"),
@@ -88,6 +88,7 @@ def test_a_given_default_is_not_left_to_the_checkpoint():
     ("argv", "message"),
     [
         ([], "--learning_rate=1e-3,3e-4"),  # an example of several values
+        (["--seed=1,1"], "there is nothing to compare"),
         (["--seed=1,2", "--out_dir=x"], "use --sweep_dir"),
         (["--seed=1,2", "--stop_at=4"], "stop_at"),
         (["--seed=1,2", "--init_from=resume"], "init_from"),
