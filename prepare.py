@@ -28,7 +28,7 @@ MIN_BPE_CHARACTERS = 1_500_000  # of a text for which auto is bpe; docs/own-text
 MIN_BPE_DISTINCT = 32  # distinct characters of such a text; DNA has fewer
 MIN_OCCURRENCES = 20  # of a token, on average
 MAX_COUNTED_TOKENS = 2**22
-FAST_FOLDER = "out-shakespeare-char-fast"  # of config/shakespeare_char_fast.py
+FAST_PRESET = "config/shakespeare_char_fast.py"
 MIN_SORTED_LINES, SORTED_SHARE = 1000, 0.75  # of a list; in other texts, half are in order
 
 
@@ -91,9 +91,8 @@ class PrepareConfig:
 
     @property
     def training_share(self):
-        """About which part of the text is for training."""
-        val_fraction = 0 if self.val_input else self.val_fraction or 0.1
-        return 1 - val_fraction - self.test_fraction
+        """The approximate share of the text that is for training."""
+        return 1 - ((self.val_fraction or 0.1) + self.test_fraction)
 
     @property
     def kind(self):
@@ -151,8 +150,10 @@ def main(argv=None):
         f"{meta['train']['tokens']:,} training and {meta['val']['tokens']:,} validation tokens"
         + (f" including separators of {num_documents:,} documents" if num_documents > 1 else "")
     )
+    arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     if settings.test_fraction:
-        flags = [f"--out_dir={run_folder(name, settings.kind)}", f"--score={folder / 'test.txt'}"]
+        out_dir = "out-shakespeare-char-fast" if arguments == FAST_PRESET else f"out-{name}"
+        flags = [f"--out_dir={out_dir}", f"--score={folder / 'test.txt'}"]
         has_ends = num_documents > 1 and tokenizer.end is not None
         flags += ["--by_line"] * (has_ends and settings.lines)
         is_special = has_ends and not settings.lines  # the file has end tokens between documents
@@ -167,26 +168,18 @@ def main(argv=None):
     is_text = len(corpus.all_sources) == 1 and not corpus.sources[0].suffix
     if is_text and not settings.lines and has_sorted_lines(corpus.sample()):
         print("the lines are sorted, and their end, the validation text, differs: use --lines")
-    arguments = training_arguments(name, settings.kind, meta["train"]["tokens"])
     print(f"train: python train.py {arguments}")
-
-
-def run_folder(name, kind):
-    """Returns the out_dir of a run with the training_arguments for a dataset."""
-    is_shakespeare = (name, kind) == ("shakespeare_char", "char")
-    return FAST_FOLDER if is_shakespeare else f"out-{name}"
 
 
 def training_arguments(name, kind, tokens):
     """Returns the arguments of train.py that fit a dataset: its tokenizer and training tokens."""
-    out_dir = run_folder(name, kind)
-    if out_dir == FAST_FOLDER:
-        return "config/shakespeare_char_fast.py"
+    if (name, kind) == ("shakespeare_char", "char"):
+        return FAST_PRESET
     preset = "own_text.py --minutes=2"
     if kind == "gpt2":
         is_large = tokens >= MIN_GPT2_TOKENS
         preset = "gpt2_fast.py" if is_large else "finetune_shakespeare.py --init_from=gpt2"
-    flags = [f"--dataset={name}", f"--out_dir={out_dir}"]
+    flags = [f"--dataset={name}", f"--out_dir=out-{name}"]
     if os.path.isfile(kind) and not kind.endswith(".json"):  # a checkpoint
         flags.append(f"--init_from={kind}")
     return f"config/{preset} {shlex.join(flags)}"
@@ -206,8 +199,9 @@ def find_corpus(name, settings) -> Corpus:
     if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
         names = ", ".join(TABLE_SUFFIXES)
         raise UserError(f"--text_key applies to tables only, whose names end with {names}")
-    corpus = Corpus(sources, settings.input or name, val_sources, settings.val_input)
-    corpus.lines = settings.lines
+    if settings.input is not None or len(sources) == 1:
+        name = settings.input or sources[0].name
+    corpus = Corpus(sources, name, val_sources, settings.val_input, lines=settings.lines)
     tables = [source.name for source in corpus.all_sources if source.suffix]
     if settings.lines and tables:
         raise UserError(f"--lines applies to texts only: the rows of {tables[0]} are documents")
@@ -235,10 +229,9 @@ def select_sources(name, address, split, settings):
     if os.path.isdir(address) and folder.resolve().is_relative_to(Path(address).resolve()):
         raise UserError(f"{folder} is inside the folder of the text: move the text elsewhere")
     sources = find_sources(address, text_key, settings.encoding)
-    for source in sources:
-        meta = read_valid_meta(source.path.with_name("meta.json"))
-        if source.path.name == "test.txt" and meta.get("test_fraction"):
-            raise UserError(f"{source.path} is the test text of a dataset: leave it out")
+    for path in (source.path for source in sources if source.path.name == "test.txt"):
+        if read_valid_meta(path.with_name("meta.json")).get("test_fraction"):
+            raise UserError(f"{path} is the test text of a dataset: leave it out")
     return sources
 
 
@@ -360,7 +353,7 @@ def estimate_characters(sample, tokenizer: Tokenizer | type[Tokenizer], settings
     if isinstance(tokenizer, type):
         size = bpe_vocab_size(settings.max_tokens, len(set(sample)))
         tokenizer = tokenizer.from_texts([sample], settings.vocab_size or size)
-    sample = sample[: settings.max_tokens]  # the characters behind it may be unknown
+    sample = sample[: settings.max_tokens]  # the tokenizer may lack characters after it
     return settings.max_tokens * len(sample) // max(len(tokenizer.encode(sample)), 1)
 
 

@@ -8,7 +8,6 @@ are resumed. `python -m tools.plot out-sweep` compares the runs, even while the 
 """
 
 import ctypes
-import dataclasses
 import itertools
 import math
 import os
@@ -107,7 +106,7 @@ def combine_values(argv):
     """Returns {folder: settings} of all combinations of the values in a command line, each once.
 
     The setting that is named last varies fastest. Raises UserError like load_settings, or if there
-    is only one.
+    is only one combination.
     """
     names, choices, remaining = [], [], list(argv)
     while remaining:
@@ -133,12 +132,10 @@ def combine_values(argv):
         settings = load_settings(SweepConfig, flags, resolvers)
         values = [f"{name}={getattr(settings, name)}" for name in dict.fromkeys(names)]
         folder = Path(settings.sweep_dir, quote(",".join(values), safe=",+="))  # n_layer=4,seed=1
-        if settings.init_from == "scratch":
-            # config/own_text.py keeps the settings of a run that it resumes.
-            resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
-            resumed = load_settings(RunConfig, resume_flags, resolvers)
-            settings = dataclasses.replace(resumed, init_from="scratch")
-        runs[folder] = settings
+        # config/own_text.py keeps the settings of a run that it resumes.
+        resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
+        runs[folder] = load_settings(RunConfig, resume_flags, resolvers)
+        vars(runs[folder])["init_from"] = settings.init_from  # frozen otherwise
     if len(runs) < 2:
         advice = "give a setting several values, as in --learning_rate=1e-3,3e-4"
         raise UserError(f"there is nothing to compare: {advice}")

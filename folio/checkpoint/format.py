@@ -158,7 +158,7 @@ def _read(path, mapped):
     except Exception as error:  # the content may be anything
         if is_out_of_memory(error):
             raise
-        advice = "copy or download it again, or delete it to use the run's other checkpoint"
+        advice = "copy or download it again, or remove it if the run has another checkpoint"
         reason = f"{cause_of(error)}; {advice}"
         if isinstance(error, pickle.UnpicklingError):  # torch's message suggests executing it
             match = re.search(r"GLOBAL (\S+)", str(error))

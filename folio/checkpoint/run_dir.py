@@ -2,14 +2,15 @@
 
 ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
 one), which sample.py loads. last.pt is the newest state. log.jsonl has one event of the run per
-line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of each evaluation.
+line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of each evaluation. It can
+also be a best model that is not comparable with later ones.
 
 | state of the folder | ckpt.pt | last.pt | a run resumes from |
 | --- | --- | --- | --- |
 | new | missing | missing | nothing: it starts |
 | nanoGPT's, or a copy of ckpt.pt | of any step | missing | ckpt.pt |
 | running, or finished | the best step | the newest step; best: linked | last.pt |
-| killed before last.pt was linked | the newest step | an earlier step | ckpt.pt |
+| killed before last.pt was linked | the newest step | an earlier step or evaluation | ckpt.pt |
 | killed before an earlier run was gone; has .replacing | any | any | nothing: it starts |
 """
 
@@ -89,8 +90,9 @@ class RunDir:
         newest = self._load(self.last, optimizers)
         if os.path.isfile(self.best) and not os.path.samefile(self.best, self.last):
             with suppress(UserError):  # a damaged file
-                progress, best = newest.progress, self.load_best().progress
-                if (best.step, best.evaluated_step) > (progress.step, progress.evaluated_step):
+                newest_at, best_at = newest.progress, self.load_best().progress
+                best_steps = best_at.step, best_at.evaluated_step
+                if best_steps > (newest_at.step, newest_at.evaluated_step):
                     return self._load(self.best, optimizers)
         return newest
 

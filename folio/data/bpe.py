@@ -52,8 +52,6 @@ def read_vocabulary(encoder):
     token_bytes |= {token_id: text.encode() for text, token_id in added_ids.items()}
     if sorted(token_bytes) != list(range(len(token_bytes))):
         raise ValueError("the ids of the tokens are not consecutive")
-    if missing := {bytes([byte]) for byte in range(256)} - set(token_bytes.values()):
-        raise ValueError(f"it would drop {len(missing)} of the 256 bytes, which are no tokens")
     return token_bytes, added_ids
 
 

@@ -8,10 +8,10 @@ is cut. Empty texts are not documents.
 """
 
 import hashlib
-import os
 import sys
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -149,8 +149,10 @@ class Corpus:
 
     def _read_documents(self, sources):
         """Yields the same of all of these sources. The hash of a document decides its bucket."""
-        end_text = "\n" if self.lines else self.end_text
         for source in sources:
+            end_text = "\n" if self.lines else self.end_text
+            if source.suffix:
+                end_text = None  # each row of a table is a document
             for text, begins_document in source.read():
                 if begins_document:  # one of several parts is hashed by the first
                     bucket, is_new = zlib.crc32(text.encode()) % BUCKETS, True
@@ -158,14 +160,15 @@ class Corpus:
                 for number, part in enumerate(parts):
                     is_new = is_new or number > 0  # this part or, if it is empty, the next one
                     if part:
-                        if is_new and end_text:
+                        if is_new and self.lines:
                             bucket = zlib.crc32(part.encode()) % BUCKETS
                         yield bucket, part, is_new
                         is_new = False
 
 
 def _describe(name, sources):
-    """Returns how messages and meta.json name Sources: a folder or pattern, or one file."""
-    if len(sources) == 1 and not os.path.isdir(name):
-        return sources[0].name
-    return f"{name} ({len(sources)} file{'s' * (len(sources) > 1)})"
+    """Returns how messages and meta.json name Sources: a file, or a folder or pattern of some."""
+    name, count = str(Path(name)), len(sources)
+    if count == 1 and name == sources[0].name:
+        return name
+    return f"{name} ({count} file{'s' * (count > 1)})"

@@ -191,7 +191,7 @@ def _read_ids(path, dtype):
         known = {file.parent.name for file in DATA_FOLDER.glob("*/train.bin")} - {name}
         hint = f"; {DATA_FOLDER.resolve()} has {', '.join(sorted(known)) or 'no other dataset'}"
         raise UserError(
-            f"{path} is missing: prepare it: python prepare.py --dataset={name} (with "
+            f"{path} is missing; prepare it with python prepare.py --dataset={name} (and "
             f"--input=FILE_OR_FOLDER if it is your own text){suggest(name, known, hint)}"
         )
     with os_errors("read", path):

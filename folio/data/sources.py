@@ -212,11 +212,15 @@ def _rows_command(source):
         rows, place = rows[key], f"[{quote(key)}]"
     if not isinstance(rows, list) or set(map(type, rows)) != {dict}:
         return None
-    column, row = quote(source.columns[0]), "row"
-    if any(isinstance(each.get(source.columns[0]), list) for each in rows):  # Telegram's, of links
-        text = f'p if isinstance(p, str) else p.get({column}, "") for p in row.get({column}) or ""'
-        row = f'row | {{{column}: "".join({text})}}'
-    rows = f'json.load(open({quote(str(source.path))}, "rb")){place}'
+    row, condition = "row", ""
+    for column in source.columns:
+        if any(isinstance(each.get(column), list) for each in rows):  # Telegram's, of links
+            parts = f"row.get({quote(column)}) or []"
+            text = f'p if isinstance(p, str) else p.get("text", "") for p in {parts}'
+            row += f' | {{{quote(column)}: "".join({text})}}'
+    if any(all(map(each.get, source.columns)) for each in rows):
+        condition = f" if all(map(row.get, {quote(source.columns)}))"
+    rows = f'json.load(open({quote(str(source.path))}, "rb")){place}{condition}'
     program = f"import json; [print(json.dumps({row})) for row in {rows}]"
     return f"python -c {shlex.quote(program)} > {shlex.quote(source.path.stem)}-rows.jsonl"
 
@@ -234,7 +238,7 @@ def _read_csv(source, file):
             raise RowError("has fewer values than columns")
         texts = filter(None, row.values())
         if delimiter == "\t" and any("\t" in text and "\n" in text for text in texts):
-            raise csv.Error("its double quotes enclose a tab and a line end, as of two rows")
+            raise csv.Error("its double quotes enclose a tab and a line end")
         yield row
 
 
@@ -279,9 +283,9 @@ def find_sources(name, text_key, encoding="utf-8"):
     if os.path.isfile(Path(name, "dataset_dict.json")):  # of datasets.save_to_disk
         raise UserError(f"{name} has several splits: use --input={name}/train")
     if os.path.isdir(name):
-        sources = _select_sources(sources)
+        sources = _select_sources([source for source in sources if os.path.getsize(source.path)])
     if not sources:
-        raise UserError(f"there are no files {name}; hidden and binary files are skipped")
+        raise UserError(f"there are no files {name}; hidden, empty and binary files are skipped")
     json_sources = [source for source in sources if source.suffix == ".json"]
     if json_sources and not all(source.suffix for source in sources):  # such as source code
         print(f"reading {len(json_sources):,} .json files as text, because there are other texts")

@@ -42,7 +42,7 @@ def write_dataset(folder, corpus: Corpus, tokenizer: Tokenizer, allow_special=Fa
         for split, entry in splits.items():
             if entry["tokens"] < 2:
                 cause = f"{corpus.description} is too short to split: {split}.bin needs at least 2"
-                advice = "use more text, or other values of --max_tokens and the fractions"
+                advice = "use more text, or change --max_tokens, --val_fraction or --test_fraction"
                 raise UserError(f"{cause} tokens and has {entry['tokens']}; {advice}")
         meta = {
             "format": FORMAT,

@@ -109,7 +109,7 @@ def write_pretrained(folder, model: GPT, tokenizer: Tokenizer, architecture: Arc
 
 def drop_padding(checkpoint: Checkpoint, vocab_size) -> Checkpoint:
     """Returns a Checkpoint without the ids that are not tokens, which other programs could draw."""
-    if checkpoint.config.ngrams:  # the rows of their tables depend on the size
+    if checkpoint.config.ngrams:  # their tables depend on the size of the vocabulary
         return checkpoint
     weights = dict(checkpoint.weights)
     for name in weights.keys() & {EMBEDDING_WEIGHT, HEAD_WEIGHT}:

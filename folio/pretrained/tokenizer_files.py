@@ -27,6 +27,7 @@ from folio.data.tokenizer import (
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 # A normalizer, or a pre-tokenizer that adds or removes characters, changes this text.
 SAMPLE_TEXT = "A text: caf\u00e9 cafe\u0301, \ufb01 12 , \u6f22\u5b57\n\t end  "
+UTF_8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]  # those that UTF-8 can contain
 GPT2_VOCABULARY_SHA256 = "e35a33a0b2250c932ffdafc4c3a3552aef0cc7af7a11e9ebfddf1d2a6517371f"
 
 
@@ -91,4 +92,7 @@ def _tokenizer(built, end_text):
     tokenizer = BPETokenizer(text, end_text)
     if tokenizer.decode(tokenizer.encode(SAMPLE_TEXT)) != SAMPLE_TEXT:
         raise UserError("the tokenizer changes the text")
+    found = set(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+    if missing := [byte for byte in UTF_8_BYTES if bytes([byte]) not in found]:
+        raise UserError(f"the tokenizer has no tokens for {len(missing)} bytes and drops them")
     return tokenizer

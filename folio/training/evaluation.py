@@ -28,7 +28,7 @@ def is_evaluation_due(run, schedule_step):
     settings, progress = run.settings, run.progress
     evaluated, interval = progress.evaluated_schedule_step, settings.eval_interval
     if schedule_step >= settings.max_iters:
-        return evaluated < schedule_step or progress.evaluated_step < progress.step
+        return not progress.is_finished(settings)
     is_due = schedule_step // interval > evaluated // interval
     if settings.minutes and evaluated >= 0:
         steps = progress.step - progress.evaluated_step

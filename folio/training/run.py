@@ -110,18 +110,20 @@ class Run:
                 self._check_best()
 
     def _check_best(self):
-        """Begins the search for the best model again if ckpt.pt of a resumed run is lost."""
-        progress, settings, path = self.progress, self.settings, self.run_dir.best
+        """Begins the search for the best model again if ckpt.pt of a resumed run is lost.
+
+        With always_save_checkpoint, a finished run is evaluated again if ckpt.pt is older.
+        """
+        progress, settings = self.progress, self.settings
         try:
             found_step = self._load_best().progress.step
         except UserError:
-            print(f"evaluating again: the model of step {progress.best_step} is not in {path}")
+            print(f"evaluating again: the best model is not in {self.run_dir.best}")
             progress.evaluated_schedule_step, progress.best_val_loss = -1.0, math.inf
             progress.evaluations_since_best = 0
             return
         is_older = found_step < progress.evaluated_step
         if settings.always_save_checkpoint and is_older and progress.is_finished(settings):
-            # It has kept its best model until now. Another evaluation writes the newest one.
             progress.evaluated_schedule_step, progress.evaluated_step = -1.0, 0
 
     def replaces_best(self):
@@ -143,7 +145,9 @@ class Run:
             if self.settings.always_save_checkpoint:
                 steps.add(own.evaluated_step)
             if found.step not in steps or found.best_val_loss != own.best_val_loss:
-                raise UserError(f"{self.run_dir.best} is not this run's model of step {max(steps)}")
+                raise UserError(
+                    f"{checkpoint.path} is not this run's model of step {own.best_step}"
+                )
         return checkpoint
 
     def load_best_weights(self):

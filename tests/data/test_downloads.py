@@ -168,4 +168,4 @@ def test_a_hub_that_names_no_commit_or_a_wrong_size_is_refused(hub, folder):
     assert "its server names '../../../../../x' as the hash of a file: check" in hub.run(*command)
     assert not [*folder.rglob("x")]
     hub.etag = None
-    assert "of org/data/train.csv" in hub.run(*command)
+    assert "of hf:org/data (1 file)" in hub.run(*command)

@@ -134,23 +134,29 @@ def test_an_invalid_row_is_refused(suffix, raw, part):
 
 
 @pytest.mark.parametrize(
-    ("document", "texts"),
+    ("document", "text_key", "texts"),
     [
-        ([{"text": "one"}, {"text": "two"}], ["one", "two"]),
-        ({"messages": [{"text": "one"}] * 9, "name": "a 'chat'"}, ["one"] * 9),
+        ([{"text": "one"}, {"text": "two"}], "text", ["one", "two"]),
+        ({"messages": [{"text": "one"}] * 9, "name": "a 'chat'"}, "text", ["one"] * 9),
         (
             {"é": [{"text": ["see ", {"text": "two"}, {}]}, {"text": ""}]},
+            "text",
             ["see two"],
+        ),
+        (
+            [{"id": 1}, {"who": "I", "content": [{"type": "t", "text": "one"}]}],
+            "{who}: {content}",
+            ["I: one"],
         ),
     ],
 )
 @pytest.mark.parametrize("indent", [None, 1])
-def test_the_command_for_a_json_document_makes_rows(document, texts, indent):
+def test_the_command_for_a_json_document_makes_rows(document, text_key, texts, indent):
     Path("it's.json").write_text(json.dumps(document, indent=indent))
-    message = error_of(Source(Path("it's.json")))
+    message = error_of(Source(Path("it's.json"), text_key))
     command = re.search("one JSON document, needs a row per line: python(.+)", message)[1]
     subprocess.run(sys.executable + command, shell=True, check=True)
-    assert [text for text, _ in Source(Path("it's-rows.jsonl")).read()] == texts
+    assert [text for text, _ in Source(Path("it's-rows.jsonl"), text_key).read()] == texts
 
 
 def test_json_integers_can_have_any_length():

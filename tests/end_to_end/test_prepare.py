@@ -50,7 +50,7 @@ def test_a_file_becomes_a_dataset(source):
     main([f"--input={source}", "--dataset=own"])
     assert tiny.text_of("own") == "one\ntwo\n🦶\x01" * 10
     meta = json.loads(Path("data/own/meta.json").read_text())
-    name = "in (1 file)" if source == "in" else "in/a.txt"
+    name = "in/a.txt" if source == "./in/a.txt" else f"{source} (1 file)"
     assert (meta["source"], meta["source_sha256"]) == (name, hashlib.sha256(raw).hexdigest())
 
 
@@ -121,6 +121,27 @@ def test_sorted_lines_are_reported(lines, is_list, capsys):
         main(["--input=own.txt", "--dataset=own", *flags])
         is_reported = "lines are sorted" in capsys.readouterr().out
         assert is_reported == (is_list and not flags)
+
+
+def test_end_tokens_in_rows_do_not_end_documents(gpt2_of_bytes):
+    rows = [f"question {i}<|endoftext|>yes<|endoftext|>" for i in range(60)]
+    write("chat.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
+    main(["--input=chat.jsonl", "--dataset=own", "--tokenizer=gpt2", "--allow_special=True"])
+    data = load_dataset("own")
+    for text in map(data.tokenizer.decode, (data.train, data.val)):
+        assert text.count("yes") >= text.count("question") - 1  # the cut document
+
+
+def test_empty_files_do_not_make_texts_of_tables(capsys):
+    for name in ("a.json", "b.json"):
+        write(f"in/{name}", '{"text": "one"}\n' * 20)
+    write("in/_SUCCESS", "")
+    write("in/README.md", "about it")
+    main(["--input=in", "--dataset=own"])
+    assert tiny.text_of("own").startswith("one\n\none")
+    assert (
+        "left out 1 file (binary, or documentation of tables): README.md" in capsys.readouterr().out
+    )
 
 
 def test_a_template_and_its_newlines_make_the_texts():
@@ -323,7 +344,7 @@ def test_a_vocabulary_beyond_the_text_is_refused():
 
 @pytest.mark.parametrize("kind", ["bpe", "gpt2"])
 def test_literal_end_of_text_ends_a_document_only_if_allowed(kind, gpt2_of_bytes):
-    text = "<|endoftext|>".join(["verse"] * 21)
+    text = "one<|endoftext|>two" * 20
     write("own.txt", text)
     flags = ["--input=own.txt", "--dataset=own", f"--tokenizer={kind}"]
     for count, allowed in ((0, []), (20, ["--allow_special=True"])):
@@ -407,6 +428,7 @@ def test_help_names_all_datasets(capsys):
         ("--input=hf:ORG/NAME@main", "--dataset=NAMEmain"),
         ("--dataset=x", "--input=FILE_OR_FOLDER"),
         ("--input=a --dataset=b --test_fraction=0.9", "leave no training text"),
+        ("--input=a --dataset=b --val_fraction=0.7 --test_fraction=0.3", "leave no training text"),
         ("--dataset=pydoc", "did you mean pydocs?"),
         ("--vocab_size=512", "--tokenizer=bpe"),
         ("--tokenizer=chars", "bpe, gpt2 or an existing path, not chars"),

@@ -217,6 +217,15 @@ def test_other_validation_windows_begin_the_comparison_again(
     assert Path("out/ckpt-3.pt").exists() == (best_step != 3)
 
 
+def test_a_run_that_patience_has_ended_is_not_evaluated_over_other_windows(verse, monkeypatch):
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 1.5, 1.6)  # at 0, 3, 6 and 9
+    train.main(tiny.flags(max_iters=30, patience=2))
+    best = tiny.contents("out")["ckpt.pt"]
+    flags = tiny.flags(max_iters=30, patience=2, batch_size=2, minutes=0.0001)
+    train.main([*flags, "--init_from=resume"])
+    assert tiny.contents("out")["ckpt.pt"] == best
+
+
 def test_a_run_of_an_earlier_release_keeps_its_best_model(verse, monkeypatch):
     tiny.fake_losses(monkeypatch, 2.0, 1.0, 1.5, 1.4)
     train.main(tiny.flags())

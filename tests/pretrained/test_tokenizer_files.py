@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 
 import prepare
 from folio.cli.errors import UserError
+from folio.data.bpe import byte_characters
 from folio.data.dataset import load_dataset
-from folio.data.tokenizer import END_OF_TEXT, CharTokenizer
+from folio.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer
 from folio.pretrained.tokenizer_files import (
     TOKENIZER_FILE,
     make_tokenizer_files,
@@ -99,7 +100,7 @@ def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder)
     Path("hf").mkdir()
     built.save("hf/tokenizer.json")
     Path("hf/tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-    text = "<s>the cat</s>" * 60
+    text = "<s>the cat</s><s>the dog</s>" * 30
     Path("own.txt").write_text(text)
     flags = ["--input=own.txt", "--dataset=own", "--tokenizer=hf", "--val_fraction=0.5"]
     prepare.main([*flags, "--allow_special=True"])
@@ -113,6 +114,27 @@ def test_special_tokens_in_a_corpus_are_those_of_transformers(eos_token, folder)
 
 
 # Reading
+
+
+def test_a_tokenizer_keeps_the_spaces_beside_its_tokens(tmp_path):
+    bpe = tiny.new_tokenizer("bpe", BOOK)
+    [token] = json.loads(bpe.to_definition())["added_tokens"]
+    write_changed(tmp_path, bpe, added_tokens=[token | {"lstrip": True, "rstrip": True}])
+    text, tokenizer = f"a {END_OF_TEXT} b", read_tokenizer(tmp_path / TOKENIZER_FILE)
+    assert tokenizer.decode(tokenizer.encode(text, allow_special=True)) == text
+
+
+@pytest.mark.parametrize(("missing", "count"), [([0xC0, 0xFF], 0), ([0xC0, 0x80, 0xC5], 2)])
+def test_a_tokenizer_without_all_bytes_is_refused(missing, count, tmp_path):
+    characters = [c for byte, c in enumerate(byte_characters()) if byte not in missing]
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    write_changed(tmp_path, ByteTokenizer(), model=model)
+    if not count:
+        assert read_tokenizer(tmp_path / TOKENIZER_FILE).vocab_size == 254
+        return
+    with pytest.raises(UserError, match=f"no tokens for {count} bytes"):
+        read_tokenizer(tmp_path / TOKENIZER_FILE)
 
 
 @pytest.mark.slow
@@ -132,7 +154,6 @@ def test_gpt2_with_an_added_token_is_a_bpe(gpt2, tmp_path):
         {"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}, "merges": []}},  # an id is missing
         {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
         {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}},
-        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []},  # no bytes
         {"normalizer": {"type": "NFC"}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
     ],

@@ -12,6 +12,7 @@ import tiny
 import torch
 
 import sample
+from folio.checkpoint.run_dir import RunDir
 from folio.cli.errors import UserError
 from folio.data.tokenizer import CharTokenizer
 from model import ACTIVATIONS
@@ -139,6 +140,15 @@ def test_tokens_are_those_of_the_tokenizer(kind, folder, request):
         texts += [chr(i) + "a" + chr(i) for i in range(0, 0x3100, 7)]
     expected = [tokenizer.encode(text).tolist() for text in texts]
     assert [[token for token, _ in text] for text in in_node("encode", *texts)] == expected
+
+
+def test_the_loss_of_the_best_step_is_not_that_of_others(folder):
+    write_run(CharTokenizer("ab"))
+    run_dir = RunDir("out")
+    checkpoint = run_dir.load_best()
+    assert "loss 2.5000 per token" in page.describe_training(run_dir, checkpoint, 1, "token")
+    checkpoint.progress.best_step -= 1
+    assert "loss" not in page.describe_training(run_dir, checkpoint, 1, "token")
 
 
 def test_a_missing_run_leaves_no_file(folder):

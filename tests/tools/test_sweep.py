@@ -71,11 +71,12 @@ def test_a_config_file_reads_the_values_of_its_combination():
     assert [(run.n_embd, run.teachers) for run in runs.values()] == [(6, "a,b"), (10, "a,b")]
 
 
-def test_a_config_file_can_keep_the_settings_of_its_run():
+@pytest.mark.parametrize("init_from", ["scratch", "a.pt"])
+def test_a_config_file_can_keep_the_settings_of_its_run(init_from):
     write("max_iters = 4 if (out_dir, init_from) == ('out-sweep/seed=1', 'auto') else 9")
-    runs = combine("a.py", "--seed=1,2")
+    runs = combine("a.py", "--seed=1,2", f"--init_from={init_from}")
     assert [run.max_iters for run in runs.values()] == [4, 9]
-    assert {run.init_from for run in runs.values()} == {"scratch"}
+    assert {run.init_from for run in runs.values()} == {init_from}
 
 
 def test_a_given_default_is_not_left_to_the_checkpoint():

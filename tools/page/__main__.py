@@ -77,7 +77,7 @@ def describe_training(run_dir, checkpoint, parameters, unit):
     if dataset := checkpoint.settings.get("dataset"):
         facts.append(f"trained on {dataset}")
     facts.append(f"step {progress.step:,}")
-    if math.isfinite(loss):
+    if math.isfinite(loss) and progress.best_step == progress.step:
         facts.append(f"validation loss {loss:.4f} per {unit}")
     return ", ".join(facts)
 

@@ -39,8 +39,10 @@ class Run:
 
     @property
     def best(self):
-        """The evaluation with the lowest loss."""
-        return min(self.val, key=lambda event: event["loss"])
+        """The evaluation with the lowest loss, of those that cover the same text as the last."""
+        windows = self.val[-1].get("val_windows")
+        same = [event for event in self.val if event.get("val_windows") == windows]
+        return min(same, key=lambda event: event["loss"])
 
     @property
     def loss(self):
