@@ -92,7 +92,8 @@ class PrepareConfig:
     @property
     def training_share(self):
         """The approximate share of the text that is for training."""
-        return 1 - ((self.val_fraction or 0.1) + self.test_fraction)
+        val_fraction = 0 if self.val_input else self.val_fraction or 0.1
+        return 1 - (val_fraction + self.test_fraction)
 
     @property
     def kind(self):
@@ -199,8 +200,8 @@ def find_corpus(name, settings) -> Corpus:
     if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
         names = ", ".join(TABLE_SUFFIXES)
         raise UserError(f"--text_key applies to tables only, whose names end with {names}")
-    if settings.input is not None or len(sources) == 1:
-        name = settings.input or sources[0].name
+    is_file = settings.input is None and callable(PROVIDED_DATASETS[name][1])
+    name = sources[0].name if is_file else settings.input or name
     corpus = Corpus(sources, name, val_sources, settings.val_input, lines=settings.lines)
     tables = [source.name for source in corpus.all_sources if source.suffix]
     if settings.lines and tables:
@@ -243,7 +244,8 @@ def check_folder(folder, corpus: Corpus, settings):
     advice = "choose a different --dataset, or delete"
     if meta.get("source_sha256"):
         number = r" \(\d+ files?\)|(?<=^pydoc_data.topics of Python ).*"  # which can change
-        old_name, name = (re.sub(number, "", n) for n in (meta["source"], corpus.description))
+        names = (re.sub(number, "", name) for name in (meta["source"], corpus.description))
+        old_name, name = map(os.path.normpath, names)  # IN/ is IN
         if old_name != name and meta["source_sha256"] != corpus.sha256():
             raise UserError(f"{folder} has a different text, {meta['source']}: {advice} the folder")
     own_paths = meta_path, folder / "train.bin", folder / "val.bin"

@@ -132,10 +132,12 @@ def combine_values(argv):
         settings = load_settings(SweepConfig, flags, resolvers)
         values = [f"{name}={getattr(settings, name)}" for name in dict.fromkeys(names)]
         folder = Path(settings.sweep_dir, quote(",".join(values), safe=",+="))  # n_layer=4,seed=1
-        # config/own_text.py keeps the settings of a run that it resumes.
-        resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
-        runs[folder] = load_settings(RunConfig, resume_flags, resolvers)
-        vars(runs[folder])["init_from"] = settings.init_from  # frozen otherwise
+        runs[folder] = settings
+        if RunDir(folder).log.is_file():
+            # config/own_text.py keeps the settings of a run that it resumes.
+            resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
+            runs[folder] = load_settings(RunConfig, resume_flags, resolvers)
+            vars(runs[folder])["init_from"] = settings.init_from  # frozen otherwise
     if len(runs) < 2:
         advice = "give a setting several values, as in --learning_rate=1e-3,3e-4"
         raise UserError(f"there is nothing to compare: {advice}")

@@ -2,8 +2,8 @@
 
 ckpt.pt is the best state on the validation split (with always_save_checkpoint, the last evaluated
 one), which sample.py loads. last.pt is the newest state. log.jsonl has one event of the run per
-line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of each evaluation. It can
-also be a best model that is not comparable with later ones.
+line, a JSON object. With keep_checkpoints, ckpt-STEP.pt has the weights of each evaluation. A
+resumed run also keeps a best model there that ckpt.pt would lose.
 
 | state of the folder | ckpt.pt | last.pt | a run resumes from |
 | --- | --- | --- | --- |

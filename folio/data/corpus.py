@@ -149,10 +149,8 @@ class Corpus:
 
     def _read_documents(self, sources):
         """Yields the same of all of these sources. The hash of a document decides its bucket."""
+        end_text = "\n" if self.lines else self.end_text
         for source in sources:
-            end_text = "\n" if self.lines else self.end_text
-            if source.suffix:
-                end_text = None  # each row of a table is a document
             for text, begins_document in source.read():
                 if begins_document:  # one of several parts is hashed by the first
                     bucket, is_new = zlib.crc32(text.encode()) % BUCKETS, True
@@ -167,7 +165,7 @@ class Corpus:
 
 
 def _describe(name, sources):
-    """Returns how messages and meta.json name Sources: a file, or a folder or pattern of some."""
+    """Returns how messages and meta.json name Sources: a file, or a folder with their number."""
     name, count = str(Path(name)), len(sources)
     if count == 1 and name == sources[0].name:
         return name

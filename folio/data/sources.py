@@ -216,7 +216,8 @@ def _rows_command(source):
     for column in source.columns:
         if any(isinstance(each.get(column), list) for each in rows):  # Telegram's, of links
             parts = f"row.get({quote(column)}) or []"
-            text = f'p if isinstance(p, str) else p.get("text", "") for p in {parts}'
+            other = 'isinstance(p, dict) and p.get("text") or ""'
+            text = f"p if isinstance(p, str) else {other} for p in {parts}"
             row += f' | {{{quote(column)}: "".join({text})}}'
     if any(all(map(each.get, source.columns)) for each in rows):
         condition = f" if all(map(row.get, {quote(source.columns)}))"
@@ -280,10 +281,12 @@ def find_sources(name, text_key, encoding="utf-8"):
             raise UserError(f"{path} is missing or not a regular file")
         unique.setdefault(os.path.realpath(path), Source(path, text_key, encoding=encoding))
     sources = list(unique.values())
+    if len(sources) > 1:  # such as Spark's _SUCCESS
+        sources = [source for source in sources if os.path.getsize(source.path)]
     if os.path.isfile(Path(name, "dataset_dict.json")):  # of datasets.save_to_disk
         raise UserError(f"{name} has several splits: use --input={name}/train")
     if os.path.isdir(name):
-        sources = _select_sources([source for source in sources if os.path.getsize(source.path)])
+        sources = _select_sources(sources)
     if not sources:
         raise UserError(f"there are no files {name}; hidden, empty and binary files are skipped")
     json_sources = [source for source in sources if source.suffix == ".json"]

@@ -56,10 +56,10 @@ def test_events_that_follow_change_the_run():
     events = [
         common | {"event": "final", "loss": 2.125},
         {"step": 1, "event": "resume", "changed": {"seed": [1, 5]}},
-        common | {"event": "val", "loss": 1.5},
-        common | {"event": "val", "loss": 1.75, "val_windows": 3},  # not comparable
+        common | {"event": "val", "loss": 1.5, "val_windows": 5},
+        common | {"event": "val", "loss": 2.5, "val_windows": 3},  # not comparable with the last
     ]
-    for event, loss in zip(events, (2.125, 2.125, 1.5, 1.75), strict=True):
+    for event, loss in zip(events, (2.125, 2.125, 1.5, 2.0), strict=True):
         with open("out/log.jsonl", "a") as log:
             log.write(json.dumps(event) + '\n{"step": 1, "eve{"step": 2, "event": "val"}\n')
             log.write(f'5\n"event"\n{{"event": "val"}}\n{{"event": "start"}}\n{"[" * 10**5}\n')

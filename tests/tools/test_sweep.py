@@ -74,6 +74,8 @@ def test_a_config_file_reads_the_values_of_its_combination():
 @pytest.mark.parametrize("init_from", ["scratch", "a.pt"])
 def test_a_config_file_can_keep_the_settings_of_its_run(init_from):
     write("max_iters = 4 if (out_dir, init_from) == ('out-sweep/seed=1', 'auto') else 9")
+    Path("out-sweep/seed=1").mkdir(parents=True)
+    Path("out-sweep/seed=1/log.jsonl").touch()
     runs = combine("a.py", "--seed=1,2", f"--init_from={init_from}")
     assert [run.max_iters for run in runs.values()] == [4, 9]
     assert {run.init_from for run in runs.values()} == {init_from}

@@ -38,11 +38,15 @@ class Run:
     seconds: float = 0.0  # of training so far
 
     @property
-    def best(self):
-        """The evaluation with the lowest loss, of those that cover the same text as the last."""
+    def comparable(self):
+        """The evaluations that cover the same text as the last one."""
         windows = self.val[-1].get("val_windows")
-        same = [event for event in self.val if event.get("val_windows") == windows]
-        return min(same, key=lambda event: event["loss"])
+        return [event for event in self.val if event.get("val_windows", windows) == windows]
+
+    @property
+    def best(self):
+        """The one of them with the lowest loss."""
+        return min(self.comparable, key=lambda event: event["loss"])
 
     @property
     def loss(self):
@@ -186,11 +190,12 @@ def draw_losses(groups, axis):
         x, loss, deviation = mean_curve([run.val for run in runs], AXES[axis])
         label = " " + name.replace("$", r"\$")  # "_" first would hide it, "$" begins a formula
         axes.plot(x, loss, ".-", color=color, linewidth=1.8, label=label)
-        axes.plot(x[loss.argmin()], mean_loss(runs), "o", color=color)  # the table's
         if len(runs) > 1:
             low, high = loss - deviation, loss + deviation
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
+        x, loss, _ = mean_curve([run.comparable for run in runs], AXES[axis])
+        axes.plot(x[loss.argmin()], mean_loss(runs), "o", color=color)  # the table's
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
     title = "line: validation\ndot: best model\nfaint: training"
