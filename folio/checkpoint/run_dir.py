@@ -145,7 +145,8 @@ class RunDir:
 
     def keep_best(self, step):
         """Makes ckpt-STEP.pt a link to ckpt.pt, or a copy. Returns its path."""
-        replace_by_link(self.best, self._kept(step))
+        if self.load_best().progress.step == step:  # else a run that was killed has kept it
+            replace_by_link(self.best, self._kept(step))
         return self._kept(step)
 
     def log_size(self):

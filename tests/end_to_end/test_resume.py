@@ -178,6 +178,17 @@ def test_a_finished_run_has_its_newest_model_again_after_a_resume(verse, change)
     assert tiny.load("ckpt.pt")["iter_num"] == 6
 
 
+def test_a_best_model_that_was_kept_before_a_kill_stays(verse, monkeypatch):
+    tiny.fake_losses(monkeypatch, 2.0, 1.0, 1.5, 1.6, 1.7)  # at 0, 3, 6, 6 again and 9
+    train.main(tiny.flags())
+    best = tiny.contents("out")["ckpt.pt"]
+    shutil.copy("out/last.pt", "kept.pt")
+    train.main(tiny.flags(init_from="resume", always_save_checkpoint=True))
+    os.replace("kept.pt", "out/last.pt")  # killed before it was linked to ckpt.pt
+    train.main(tiny.flags(init_from="resume", always_save_checkpoint=True, max_iters=9))
+    assert tiny.contents("out")["ckpt-3.pt"] == best
+
+
 @pytest.mark.parametrize("flags", [{"stop_at": 7}, {}, {"patience": 2, "max_iters": 30}])
 def test_a_run_that_keeps_the_newest_model_from_now_on_keeps_its_best_so_far(
     verse, monkeypatch, flags
