@@ -165,7 +165,7 @@ class Corpus:
 
 
 def _describe(name, sources):
-    """Returns how messages and meta.json name Sources: a file, or a folder with their number."""
+    """Returns how messages and meta.json name Sources: as a file, or as IN (3 files)."""
     name, count = str(Path(name)), len(sources)
     if count == 1 and name == sources[0].name:
         return name

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def best(self):
-        """The one of them with the lowest loss."""
+        """The comparable evaluation with the lowest loss."""
         return min(self.comparable, key=lambda event: event["loss"])
 
     @property
