@@ -129,20 +129,7 @@ def main(argv=None):
         corpus.end_text = tokenizer.end_text
     with lock_folder(folder):
         check_folder(folder, corpus, settings)
-        reason = ""
-        if settings.max_tokens is not None:
-            sample = corpus.sample()
-            if tokenizer is None:
-                is_whole = len(sample) < SAMPLE_CHARACTERS - len(corpus.separator)
-                size = len(sample) if is_whole else settings.max_tokens
-                training_size = settings.training_share * size
-                tokenizer, reason = choose_tokenizer(set(sample), training_size)
-            corpus.max_characters = estimate_characters(sample, tokenizer, settings)
-        characters = corpus.scan()  # finds the boundaries of the splits, too
-        if tokenizer is None:
-            tokenizer, reason = choose_tokenizer(characters, corpus.split_ends["train"])
-        if isinstance(tokenizer, type):
-            tokenizer = build_tokenizer(tokenizer, corpus, characters, settings.vocab_size)
+        tokenizer, reason = scan_corpus(corpus, tokenizer, settings)
         meta = write_dataset(folder, corpus, tokenizer, settings.allow_special)
     ends, num_documents = corpus.split_ends, corpus.num_documents
     print(
@@ -155,10 +142,7 @@ def main(argv=None):
     if settings.test_fraction:
         out_dir = "out-shakespeare-char-fast" if arguments == FAST_PRESET else f"out-{name}"
         flags = [f"--out_dir={out_dir}", f"--score={folder / 'test.txt'}"]
-        has_ends = num_documents > 1 and tokenizer.end is not None
-        flags += ["--by_line"] * (has_ends and settings.lines)
-        is_special = has_ends and not settings.lines  # the file has end tokens between documents
-        flags += ["--allow_special"] * (settings.allow_special or is_special)
+        flags += score_flags(settings, has_ends=num_documents > 1 and tokenizer.end is not None)
         command = f"python sample.py {shlex.join(flags)}"
         print(f"test ({ends['test'] - ends['val']:,} of the characters): {command}")
     if num_empty_rows := sum(len(source.empty_rows) for source in corpus.all_sources):
@@ -170,6 +154,13 @@ def main(argv=None):
     if is_text and not settings.lines and has_sorted_lines(corpus.sample()):
         print("the lines are sorted, and their end, the validation text, differs: use --lines")
     print(f"train: python train.py {arguments}")
+
+
+def score_flags(settings, has_ends):
+    """Returns the flags that score test.txt; `has_ends`: an end token separates its documents."""
+    flags = ["--by_line"] * (has_ends and settings.lines)
+    is_special = has_ends and not settings.lines  # the file has end tokens between documents
+    return flags + ["--allow_special"] * (settings.allow_special or is_special)
 
 
 def training_arguments(name, kind, tokens):
@@ -287,6 +278,24 @@ def load_tokenizer_of(path) -> Tokenizer:
     if path.endswith(".json"):
         return read_tokenizer(Path(path))
     return checkpoint_tokenizer(load_initial(path))
+
+
+def scan_corpus(corpus: Corpus, tokenizer: Tokenizer | type[Tokenizer] | None, settings):
+    """Returns the tokenizer of a Corpus, and why auto has chosen it. Finds its splits."""
+    reason = ""
+    if settings.max_tokens is not None:
+        sample = corpus.sample()
+        if tokenizer is None:
+            is_whole = len(sample) < SAMPLE_CHARACTERS - len(corpus.separator)
+            size = len(sample) if is_whole else settings.max_tokens
+            tokenizer, reason = choose_tokenizer(set(sample), settings.training_share * size)
+        corpus.max_characters = estimate_characters(sample, tokenizer, settings)
+    characters = corpus.scan()
+    if tokenizer is None:
+        tokenizer, reason = choose_tokenizer(characters, corpus.split_ends["train"])
+    if isinstance(tokenizer, type):
+        tokenizer = build_tokenizer(tokenizer, corpus, characters, settings.vocab_size)
+    return tokenizer, reason
 
 
 def choose_tokenizer(characters, size):

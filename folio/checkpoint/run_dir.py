@@ -24,7 +24,7 @@ from pathlib import Path
 
 from folio.checkpoint.format import Checkpoint, load_checkpoint, save_checkpoint
 from folio.cli.errors import UserError, check_types, os_errors
-from folio.cli.files import make_folder_beside, replace_by_link, write_atomically
+from folio.cli.files import check_lfs, make_folder_beside, replace_by_link, write_atomically
 
 BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 NUMBER = int | float
@@ -89,6 +89,7 @@ class RunDir:
             return self._load(self.best, optimizers)
         newest = self._load(self.last, optimizers)
         if os.path.isfile(self.best) and not os.path.samefile(self.best, self.last):
+            check_lfs(self.best)  # an error: a file that cannot be read is not lost
             with suppress(UserError):  # a damaged file
                 newest_at, best_at = newest.progress, self.load_best().progress
                 best_steps = best_at.step, best_at.evaluated_step
@@ -110,7 +111,10 @@ class RunDir:
         with os_errors("write to", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed:
-                self.log_end = resumed.log_bytes
+                events = [e for e in self.read_events() if e["event"] in ("train", "val")]
+                # A log that began after the save, beside a copied ckpt.pt, has no earlier step.
+                is_later = events and events[0]["elapsed_s"] > resumed.progress.elapsed_s
+                self.log_end = 0 if is_later else resumed.log_bytes
                 return None
             paths = [path for path in self.files() if path.exists()]
             target = make_folder_beside(self.folder) if paths and not settings.overwrite else None

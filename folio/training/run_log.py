@@ -261,7 +261,8 @@ def advice_on(evaluations, settings, epochs):
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
     is_falling = fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall)
-    if best["loss"] == last["loss"] and epochs < MANY_PASSES and is_falling:
+    is_open = epochs < MANY_PASSES and last["step"] <= settings.max_iters
+    if best["loss"] == last["loss"] and is_open and is_falling:
         names = ["minutes", "max_iters", "lr_decay_iters"]
         if settings.minutes and last["step"] < settings.max_iters:  # the time has ended the run
             names = ["minutes"]

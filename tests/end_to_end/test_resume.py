@@ -121,6 +121,21 @@ def test_a_best_model_that_is_later_than_last_pt_is_kept_with_its_loss(verse, mo
     assert tiny.log_events()[-1]["loss"] == 1.4  # of step 3
 
 
+@pytest.mark.parametrize("steps", [2, 9])  # with a log that is shorter and longer than ckpt.pt's
+def test_a_copied_checkpoint_begins_a_log_without_repeated_steps(verse, monkeypatch, steps):
+    train.main(tiny.flags(stop_at=4))
+    Path("out-copy").mkdir()
+    shutil.copy("out/ckpt.pt", "out-copy")
+    flags = tiny.flags(out_dir="out-copy", init_from="resume", max_iters=30, eval_interval=20)
+    with monkeypatch.context() as patch:
+        after_calls(patch, "train_step", steps, lambda: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            train.main(flags)
+    train.main(flags)
+    trained = [e["step"] for e in tiny.log_events("out-copy") if e["event"] == "train"]
+    assert trained == list(range(3, 30))
+
+
 def test_an_evaluation_that_was_made_up_is_the_newest_state_after_a_kill(verse):
     settings = {"always_save_checkpoint": True, "learning_rate": 1.0, "decay_lr": False}
     interrupted(*tiny.flags(**settings), name="split_loss", calls=2 * 2 + 1)  # at step 6
@@ -213,6 +228,15 @@ def test_a_run_without_its_best_model_begins_the_comparison_again(verse, capsys)
         assert re.search("^evaluating again: .*out-copy/ckpt.pt", capsys.readouterr().out, re.M)
         assert tiny.log_events("out-copy")[-1]["event"] == "final"
         shutil.rmtree("out-copy")
+
+
+def test_a_best_model_that_cannot_be_read_is_not_replaced(verse):
+    train.main(tiny.flags(stop_at=4))
+    Path("out/ckpt.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    before = tiny.contents("out")
+    with pytest.raises(UserError, match="out/ckpt.pt is a Git LFS pointer"):
+        train.main(tiny.flags(init_from="resume"))
+    assert tiny.contents("out") == before
 
 
 @pytest.mark.parametrize(("eval_iters", "best_step"), [(2, 9), (4, 3)])

@@ -166,6 +166,7 @@ def test_a_warmup_longer_than_the_run_is_reported(verse, capsys, changes, is_sai
         ([4, 2, 1.4, 1.1], [4, 2.1, 1.6, 1.5], 1.4, "1.4 passes .* loss 1.50$", {}),  # undecided
         ([4, 2, 1.5, 1.4], [4, 2.3, 1.8, 1.7], 0.2, "longer", {"minutes": 4, "max_iters": 600}),
         ([4, 2, 1.5], [4, 2.3, 1.8], 0.2, "longer", {"minutes": 4}),  # 200 of 300 steps
+        ([4, 2, 1.6, 1.5, 1.4], [4, 2.3, 2.0, 1.8, 1.7], 0.2, "loss 1.70$", {}),  # 400 of 300
         ([4, 2, 1.5, 1.4], [4, 2.3, 1.7, 1.72], 0.2, "loss 1.72$", {}),  # patience has ended it
         # runs that docs/lab-notebook.md follows up: quick, fast
         ([4.2, 1.25, 1.16], [4.2, 1.48, 1.44], 1.4, "1.4 passes .* loss 1.44$", {}),
