@@ -88,7 +88,8 @@ if _vocab_size > 10_000 or _data.train_bytes > 2e6:  # not all steps may fit int
     eval_iters = max(1, int(_eval_tokens / (batch_size * block_size)))
 
 # A resumed run keeps its settings, because the speed would be measured differently.
-_events = RunDir(out_dir).read_events() if init_from in ("resume", "auto") else []
+_can_resume = init_from in ("resume", "auto") and RunDir(out_dir).exists()
+_events = RunDir(out_dir).read_events() if _can_resume else []
 if _events and _events[0]["event"] == "start":
     _saved = _events[0]["settings"]
     globals().update({name: _saved[name] for name in _saved.keys() & globals().keys()})

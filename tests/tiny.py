@@ -189,7 +189,8 @@ def write_run(name, losses, bits=(), **settings):
     """
     Path(name).mkdir(parents=True)
     settings = {"n_layer": 2, "learning_rate": 1e-3, "seed": 1} | settings
-    events = [{"step": 0, "event": "start", "parameters": 1000, "settings": settings}]
+    start = {"step": 0, "event": "start", "parameters": 1000, "elapsed_s": 1.0}
+    events = [start | {"settings": settings}]
     for number, loss in enumerate(losses):
         step = 10 * number
         common = {"step": step, "tokens": 100 * step, "elapsed_s": 2 + step / 5}

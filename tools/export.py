@@ -118,12 +118,14 @@ def find_rarest(checkpoint, tokenizer):
     """Returns the token that the training text has least, and a description.
 
     It serves as end token for tokenizers that have none, because llama.cpp requires one. Raises
-    UserError if the dataset is missing or has another tokenizer.
+    UserError if the dataset is missing or another one.
     """
     with as_user_error("the end token is the rarest of the training text", UserError):
         data = load_dataset(checkpoint.settings.get("dataset", "openwebtext"))
-    if data.tokenizer.to_dict() != tokenizer.to_dict():
-        raise UserError(f"{data.name} has a different tokenizer than the model: prepare it again")
+    is_same_text = checkpoint.data in (None, data.fingerprint)
+    if not is_same_text or data.tokenizer.to_dict() != tokenizer.to_dict():
+        advice = "prepare the model's dataset again"
+        raise UserError(f"data/{data.name} is not the text that the model was trained on: {advice}")
     ids = data.train[:MAX_CHECKED_TOKENS]
     counts = np.bincount(ids, minlength=tokenizer.vocab_size)
     token = len(counts) - 1 - int(counts[::-1].argmin())  # the last of several: byte 255

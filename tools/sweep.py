@@ -55,7 +55,7 @@ from folio.data.dataset import load_dataset
 from folio.hardware.device import resolve_device
 from folio.pretrained.load import RESUME_NAMES
 from folio.training.setup import MODEL_SETTINGS, choose_model
-from tools.plot.runs import compare_groups, group_runs, read_run
+from tools.plot.runs import compare_groups, group_runs, read_run, read_runs
 from tools.table import format_table
 from train import TrainConfig
 
@@ -94,9 +94,8 @@ def main(argv=None):
     with lock_folder(sweep.sweep_dir):
         print(f"{len(runs)} runs", flush=True)
         failed = train_runs(unfinished, sweep.jobs)
-        ended = [read_run(folder) for folder in runs if folder not in failed]
-        if ended:
-            print("", *format_table(compare_groups(group_runs(ended))), sep="\n")
+        if ended := [folder for folder in runs if folder not in failed]:
+            print("", *format_table(compare_groups(group_runs(read_runs(ended)))), sep="\n")
     if failed:
         outputs = f"see {OUTPUT_FILE} in {failed[0]}; to try again, run the same command"
         raise UserError(f"{len(failed)} of {len(runs)} runs failed: {outputs}")
@@ -133,7 +132,7 @@ def combine_values(argv):
         values = [f"{name}={getattr(settings, name)}" for name in dict.fromkeys(names)]
         folder = Path(settings.sweep_dir, quote(",".join(values), safe=",+="))  # n_layer=4,seed=1
         runs[folder] = settings
-        if RunDir(folder).log.is_file():
+        if RunDir(folder).exists():
             # config/own_text.py keeps the settings of a run that it resumes.
             resume_flags = [*flags, f"--out_dir={folder}", "--init_from=auto"]
             runs[folder] = load_settings(RunConfig, resume_flags, resolvers)
@@ -152,13 +151,14 @@ def has_finished(folder, settings, fingerprint):
     earlier = RunDir(folder).load_newest(required=False, optimizers=False)
     if not earlier:
         return False
-    names = names_affecting(TrainConfig, "results") & earlier.settings.keys()
+    names = names_affecting(TrainConfig, "results") | {"init_from"}
+    names &= earlier.settings.keys()
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
     refusal = f"{folder} contains a different run; choose a different --sweep_dir:"
     for name in sorted(names):
         old, new = earlier.settings[name], getattr(settings, name)
-        if new not in (old, "auto"):
+        if new not in (old, "auto") and old not in RESUME_NAMES:  # which older releases saved
             raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")
     if earlier.data != fingerprint:
         raise UserError(f"{refusal} the content of dataset {settings.dataset} has changed")

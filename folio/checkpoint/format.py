@@ -1,7 +1,7 @@
 """The format of a checkpoint file, folio's and nanoGPT's.
 
 nanoGPT's keys are model, optimizer, model_args, iter_num, best_val_loss and config. folio adds
-format, version, muon, scaler, tokenizer, start, data, log_bytes, and the rest of Progress.
+format, version, muon, scaler, tokenizer, start, data, and the rest of Progress.
 `version` is the version of folio that wrote the file, and is not read. `optimizer` is AdamW's
 state, `muon` Muon's. `model_args` omits options that nanoGPT lacks if they have their default
 values, so that nanoGPT can read folio's checkpoints of such models.
@@ -29,11 +29,11 @@ FORMAT_VERSION = 1
 PROGRESS_KEYS = {"step": "iter_num", "evaluated_schedule_step": "evaluated"}
 OPTIMIZER_KEYS = {"adamw": "optimizer", "muon": "muon"}
 TOKENS_PER_STEP = ("gradient_accumulation_steps", "batch_size", "block_size")
-OPTIONAL_KEYS = ("scaler", "tokenizer", "start", "data", "log_bytes")  # not in nanoGPT's files
+OPTIONAL_KEYS = ("scaler", "tokenizer", "start", "data")  # not in nanoGPT's files
 CONTENT_TYPES = {  # beside Progress; NoneType: it may be missing, as in nanoGPT's files
     **dict.fromkeys(("model", "model_args"), dict),
     **dict.fromkeys(("config", "optimizer", "muon", "scaler", "tokenizer", "data"), dict | None),
-    **dict.fromkeys(("format", "log_bytes"), int | None),
+    "format": int | None,
     "start": str | None,
 }
 PLAIN_TYPES = str | int | float | None  # of settings; a bool is an int
@@ -56,7 +56,6 @@ class Checkpoint:
     tokenizer: dict | None = None  # tokenizer.to_dict(); None in nanoGPT's
     start: str | None = None  # tokenizer.start for the dataset
     data: dict | None = None  # Dataset.fingerprint; None in nanoGPT's
-    log_bytes: int = 0  # length of log.jsonl when this was saved
     path: Path | None = None  # of the file it was read from
 
     @property

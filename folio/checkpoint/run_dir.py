@@ -16,6 +16,7 @@ resumed run also keeps a best model there that ckpt.pt would lose.
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -30,11 +31,11 @@ BEST, LAST, LOG = "ckpt.pt", "last.pt", "log.jsonl"
 NUMBER = int | float
 COUNTS = {"step": int, "tokens": int, "elapsed_s": NUMBER, "loss": NUMBER}
 EVENT_TYPES: dict = {  # of log.jsonl: those of the values that are read
-    "start": {"settings": dict, "parameters": int},
-    "resume": {"changed": dict},
+    "start": {"settings": dict, "parameters": int, "elapsed_s": NUMBER},
+    "resume": {"changed": dict, "elapsed_s": NUMBER},
     "train": COUNTS | {"tokens_per_s": NUMBER},
     "val": COUNTS | {"train_loss": NUMBER | None},  # None: missing in docs/runs
-    "final": {"loss": NUMBER},
+    "final": COUNTS,
 }
 
 
@@ -47,7 +48,7 @@ class RunDir:
             raise UserError(f"'{folder}' is not a run's folder: give one, such as --out_dir=out")
         self.best, self.last, self.log = (self.folder / name for name in (BEST, LAST, LOG))
         self.replacing = self.folder / ".replacing"  # exists while an earlier run is removed
-        self.log_end = None  # of the resumed run; what follows is cut before anything is added
+        self.log_end_s = math.inf  # of the resumed run; later events are cut before one is added
 
     @staticmethod
     def find(parent="."):
@@ -111,10 +112,7 @@ class RunDir:
         with os_errors("write to", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed:
-                events = [e for e in self.read_events() if e["event"] in ("train", "val")]
-                # A log that began after the save, beside a copied ckpt.pt, has no earlier step.
-                is_later = events and events[0]["elapsed_s"] > resumed.progress.elapsed_s
-                self.log_end = 0 if is_later else resumed.log_bytes
+                self.log_end_s = resumed.progress.elapsed_s
                 return None
             paths = [path for path in self.files() if path.exists()]
             target = make_folder_beside(self.folder) if paths and not settings.overwrite else None
@@ -127,20 +125,14 @@ class RunDir:
             self.replacing.unlink()
             return target
 
-    def _cut_log(self):
-        """Removes events of steps that a run repeats, or a torn line. A link becomes a file."""
-        log = self.log.read_bytes() if self.log.is_file() else b""
-        kept = log[: log.rfind(b"\n", 0, self.log_end) + 1]
-        if kept != log:
-            with write_atomically(self.log) as [file]:
-                file.write(kept)
-        self.log_end = None
-
     def append(self, event):
         """Appends an event to log.jsonl. Raises UserError if writing fails."""
         with os_errors("write", self.log):
-            if self.log_end is not None:
-                self._cut_log()
+            if self.log_end_s < math.inf:
+                log = self.kept_log()
+                with write_atomically(self.log) as [file]:  # a link becomes a file
+                    file.write(log)
+                self.log_end_s = math.inf
             with open(self.log, "ab") as file:
                 file.write(json.dumps(event).encode() + b"\n")
 
@@ -153,21 +145,29 @@ class RunDir:
             replace_by_link(self.best, self._kept(step))
         return self._kept(step)
 
-    def log_size(self):
-        """Returns the size of log.jsonl in bytes, 0 if it is missing."""
-        size = self.log.stat().st_size if self.log.is_file() else 0
-        return size if self.log_end is None else min(size, self.log_end)
+    def kept_log(self):
+        """Returns log.jsonl, b"" without one; of a resumed run, without events that it repeats."""
+        lines = []
+        for line, event in self._read_log():
+            is_torn = not line.endswith(b"\n")
+            if is_torn or (event and event["elapsed_s"] > self.log_end_s):
+                break
+            lines.append(line)
+        return b"".join(lines)
 
     def read_events(self):
         """Returns the events of log.jsonl, [] without a log. Other lines are left out."""
-        events = []
-        for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
+        return [event for _, event in self._read_log() if event]
+
+    def _read_log(self):
+        """Yields each line of log.jsonl and its event, which is None in a torn or foreign line."""
+        for line in self.log.read_bytes().splitlines(True) if self.log.is_file() else []:
+            event = None
             with suppress(KeyError, RecursionError, TypeError, UserError, ValueError):
-                # A torn or foreign line, also one with NaN, raises an error.
-                event = json.loads(line, parse_constant=int)
-                check_types(event, EVENT_TYPES[event["event"]], "event")
-                events.append(event)
-        return events
+                content = json.loads(line, parse_constant=int)  # an error for NaN, too
+                check_types(content, EVENT_TYPES[content["event"]], "event")
+                event = content
+            yield line, event
 
     def save(self, checkpoint: Checkpoint, best, keep=False):
         """Writes last.pt or, if `best`, ckpt.pt, which last.pt then links to.

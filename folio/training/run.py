@@ -200,6 +200,8 @@ class Run:
         chosen = {"dtype": self.machine.dtype, "compile": self.machine.compile}
         if not self.world.is_launched:  # with one process, there is nothing to divide
             chosen["parallel"] = "ddp"
+        if self.resumed and "init_from" in self.resumed.settings:
+            chosen["init_from"] = self.resumed.settings["init_from"]  # what the run started from
         return dataclasses.asdict(self.settings) | chosen
 
     def is_save_due(self):
@@ -233,7 +235,6 @@ class Run:
             tokenizer=self.dataset.tokenizer.to_dict(),
             start=self.dataset.tokenizer.start,
             data=self.dataset.fingerprint,
-            log_bytes=self.run_dir.log_size(),
         )
         is_evaluated = self.progress.evaluated_step == self.progress.step
         self.run_dir.save(checkpoint, best, self.settings.keep_checkpoints and is_evaluated)

@@ -60,7 +60,7 @@ class RunLog:
         if moved_to:
             advice = "--init_from=resume to continue a run, or --overwrite=True to replace it"
             self.say(f"moved the earlier run in {settings.out_dir} to {moved_to}; use {advice}")
-        if not run.run_dir.log_size():  # a new run, or nanoGPT's
+        if not run.run_dir.kept_log():  # a new run, or nanoGPT's
             values = self.run_settings | {"tokenizer": run.dataset.tokenizer.name}
             self._log("start", parameters=run.model.num_params(), settings=values)
         if run.resumed:
@@ -88,20 +88,23 @@ class RunLog:
         self.say(f"resumed {resumed.path} at step {self.run.progress.step}{suffix}")
 
     def _limit(self):
-        """Returns the setting that has ended a finished run."""
-        progress = self.run.progress
+        """Returns the settings that have ended a finished run."""
+        progress, names = self.run.progress, []
         if progress.is_patience_exhausted(self.settings):
-            return "--patience"
-        return "--max_iters" if progress.step >= self.settings.max_iters else "--minutes"
+            names.append("--patience")
+        if progress.step >= self.settings.max_iters:
+            names.append("--max_iters")
+        return " and ".join(names) or "--minutes"
 
     def evaluation(self, losses, lr):
         """Reports the losses that evaluate returns."""
-        self._log("val", tokens=self.run.progress.tokens, lr=lr, **losses)
-        self.say(format_losses(self.run.progress.step, losses))
+        progress = self.run.progress
+        self._log("val", tokens=progress.tokens, lr=lr, best_step=progress.best_step, **losses)
+        self.say(format_losses(progress.step, losses))
 
     def final_evaluation(self, losses):
         progress, self.final = self.run.progress, losses
-        self._log("final", tokens=progress.tokens, **losses)
+        self._log("final", tokens=progress.tokens, best_step=progress.best_step, **losses)
         self.say(f"final evaluation of the best model, {format_losses(progress.best_step, losses)}")
 
     def end(self):

@@ -60,7 +60,6 @@ def test_every_field_is_saved_and_loaded():
         scaler={"scale": 1024.0},
         tokenizer={"kind": "char", "characters": "\nabcdefghij"},
         data={"train": 1, "val": 2},
-        log_bytes=17,
     )
     save_checkpoint("ckpt.pt", saved)
     saved = vars(replace(saved, path=Path("ckpt.pt")))

@@ -1,5 +1,6 @@
 """RunDir: which checkpoint is loaded, and what is written to the folder."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -55,19 +56,23 @@ def test_last_pt_is_a_link_to_the_best_checkpoint_until_the_next_save():
 # Resuming
 
 
-@pytest.mark.parametrize("size", [0, 2, 4, 6, 8, 99])
-@pytest.mark.parametrize("is_link", [False, True])
-def test_the_log_of_a_resumed_run_has_whole_lines_and_links_are_not_cut(size, is_link):
-    content = b"{}\n[]\n{"
+@pytest.mark.parametrize(("elapsed_s", "num_kept"), [(0.5, 0), (1.0, 2), (2.5, 3), (9.0, 3)])
+@pytest.mark.parametrize("link", [None, os.symlink, os.link])
+def test_the_log_of_a_resumed_run_has_whole_earlier_lines_and_links_are_kept(
+    elapsed_s, num_kept, link
+):
+    events = [{"event": "resume", "changed": {}, "elapsed_s": seconds} for seconds in (1.0, 2.5)]
+    lines = [json.dumps(events[0]), "of another program", json.dumps(events[1]), "{"]
+    content = "\n".join(lines).encode()
     for log in (Path("other.jsonl"), RunDir("out").log):
         log.parent.mkdir(exist_ok=True)
         log.write_bytes(content)
-    if is_link:
+    if link:
         log.unlink()
-        log.symlink_to("../other.jsonl")
-    run_dir = RunDir("out")
-    run_dir.begin(None, replace(checkpoint_at(1), log_bytes=size))
+        link(Path("other.jsonl").resolve(), log)
+    run_dir, progress = RunDir("out"), Progress(elapsed_s=elapsed_s)
+    run_dir.begin(None, replace(checkpoint_at(1), progress=progress))
     assert log.read_bytes() == content  # until there is more
     run_dir.append("X")
-    assert log.read_bytes() == content[: min(size // 3, 2) * 3] + b'"X"\n'
+    assert log.read_text().splitlines() == [*lines[:num_kept], '"X"']
     assert Path("other.jsonl").read_bytes() == content

@@ -303,13 +303,14 @@ def test_evaluations_of_a_long_text_fit_into_the_time_of_a_slow_machine(text_siz
 
 
 def test_a_resumed_run_keeps_the_model_of_its_first_measurement(text_size, card, folder):
-    for events in ([], [{"event": "start", "parameters": 1}]):
+    for events in ([], [{"event": "start", "parameters": 1, "elapsed_s": 1}]):
         card(tflops=0.19)
         first = load_preset("own_text.py", "cpu", "--minutes=2", "--out_dir=out-a")
         if events:
             events[0]["settings"] = dataclasses.asdict(first)
             Path("out-a").mkdir()
             Path("out-a/log.jsonl").write_text(json.dumps(events[0]) + "\n")
+            Path("out-a/last.pt").touch()
         card(tflops=5)
         flags = ("--minutes=10", "--out_dir=out-a", "--init_from=resume")
         resumed = load_preset("own_text.py", "cpu", *flags)
@@ -317,6 +318,8 @@ def test_a_resumed_run_keeps_the_model_of_its_first_measurement(text_size, card,
     assert load_preset("own_text.py", "cuda", *flags).window == 64  # moved to a GPU
     different = {n for n, v in dataclasses.asdict(first).items() if getattr(resumed, n) != v}
     assert different == {"minutes", "init_from"}
+    Path("out-a/last.pt").unlink()  # killed before the first save: nothing is resumed
+    assert load_preset("own_text.py", "cpu", *flags[:2], "--init_from=auto").n_embd == 256
 
 
 # GPT-2

@@ -99,8 +99,10 @@ def test_patience_ends_a_run_and_ckpt_is_the_best_state(verse, monkeypatch, caps
     best = f"done; best val bits per byte {2 / math.log(2):.4f} (val loss 2.0000) at step 3"
     assert f"{best}; the {kept} model is in out/ckpt.pt" in lines
     assert lines[-1] == "generate text: python sample.py --out_dir=out"
-    train.main([*flags, "--max_iters=30"])
-    assert "finished at step 9; to train longer, increase --patience\n" in capsys.readouterr().out
+    for max_iters, names in (30, "--patience"), (9, "--patience and --max_iters"):
+        train.main([*flags, f"--max_iters={max_iters}"])
+        line = f"finished at step 9; to train longer, increase {names}\n"
+        assert line in capsys.readouterr().out
 
 
 def test_samples_at_intervals_and_the_end_do_not_change_training(verse, capsys):

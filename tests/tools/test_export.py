@@ -131,7 +131,10 @@ def test_mistakes_are_reported_and_change_nothing(folder, flags, words):
 def test_the_rarest_character_is_that_of_the_model(verse):
     tiny.write_checkpoint("out/ckpt.pt", ByteTokenizer(), **tiny.QWEN3, dataset="verse")
     message = tiny.error_of(export.main, ["--out_dir=out", "--to=verse.gguf"])
-    assert "verse has a different tokenizer" in message
+    assert "data/verse is not the text that the model was trained on" in message
+    train.main(tiny.flags(max_iters=1, **tiny.QWEN3))
+    tiny.prepare_verse(text=tiny.VERSE * 30)
+    assert "verse is not the text" in tiny.error_of(export.main, ["--out_dir=out", "--to=a.gguf"])
 
 
 def test_a_full_disk_leaves_no_file(verse, limit_files):

@@ -147,6 +147,10 @@ def test_the_loss_of_the_best_step_is_not_that_of_others(folder):
     run_dir = RunDir("out")
     checkpoint = run_dir.load_best()
     assert "loss 2.5000 per token" in page.describe_training(run_dir, checkpoint, 1, "token")
+    Path("out/log.jsonl").write_text(
+        '{"event": "final", "step": 9, "best_step": 9, "tokens": 9, "elapsed_s": 9, "loss": 1.5}'
+    )
+    assert "loss 2.5000 per token" in page.describe_training(run_dir, checkpoint, 1, "token")
     checkpoint.progress.best_step -= 1
     assert "loss" not in page.describe_training(run_dir, checkpoint, 1, "token")
 

@@ -55,7 +55,7 @@ def test_events_that_follow_change_the_run():
     common = {"step": 10, "tokens": 1000, "elapsed_s": 5.0}
     events = [
         common | {"event": "final", "loss": 2.125},
-        {"step": 1, "event": "resume", "changed": {"seed": [1, 5]}},
+        common | {"event": "resume", "changed": {"seed": [1, 5]}},
         common | {"event": "val", "loss": 1.5, "val_windows": 5},
         common | {"event": "val", "loss": 2.5, "val_windows": 3},  # not comparable with the last
     ]
@@ -65,6 +65,21 @@ def test_events_that_follow_change_the_run():
             log.write(f'5\n"event"\n{{"event": "val"}}\n{{"event": "start"}}\n{"[" * 10**5}\n')
         assert read_run("out").loss == loss
     assert read_run("out").settings["seed"] == 5
+
+
+def test_a_model_that_was_lost_does_not_count(verse):
+    train.main(tiny.flags(eval_interval=2, learning_rate=0.0, min_lr=0.0, stop_at=3))
+    Path("out/ckpt.pt").unlink()
+    train.main(tiny.flags(eval_interval=2, init_from="resume", min_lr=0.0))  # other windows
+    run, progress = read_run("out"), tiny.load("last.pt")
+    assert (run.best["step"], run.loss) == (progress["best_step"], progress["best_val_loss"])
+
+
+def test_a_log_that_has_lost_all_but_the_final_evaluation_counts(verse):
+    train.main(tiny.flags(eval_iters=None))
+    Path("out/log.jsonl").unlink()
+    train.main(tiny.flags(eval_iters=None, init_from="resume"))
+    assert make_table("out")[2].split(" | ")[1:3] == [f"{read_run('out').loss:13.4f}", f"{6:7}"]
 
 
 # Tables
@@ -156,7 +171,7 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds(axis, x):
     training, validation, best = curves["n=2,seed=*"]
     assert validation == [[x[0], 5.0], [x[1], 3.0], [x[2], 3.0]]
     assert training == [[a, pytest.approx(loss - 0.1)] for a, loss in validation]
-    assert best == [[x[1], 2.0]]  # the mean of the best losses, as in the table
+    assert best == [[1.5 * x[2] - 0.5 * x[1], 2.0]]  # of steps 20 and 30, as in the table
     assert curves["n=4,seed=1"][1] == [[x[0], 5.0], [x[1], 4.0]]
     assert "band" in figure.axes[0].get_legend().get_title().get_text()
     [band] = figure.axes[0].collections  # this group has a single run
@@ -165,6 +180,17 @@ def test_curve_of_a_group_is_the_mean_of_its_seeds(axis, x):
     figure.draw_without_rendering()
     legend = figure.axes[0].get_legend().get_window_extent()  # beside the curves
     assert not legend.overlaps(figure.axes[0].get_window_extent())
+
+
+def test_curves_of_runs_that_were_evaluated_at_other_steps_are_interpolated():
+    write_run("out-s/seed=1", [4.0, 2.0, 3.0])
+    write_run("out-s/seed=2", [4.0, 2.0, 3.0])
+    log = Path("out-s/seed=2/log.jsonl")
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"step": 10,' not in line))
+    _, validation, best = read_curves(draw_losses(read_groups("out-s"), "steps"))["seed=*"]
+    assert validation == [[0, 4.0], [10, 2.75], [20, 3.0]]
+    assert best == [[15, 2.5]]
 
 
 def test_only_the_best_groups_are_drawn():

@@ -75,7 +75,7 @@ def test_a_config_file_reads_the_values_of_its_combination():
 def test_a_config_file_can_keep_the_settings_of_its_run(init_from):
     write("max_iters = 4 if (out_dir, init_from) == ('out-sweep/seed=1', 'auto') else 9")
     Path("out-sweep/seed=1").mkdir(parents=True)
-    Path("out-sweep/seed=1/log.jsonl").touch()
+    Path("out-sweep/seed=1/last.pt").touch()
     runs = combine("a.py", "--seed=1,2", f"--init_from={init_from}")
     assert [run.max_iters for run in runs.values()] == [4, 9]
     assert {run.init_from for run in runs.values()} == {init_from}
@@ -186,6 +186,15 @@ def test_a_run_without_its_final_evaluation_has_not_finished(verse):
     assert sweep.has_finished("out", settings, verse.fingerprint)
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # as after Ctrl-C in it
     assert not sweep.has_finished("out", settings, verse.fingerprint)
+
+
+def test_a_run_that_started_from_another_model_is_a_different_run(verse):
+    train.main(tiny.flags(out_dir="out-a", max_iters=1))
+    train.main(tiny.flags(init_from="out-a/ckpt.pt", stop_at=3))
+    train.main(tiny.flags(init_from="resume"))
+    assert sweep.has_finished("out", tiny.settings(init_from="out-a/ckpt.pt"), verse.fingerprint)
+    with pytest.raises(UserError, match="init_from was 'out-a/ckpt.pt', now 'scratch'"):
+        sweep.has_finished("out", tiny.settings(), verse.fingerprint)
 
 
 @pytest.mark.slow

@@ -37,10 +37,11 @@ def test_console_and_log_have_a_line_for_each_event(verse, capsys):
         (0, "start"), (0, "val"), (0, "train"), (2, "train"), (3, "val"), (4, "train"), (6, "val"),
     ]  # fmt: skip
     common = {"step", "event", "loss", "lr", "tokens", "elapsed_s"}
+    of_evaluation = {"train_loss", "perplexity", "val_windows", "bits_per_byte", "best_step"}
     assert events[0]["settings"]["log_interval"] == 2
     assert "out_dir" not in events[0]["settings"]
     assert set(events[2]) == common | {"tokens_per_s", "mfu", "grad_norm"}
-    assert set(events[-1]) == common | {"train_loss", "perplexity", "val_windows", "bits_per_byte"}
+    assert set(events[-1]) == common | of_evaluation
     assert events[-1]["tokens"] == 6 * 4 * 8
 
 

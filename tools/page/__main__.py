@@ -72,7 +72,9 @@ def describe_training(run_dir, checkpoint, parameters, unit):
     """Returns a line. The loss is that of the final evaluation if there is one."""
     progress, events = checkpoint.progress, run_dir.read_events()
     last = events[-1] if events else {}
-    loss = last["loss"] if last.get("event") == "final" else progress.best_val_loss
+    is_of_model = last.get("best_step", progress.step) == progress.step
+    is_final = last.get("event") == "final" and is_of_model
+    loss = last["loss"] if is_final else progress.best_val_loss
     facts = [f"{parameters:,} parameters"]
     if dataset := checkpoint.settings.get("dataset"):
         facts.append(f"trained on {dataset}")

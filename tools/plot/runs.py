@@ -14,7 +14,7 @@ from folio.cli.errors import UserError
 
 FOLDER_SEED_PATTERN = re.compile(r"\bseed=\d+")
 FIGURES = {  # {column: function of runs that returns values, of which the table has the median}
-    "at step": lambda runs: [run.best["step"] for run in runs],
+    "at step": lambda runs: [run.result.get("best_step", run.best["step"]) for run in runs],
     "time, s": lambda runs: [run.seconds for run in runs],
     "tokens/s": lambda runs: [event["tokens_per_s"] for run in runs for event in run.train],
     "parameters": lambda runs: [run.parameters for run in runs],
@@ -45,8 +45,10 @@ class Run:
 
     @property
     def best(self):
-        """The comparable evaluation with the lowest loss."""
-        return min(self.comparable, key=lambda event: event["loss"])
+        """The evaluation of the best model or, if it is not known, the best comparable one."""
+        step = self.val[-1].get("best_step")  # not the lowest loss if a model was lost
+        own = [event for event in self.comparable if event["step"] == step]
+        return min(own or self.comparable, key=lambda event: event["loss"])
 
     @property
     def loss(self):
@@ -72,8 +74,9 @@ def read_run(folder):
                 run.val.append(event)
                 run.result = run.best
             case "final":
+                run.val = run.val or [event]  # of a log that has lost its evaluations
                 run.result = event
-        run.seconds = event.get("elapsed_s", run.seconds)
+        run.seconds = event["elapsed_s"]
     return run
 
 
@@ -194,8 +197,8 @@ def draw_losses(groups, axis):
             low, high = loss - deviation, loss + deviation
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
         highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
-        x, loss, _ = mean_curve([run.comparable for run in runs], AXES[axis])
-        axes.plot(x[loss.argmin()], mean_loss(runs), "o", color=color)  # the table's
+        best_x = median(run.best[AXES[axis]] for run in runs)
+        axes.plot(best_x, mean_loss(runs), "o", color=color)  # the table's
     axes.set_ylim(top=1.02 * max(highest))
     axes.grid(alpha=0.25)
     title = "line: validation\ndot: best model\nfaint: training"
@@ -208,12 +211,17 @@ def draw_losses(groups, axis):
 
 
 def mean_curve(logs, key):
-    """Returns the means of `key`, and the means and standard deviations of the losses.
+    """Returns x, and the means and standard deviations of the losses there, (3, points).
 
-    They are (3, events). `logs` has a list of events per run; only as many as all have are used.
+    `logs` has a list of events per run. x has the first run's values of `key`, limited to the range
+    of all runs. Between two events of a run, its loss is interpolated.
     """
-    length = min(map(len, logs))
-    x = np.array([[event[key] for event in log[:length]] for log in logs])
-    loss = np.array([[event["loss"] for event in log[:length]] for log in logs])
-    deviation = loss.std(axis=0, ddof=int(len(logs) > 1))
-    return np.stack([x.mean(axis=0), loss.mean(axis=0), deviation])
+    if not all(logs):
+        return np.empty((3, 0))
+    values = [np.array([event[key] for event in log]) for log in logs]
+    x = np.unique(np.clip(values[0], max(map(np.min, values)), min(map(np.max, values))))
+    losses = []
+    for own_x, log in zip(values, logs, strict=True):
+        losses.append(np.interp(x, own_x, [event["loss"] for event in log]))
+    deviation = np.std(losses, axis=0, ddof=int(len(logs) > 1))
+    return np.stack([x, np.mean(losses, axis=0), deviation])
