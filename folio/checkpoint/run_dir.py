@@ -113,6 +113,9 @@ class RunDir:
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed:
                 self.log_end_s = resumed.progress.elapsed_s
+                later = [e for e in self.read_events() if e["elapsed_s"] > self.log_end_s]
+                if any(event["event"] != "final" for event in later):  # else, nothing may follow
+                    self._cut_log()
                 return None
             paths = [path for path in self.files() if path.exists()]
             target = make_folder_beside(self.folder) if paths and not settings.overwrite else None
@@ -129,12 +132,16 @@ class RunDir:
         """Appends an event to log.jsonl. Raises UserError if writing fails."""
         with os_errors("write", self.log):
             if self.log_end_s < math.inf:
-                log = self.kept_log()
-                with write_atomically(self.log) as [file]:  # a link becomes a file
-                    file.write(log)
-                self.log_end_s = math.inf
+                self._cut_log()
             with open(self.log, "ab") as file:
                 file.write(json.dumps(event).encode() + b"\n")
+
+    def _cut_log(self):
+        """Removes what kept_log() leaves out. A link becomes a file."""
+        log = self.kept_log()
+        with write_atomically(self.log) as [file]:
+            file.write(log)
+        self.log_end_s = math.inf
 
     def _kept(self, step):
         return self.folder / f"ckpt-{step}.pt"

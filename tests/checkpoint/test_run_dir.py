@@ -61,7 +61,8 @@ def test_last_pt_is_a_link_to_the_best_checkpoint_until_the_next_save():
 def test_the_log_of_a_resumed_run_has_whole_earlier_lines_and_links_are_kept(
     elapsed_s, num_kept, link
 ):
-    events = [{"event": "resume", "changed": {}, "elapsed_s": seconds} for seconds in (1.0, 2.5)]
+    common = {"event": "final", "step": 1, "tokens": 1, "loss": 1.0}
+    events = [common | {"elapsed_s": seconds} for seconds in (1.0, 2.5)]
     lines = [json.dumps(events[0]), "of another program", json.dumps(events[1]), "{"]
     content = "\n".join(lines).encode()
     for log in (Path("other.jsonl"), RunDir("out").log):

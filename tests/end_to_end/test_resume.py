@@ -279,6 +279,17 @@ def test_a_finished_run_that_is_resumed_keeps_its_log(verse):
     assert tiny.log_events() == before
 
 
+def test_the_log_of_a_finished_run_has_no_steps_that_were_not_saved(verse, monkeypatch):
+    train.main(tiny.flags())
+    before = tiny.log_events()
+    with monkeypatch.context() as patch:
+        after_calls(patch, "train_step", 2, lambda: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception, match="killed"):
+            train.main(tiny.flags(max_iters=30, init_from="resume"))
+    train.main(tiny.flags(init_from="resume"))
+    assert tiny.log_events() == before
+
+
 def test_a_run_beyond_a_new_max_iters_ends_with_an_evaluation_of_its_step(verse):
     train.main(tiny.flags(stop_at=4))
     train.main(tiny.flags(max_iters=3, init_from="resume"))
