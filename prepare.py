@@ -10,6 +10,7 @@ Files of any size are read in constant memory. A dataset is replaced when the ne
 folio/data/corpus.py defines the validation split, folio/data/dataset.py the format.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -84,8 +85,11 @@ class PrepareConfig:
             "".encode(self.encoding)
         if not self.text_key or set("{}") & set(re.sub(r"\{[^{}]+\}", "", self.text_key)):
             raise ValueError(f"--text_key={self.text_key} is empty or has an unmatched brace")
-        if (self.subset or self.split != "train") and not (self.input or "").startswith("hf:"):
-            raise ValueError("--subset and --split apply to --input=hf:ORG/NAME only")
+        is_hub = (self.input or "").startswith("hf:")
+        if self.subset and not (is_hub or (self.val_input or "").startswith("hf:")):
+            raise ValueError("--subset applies to hf:ORG/NAME only")
+        if self.split != "train" and not is_hub:
+            raise ValueError("--split applies to --input=hf:ORG/NAME only")
         if self.training_share <= 0:
             raise ValueError("--val_fraction and --test_fraction leave no training text")
 
@@ -184,7 +188,8 @@ def find_corpus(name, settings) -> Corpus:
     """Returns the Corpus of a dataset. Raises UserError if its files do not fit the settings."""
     sources, val_sources = select_sources(name, settings.input, settings.split, settings), []
     if settings.val_input is not None:
-        val_sources = select_sources(name, settings.val_input, "validation", settings)
+        whole = dataclasses.replace(settings, max_tokens=None)
+        val_sources = select_sources(name, settings.val_input, "validation", whole)
     paths = {os.path.realpath(source.name) for source in sources}
     if common := sorted(paths & {os.path.realpath(source.name) for source in val_sources}):
         raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
@@ -193,6 +198,9 @@ def find_corpus(name, settings) -> Corpus:
         raise UserError(f"--text_key applies to tables only, whose names end with {names}")
     is_file = settings.input is None and callable(PROVIDED_DATASETS[name][1])
     name = sources[0].name if is_file else settings.input or name
+    if name.startswith("hf:"):
+        name += f", subset {settings.subset}" if settings.subset else ""
+        name += f", split {settings.split}" if settings.split != "train" else ""
     corpus = Corpus(sources, name, val_sources, settings.val_input, lines=settings.lines)
     tables = [source.name for source in corpus.all_sources if source.suffix]
     if settings.lines and tables:

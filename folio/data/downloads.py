@@ -5,10 +5,12 @@ The files of a dataset are kept in the cache of the hub's client; its variables 
 """
 
 import hashlib
+import math
 import os
 import platform
 import re
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +18,7 @@ from urllib.parse import urlsplit
 from folio.cli.errors import UserError, as_user_error, import_optional
 from folio.cli.files import lock_folder, write_atomically
 from folio.data.dataset import DATA_FOLDER
-from folio.data.sources import TABLE_SUFFIXES, Source
+from folio.data.sources import TABLE_SUFFIXES, Source, table_suffix
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -32,7 +34,8 @@ SPLIT_WORDS = {  # {split: words for it in names of files}
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval"},
 }
-MAX_FILE_BYTES_PER_TOKEN = 6  # an upper bound for all formats
+SPLIT_NAMES = set().union(*SPLIT_WORDS.values())
+MAX_CHARACTERS_PER_TOKEN = 6  # of a text; GPT-2's tokens have 4.5 in English
 
 
 def load_shakespeare():
@@ -95,7 +98,8 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
         address: such as hf:ORG/NAME or hf:ORG/NAME@REVISION.
         subset: folder of the dataset, usually named after a configuration. None: the only one.
         split: "train" or another word in the names of the files or of their folders.
-        max_tokens: download only the first files, which contain at least as many tokens. None: all.
+        max_tokens: download only the first files, whose texts have about as many tokens or more.
+            None: all.
     """
     repository, _, revision = address.removeprefix("hf:").partition("@")
     with open_hub(address, "pyarrow") as library:
@@ -104,9 +108,10 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
         options = {"revision": commit, "repo_type": "dataset"}
         entries = list(hub.list_repo_tree(repository, recursive=True, **options))
         files = {PurePosixPath(entry.path): entry for entry in entries if hasattr(entry, "size")}
-    sources, num_bytes = [], 0
+    sources: list[Source] = []
+    num_left = MAX_CHARACTERS_PER_TOKEN * (max_tokens or math.inf)
     for path in select_tables(files, address, subset, split):
-        if max_tokens and num_bytes >= MAX_FILE_BYTES_PER_TOKEN * max_tokens:
+        if num_left <= 0:
             break
         name = f"{repository}/{path}"
         with open_hub(name, "pyarrow") as library:
@@ -115,7 +120,10 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
             if size != listed:
                 raise OSError(f"{local_path} has {size:,} bytes instead of {listed:,}: delete it")
         sources.append(Source(Path(local_path), text_key, name, encoding))
-        num_bytes += files[path].size
+        for text, _ in sources[-1].read() if max_tokens else []:
+            num_left -= len(text)
+            if num_left <= 0:
+                break
     return sources
 
 
@@ -123,35 +131,39 @@ def select_tables(paths, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
     The name of a split is a word in the name of a file or of its folder, such as
-    plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS; without such words, all
-    files are training data. Files in several formats are copies of each other, so only one format
-    is used. Raises UserError if no table is selected.
+    plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS. Without training files,
+    those without the name of a split are training data. Files of a split in several formats are
+    copies of each other, so only one format is used. Raises UserError if no table is selected.
     """
-    for suffix in TABLE_SUFFIXES:
-        tables = [path for path in paths if path.name.lower().endswith(suffix)]
-        if tables:
-            break
-    else:
+    tables = [path for path in paths if table_suffix(path)]
+    if not tables:
         cause = f"{address} has no files with {', '.join(TABLE_SUFFIXES)}"
         copy = f"--input={address.partition('@')[0]}@refs/convert/parquet"
         raise UserError(f"{cause}; the hub has a converted copy of most datasets: {copy}")
-    root, split = subset or "", split.lower()
-    subset_tables = [path for path in tables if path.is_relative_to(root)]
-    names = {path: str(path.relative_to(root)).lower() for path in subset_tables}
-    words = {path: set(re.split(r"[\W_]+", name)) for path, name in names.items()}
-    known_splits = set().union(*words.values()) & set().union(*SPLIT_WORDS.values())
-    if split == "train" and not known_splits:
-        selected = subset_tables
-    else:
-        synonyms = [group for group in SPLIT_WORDS.values() if split in group]
-        chosen = {split} if split in known_splits or not synonyms else synonyms[0]
-        selected = [path for path in subset_tables if words[path] & chosen]
-    if not selected or (subset is None and len({path.parent for path in selected}) > 1):
-        subsets = ", ".join(sorted({str(path.parent) for path in tables})[:20])
+    root, split, words = subset or "", split.lower(), {}
+    for path in tables:
+        if path.is_relative_to(root):
+            words[path] = set(re.split(r"[\W_]+", str(path.relative_to(root)).lower()))
+    known_splits = set().union(*words.values()) & SPLIT_NAMES
+    synonyms = [group for group in SPLIT_WORDS.values() if split in group]
+    chosen = {split} if split in known_splits or not synonyms else synonyms[0]
+    selected = [path for path in words if words[path] & chosen]
+    if not selected and split == "train":
+        selected = [path for path in words if not words[path] & SPLIT_NAMES]
+    if words and not selected:
         splits = ", ".join(sorted(known_splits)) or "train"
-        cause = f"{address} has several or no folders with subset {subset} and split {split}"
-        raise UserError(f"{cause}; choose --subset from {subsets} and --split from {splits}")
-    return sorted(selected)
+        raise UserError(f"{address} has no split {split}, only {splits} (--split, for --input)")
+    if not words or (subset is None and len({path.parent for path in selected}) > 1):
+        folders = sorted({str(_subset_of(path)) for path in tables})[:20]
+        cause = f"{address} has several or no folders with subset {subset}"
+        raise UserError(f"{cause}; choose --subset from {', '.join(folders)}")
+    suffix = min(map(table_suffix, selected), key=TABLE_SUFFIXES.index)
+    return sorted(path for path in selected if table_suffix(path) == suffix)
+
+
+def _subset_of(path):
+    """Returns the folder of a file, without that of a split."""
+    return PurePosixPath(*takewhile(lambda name: name not in SPLIT_NAMES, path.parent.parts))
 
 
 def find_commit(hub, repository, revision, repo_type):

@@ -48,8 +48,7 @@ class Source:
         """text_key: the column with the text, or a template such as "{question} {answer}"."""
         self.path, self.name = path, name or str(path)
         self.encoding = codecs.lookup(encoding).name  # of text; read() may find another
-        lower = str(path).lower()
-        self.suffix = next((suffix for suffix in TABLE_SUFFIXES if lower.endswith(suffix)), "")
+        self.suffix = table_suffix(path)
         self.template = text_key if "{" in text_key else f"{{{text_key}}}"  # a row's text
         self.columns = re.findall(COLUMN_IN_TEMPLATE, self.template)
         self.empty_rows = set()  # numbers of the rows without text that were read; not documents
@@ -87,6 +86,12 @@ class Source:
             pyarrow = import_optional("pyarrow", self.name)
             return io.BufferedReader(pyarrow.CompressedInputStream(str(self.path), "zstd"))
         return gzip.open(self.path) if suffix == ".gz" else open(self.path, "rb")
+
+
+def table_suffix(path):
+    """Returns the suffix of a table, such as ".csv.gz", or "" for a text."""
+    name = str(path).lower()
+    return next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), "")
 
 
 # Text
@@ -248,21 +253,24 @@ def _read_arrow(source):
     pyarrow = import_optional("pyarrow", source.name)
     from pyarrow import parquet
 
-    types = (pyarrow.ArrowException, UnicodeDecodeError)
+    types = (pyarrow.ArrowException, ValueError, OverflowError)  # also those of far dates
     with as_user_error(f"{source.name} cannot be read", *types), open(source.path, "rb") as file:
         if source.suffix == ".parquet":
             table = parquet.ParquetFile(file)
-            has_columns = set(source.columns) <= set(table.schema_arrow.names)
-            columns = source.columns if has_columns else None  # all, for the message
-            batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns)
+            names = table.schema_arrow.names
+            batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=source.columns)
         elif file.read(6) == b"ARROW1":
             reader = pyarrow.ipc.open_file(file)
+            names = reader.schema.names
             batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
             file.seek(0)
             batches = pyarrow.ipc.open_stream(file)
-        for batch in batches:
-            yield from batch.to_pylist()
+            names = batches.schema.names
+        if not set(source.columns) <= set(names):
+            yield dict.fromkeys(names)  # the error for this row lists them
+        for batch in batches:  # a column that is not needed may have values that Python lacks
+            yield from batch.select(source.columns).to_pylist()
 
 
 # Finding files

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import random
 import socket
 from pathlib import Path, PurePosixPath
 
@@ -93,6 +94,10 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
         ("a.jsonl", None, "Train", "a.jsonl"),
         ("dev.csv validation.csv", None, "validation", "validation.csv"),
         ("sample/10BT/0.parquet data/0.parquet", "sample/10BT", "train", "sample/10BT/0.parquet"),
+        ("a/train/0.parquet b/train/0.parquet", "a", "train", "a/train/0.parquet"),
+        ("info.jsonl train.csv validation.csv", None, "train", "train.csv"),
+        ("train.jsonl train.json test.parquet", None, "train", "train.jsonl"),
+        ("a.parquet test.jsonl dataset_info.json", None, "train", "a.parquet"),
     ],
 )  # fmt: skip
 def test_files_of_a_split(names, subset, split, expected):
@@ -105,8 +110,10 @@ def test_files_of_a_split(names, subset, split, expected):
     [
         ("a.txt b.py", None, "train", "hf:a/b has no .*jsonl.*=hf:a/b@refs/convert/parquet"),
         ("en/train.csv fr/train.csv", None, "train", "--subset from en, fr"),
-        ("dev.csv test.csv", None, "train", "--split from dev, test"),
-        ("a.csv", None, "dev", "split dev; .* --split from train"),
+        ("a/train/0.csv b/train/0.csv", None, "train", "subset None; choose --subset from a, b"),
+        ("a/0.csv", "b", "train", "subset b; choose --subset from a"),
+        ("dev.csv test.csv", None, "train", "no split train, only dev, test .--split, for --input"),
+        ("a.csv", None, "dev", "no split dev, only train "),
     ],
 )
 def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, message):
@@ -120,7 +127,8 @@ def table(*texts):
     from pyarrow import parquet
 
     file = io.BytesIO()
-    parquet.write_table(pyarrow.table({"body": texts, "id": list(texts)}), file)
+    others = [random.Random(text).randbytes(1000) for text in texts]  # larger than the texts
+    parquet.write_table(pyarrow.table({"body": texts, "other": others}), file)
     return file.getvalue()
 
 
@@ -146,6 +154,8 @@ def test_a_dataset_of_the_hub(hub, folder):
     prepare_hub(flags[0], "--val_input=hf:org/data@v1", "--dataset=with_val")
     data = load_dataset("with_val")
     assert data.tokenizer.decode(data.val) == "val 1\n\nval 2"
+    other = prepare_hub(flags[0], flags[1], "--split=test")
+    assert "data/own has a different text, hf:org/data@v1 (3 files)" in other
     hub.requests.clear()
     assert "(2 files)" in prepare_hub(*flags, "--max_tokens=300")
     assert not hub.downloads()  # they are in the cache

@@ -298,6 +298,27 @@ def test_random_bytes_do_not_look_like_text():
 # Finding files
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_values_that_python_lacks_are_a_problem_of_their_column_only(name):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    dates = pyarrow.array([10**18 + 1], pyarrow.timestamp("ns"))
+    table = pyarrow.table({"body": ["a text"], "date": dates})
+    if name == "a.parquet":
+        parquet.write_table(table, name)
+    else:
+        with ipc.new_stream(name, table.schema) as writer:
+            writer.write_table(table)
+    assert list(Source(Path(name), "body").read()) == [("a text", True)]
+    for column, message in (
+        ("text", r"'text': name one.*\(body, date\)"),
+        ("date", "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list(Source(Path(name), column).read())
+
+
 def test_json_is_a_table_unless_it_is_among_texts(capsys):
     Path("in").mkdir()
     for name in ("in/a.json", "in/b.jsonl"):
