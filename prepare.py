@@ -198,10 +198,14 @@ def find_corpus(name, settings) -> Corpus:
         raise UserError(f"--text_key applies to tables only, whose names end with {names}")
     is_file = settings.input is None and callable(PROVIDED_DATASETS[name][1])
     name = sources[0].name if is_file else settings.input or name
+    options = f", subset {settings.subset}" if settings.subset else ""
+    options += f", split {settings.split}" if settings.split != "train" else ""
+    val_name = settings.val_input
     if name.startswith("hf:"):
-        name += f", subset {settings.subset}" if settings.subset else ""
-        name += f", split {settings.split}" if settings.split != "train" else ""
-    corpus = Corpus(sources, name, val_sources, settings.val_input, lines=settings.lines)
+        name += options
+    elif options:  # of --val_input
+        val_name += options
+    corpus = Corpus(sources, name, val_sources, val_name, lines=settings.lines)
     tables = [source.name for source in corpus.all_sources if source.suffix]
     if settings.lines and tables:
         raise UserError(f"--lines applies to texts only: the rows of {tables[0]} are documents")

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 from folio.cli.errors import UserError, as_user_error, import_optional
 from folio.cli.files import lock_folder, write_atomically
 from folio.data.dataset import DATA_FOLDER
-from folio.data.sources import TABLE_SUFFIXES, Source, table_suffix
+from folio.data.sources import DOCUMENTATION, TABLE_SUFFIXES, Source, table_suffix
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -32,7 +31,7 @@ FINEWEB_EDU = "hf:HuggingFaceFW/fineweb-edu@87f09149ef4734204d70ed1d046ddc9ca3f2
 SPLIT_WORDS = {  # {split: words for it in names of files}
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
-    "test": {"test", "testing", "eval"},
+    "test": {"test", "testing", "eval", "evaluation"},
 }
 SPLIT_NAMES = set().union(*SPLIT_WORDS.values())
 MAX_CHARACTERS_PER_TOKEN = 6  # of a text; GPT-2's tokens have 4.5 in English
@@ -130,12 +129,14 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
 def select_tables(paths, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
-    The name of a split is a word in the name of a file or of its folder, such as
-    plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS. Without training files,
-    those without the name of a split are training data. Files of a split in several formats are
-    copies of each other, so only one format is used. Raises UserError if no table is selected.
+    The name of a split is a word in the name of a file, or else of its folders, such as
+    plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS; without such words, all
+    files are training data. Files in several formats are copies of each other, so only one format
+    is used. Raises UserError if no table is selected.
     """
     tables = [path for path in paths if table_suffix(path)]
+    tables = [path for path in tables if not DOCUMENTATION.fullmatch(path.name)]
+    tables = [path for path in tables if ".json" not in path.suffixes] or tables
     if not tables:
         cause = f"{address} has no files with {', '.join(TABLE_SUFFIXES)}"
         copy = f"--input={address.partition('@')[0]}@refs/convert/parquet"
@@ -143,27 +144,31 @@ def select_tables(paths, address, subset, split):
     root, split, words = subset or "", split.lower(), {}
     for path in tables:
         if path.is_relative_to(root):
-            words[path] = set(re.split(r"[\W_]+", str(path.relative_to(root)).lower()))
+            parts = str(path.relative_to(root)).lower().split("/")
+            *folders, name = (set(re.split(r"[\W\d_]+", part)) for part in parts)
+            words[path] = name if name & SPLIT_NAMES else name.union(*folders)
     known_splits = set().union(*words.values()) & SPLIT_NAMES
     synonyms = [group for group in SPLIT_WORDS.values() if split in group]
     chosen = {split} if split in known_splits or not synonyms else synonyms[0]
-    selected = [path for path in words if words[path] & chosen]
-    if not selected and split == "train":
-        selected = [path for path in words if not words[path] & SPLIT_NAMES]
+    selected = _of_first_format([path for path in words if words[path] & chosen])
+    unnamed = _of_first_format(words)
+    if split == "train" and not (selected or any(words[path] & SPLIT_NAMES for path in unnamed)):
+        selected = unnamed
     if words and not selected:
         splits = ", ".join(sorted(known_splits)) or "train"
         raise UserError(f"{address} has no split {split}, only {splits} (--split, for --input)")
-    if not words or (subset is None and len({path.parent for path in selected}) > 1):
-        folders = sorted({str(_subset_of(path)) for path in tables})[:20]
+    parents = {path.parent for path in selected or tables}
+    if not words or (subset is None and len(parents) > 1):
+        subsets = {str(path.parent if path.name in SPLIT_NAMES else path) for path in parents}
         cause = f"{address} has several or no folders with subset {subset}"
-        raise UserError(f"{cause}; choose --subset from {', '.join(folders)}")
-    suffix = min(map(table_suffix, selected), key=TABLE_SUFFIXES.index)
-    return sorted(path for path in selected if table_suffix(path) == suffix)
+        raise UserError(f"{cause}; choose --subset from {', '.join(sorted(subsets)[:20])}")
+    return sorted(selected)
 
 
-def _subset_of(path):
-    """Returns the folder of a file, without that of a split."""
-    return PurePosixPath(*takewhile(lambda name: name not in SPLIT_NAMES, path.parent.parts))
+def _of_first_format(tables):
+    """Returns those of the tables whose suffix is the first in TABLE_SUFFIXES that any has."""
+    suffix = min(map(table_suffix, tables), key=TABLE_SUFFIXES.index, default="")
+    return [path for path in tables if table_suffix(path) == suffix]
 
 
 def find_commit(hub, repository, revision, repo_type):

@@ -257,20 +257,23 @@ def _read_arrow(source):
     with as_user_error(f"{source.name} cannot be read", *types), open(source.path, "rb") as file:
         if source.suffix == ".parquet":
             table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=source.columns)
+            has_columns = set(source.columns) <= set(table.schema_arrow.names)
+            columns = source.columns if has_columns else None  # all, for the message
+            batches = table.iter_batches(PARQUET_ROWS_PER_BATCH, columns=columns)
         elif file.read(6) == b"ARROW1":
             reader = pyarrow.ipc.open_file(file)
-            names = reader.schema.names
             batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
             file.seek(0)
             batches = pyarrow.ipc.open_stream(file)
-            names = batches.schema.names
-        if not set(source.columns) <= set(names):
-            yield dict.fromkeys(names)  # the error for this row lists them
-        for batch in batches:  # a column that is not needed may have values that Python lacks
-            yield from batch.select(source.columns).to_pylist()
+        for batch in filter(len, batches):
+            arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
+            if not set(source.columns) <= arrays.keys():
+                yield dict.fromkeys(arrays)  # the error for this row lists them
+            # A column that is not needed may have values that Python lacks.
+            values = [arrays[column].to_pylist() for column in source.columns]
+            for row in zip(*values, strict=True):
+                yield dict(zip(source.columns, row, strict=True))
 
 
 # Finding files

@@ -98,6 +98,11 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
         ("info.jsonl train.csv validation.csv", None, "train", "train.csv"),
         ("train.jsonl train.json test.parquet", None, "train", "train.jsonl"),
         ("a.parquet test.jsonl dataset_info.json", None, "train", "a.parquet"),
+        ("train/train.csv train/val.csv", None, "train", "train/train.csv"),
+        ("a.parquet train_stats.json", None, "train", "a.parquet"),
+        ("data.json dataset_infos.json", None, "train", "data.json"),
+        ("train1.csv test1.csv evaluation.csv", None, "train", "train1.csv"),
+        ("csv/train.csv parquet/train.parquet", None, "train", "parquet/train.parquet"),
     ],
 )  # fmt: skip
 def test_files_of_a_split(names, subset, split, expected):
@@ -111,7 +116,9 @@ def test_files_of_a_split(names, subset, split, expected):
         ("a.txt b.py", None, "train", "hf:a/b has no .*jsonl.*=hf:a/b@refs/convert/parquet"),
         ("en/train.csv fr/train.csv", None, "train", "--subset from en, fr"),
         ("a/train/0.csv b/train/0.csv", None, "train", "subset None; choose --subset from a, b"),
+        ("train/a/0.csv train/b/0.csv", None, "train", "choose --subset from train/a, train/b"),
         ("a/0.csv", "b", "train", "subset b; choose --subset from a"),
+        ("a.csv test.csv", None, "train", "no split train, only test"),
         ("dev.csv test.csv", None, "train", "no split train, only dev, test .--split, for --input"),
         ("a.csv", None, "dev", "no split dev, only train "),
     ],

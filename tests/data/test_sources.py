@@ -311,6 +311,10 @@ def test_values_that_python_lacks_are_a_problem_of_their_column_only(name):
         with ipc.new_stream(name, table.schema) as writer:
             writer.write_table(table)
     assert list(Source(Path(name), "body").read()) == [("a text", True)]
+    none = table.select([]).slice(0, 0)
+    with ipc.new_stream("none.arrow", none.schema) as writer:
+        writer.write_table(none)
+    assert list(Source(Path("none.arrow"), "body").read()) == []
     for column, message in (
         ("text", r"'text': name one.*\(body, date\)"),
         ("date", "cannot be read"),
