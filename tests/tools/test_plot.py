@@ -75,6 +75,14 @@ def test_a_model_that_was_lost_does_not_count(verse):
     assert (run.best["step"], run.loss) == (progress["best_step"], progress["best_val_loss"])
 
 
+def test_of_two_evaluations_of_a_step_the_last_counts():
+    write_run("out", [2.0, 1.0])
+    common = {"event": "val", "step": 10, "tokens": 1000, "elapsed_s": 5.0, "best_step": 10}
+    with open("out/log.jsonl", "a") as log:
+        log.write(json.dumps(common | {"loss": 1.5}) + "\n")
+    assert (read_run("out").best["loss"], read_run("out").loss) == (1.5, 1.5)
+
+
 def test_a_log_that_has_lost_all_but_the_final_evaluation_counts(verse):
     train.main(tiny.flags(eval_iters=None))
     Path("out/log.jsonl").unlink()
@@ -191,6 +199,11 @@ def test_curves_of_runs_that_were_evaluated_at_other_steps_are_interpolated():
     _, validation, best = read_curves(draw_losses(read_groups("out-s"), "steps"))["seed=*"]
     assert validation == [[0, 4.0], [10, 2.75], [20, 3.0]]
     assert best == [[15, 2.5]]
+    log.write_text("".join(line for line in lines if '"event": "train"' not in line))
+    assert read_curves(draw_losses(read_groups("out-s"), "steps"))["seed=*"][0] == []
+    late = [line.replace('"step": ', '"step": 9') for line in lines]  # no step in common
+    log.write_text("".join([lines[0], *late[1:]]))
+    assert read_curves(draw_losses(read_groups("out-s"), "seconds"))["seed=*"][:2] == [[], []]
 
 
 def test_only_the_best_groups_are_drawn():

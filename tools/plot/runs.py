@@ -48,7 +48,7 @@ class Run:
         """The evaluation of the best model or, if it is not known, the best comparable one."""
         step = self.val[-1].get("best_step")  # not the lowest loss if a model was lost
         own = [event for event in self.comparable if event["step"] == step]
-        return min(own or self.comparable, key=lambda event: event["loss"])
+        return own[-1] if own else min(self.comparable, key=lambda event: event["loss"])
 
     @property
     def loss(self):
@@ -196,10 +196,10 @@ def draw_losses(groups, axis):
         if len(runs) > 1:
             low, high = loss - deviation, loss + deviation
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-        highest.append(loss[x >= x.min() + SKIPPED_START_FRACTION * np.ptp(x)].max())
+        highest += [*loss[x >= x[:1] + SKIPPED_START_FRACTION * (x[-1:] - x[:1])]]
         best_x = median(run.best[AXES[axis]] for run in runs)
         axes.plot(best_x, mean_loss(runs), "o", color=color)  # the table's
-    axes.set_ylim(top=1.02 * max(highest))
+    axes.set_ylim(top=1.02 * max(highest) if highest else None)
     axes.grid(alpha=0.25)
     title = "line: validation\ndot: best model\nfaint: training"
     if axes.collections:
@@ -211,17 +211,22 @@ def draw_losses(groups, axis):
 
 
 def mean_curve(logs, key):
-    """Returns x, and the means and standard deviations of the losses there, (3, points).
+    """Returns the means of `key`, and the means and standard deviations of the losses, (3, steps).
 
-    `logs` has a list of events per run. x has the first run's values of `key`, limited to the range
-    of all runs. Between two events of a run, its loss is interpolated.
+    `logs` has a list of events per run. The steps are those of the first run, limited to the range
+    of all runs. Between two events of a run, its values are interpolated.
     """
     if not all(logs):
         return np.empty((3, 0))
-    values = [np.array([event[key] for event in log]) for log in logs]
-    x = np.unique(np.clip(values[0], max(map(np.min, values)), min(map(np.max, values))))
-    losses = []
-    for own_x, log in zip(values, logs, strict=True):
-        losses.append(np.interp(x, own_x, [event["loss"] for event in log]))
+    own_steps = [[event["step"] for event in log] for log in logs]
+    first, last = max(map(min, own_steps)), min(map(max, own_steps))
+    steps = np.unique(np.clip(own_steps[0], first, last)) if first <= last else np.empty(0)
+
+    def interpolate(log, name):
+        values = [event[name] for event in log]
+        return np.interp(steps, [event["step"] for event in log], values)
+
+    x = [interpolate(log, key) for log in logs]
+    losses = [interpolate(log, "loss") for log in logs]
     deviation = np.std(losses, axis=0, ddof=int(len(logs) > 1))
-    return np.stack([x, np.mean(losses, axis=0), deviation])
+    return np.stack([np.mean(x, axis=0), np.mean(losses, axis=0), deviation])
