@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import re
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 from folio.cli.errors import UserError, as_user_error, import_optional
 from folio.cli.files import lock_folder, write_atomically
 from folio.data.dataset import DATA_FOLDER
-from folio.data.sources import DOCUMENTATION, TABLE_SUFFIXES, Source, table_suffix
+from folio.data.sources import TABLE_SUFFIXES, Source, table_suffix
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -33,6 +34,7 @@ SPLIT_WORDS = {  # {split: words for it in names of files}
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
+METADATA = ("dataset_info.json", "dataset_infos.json")
 SPLIT_NAMES = set().union(*SPLIT_WORDS.values())
 MAX_CHARACTERS_PER_TOKEN = 6  # of a text; GPT-2's tokens have 4.5 in English
 
@@ -106,16 +108,16 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
         commit = find_commit(hub, repository, revision, "dataset")
         options = {"revision": commit, "repo_type": "dataset"}
         entries = list(hub.list_repo_tree(repository, recursive=True, **options))
-        files = {PurePosixPath(entry.path): entry for entry in entries if hasattr(entry, "size")}
+        sizes = {PurePosixPath(e.path): e.size for e in entries if hasattr(e, "size")}
     sources: list[Source] = []
     num_left = MAX_CHARACTERS_PER_TOKEN * (max_tokens or math.inf)
-    for path in select_tables(files, address, subset, split):
+    for path in select_tables(sizes, address, subset, split):
         if num_left <= 0:
             break
         name = f"{repository}/{path}"
         with open_hub(name, "pyarrow") as library:
             local_path = library.hf_hub_download(repository, str(path), **options)
-            size, listed = os.path.getsize(local_path), files[path].size
+            size, listed = os.path.getsize(local_path), sizes[path]
             if size != listed:
                 raise OSError(f"{local_path} has {size:,} bytes instead of {listed:,}: delete it")
         sources.append(Source(Path(local_path), text_key, name, encoding))
@@ -126,49 +128,61 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
     return sources
 
 
-def select_tables(paths, address, subset, split):
+def select_tables(sizes, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
     The name of a split is a word in the name of a file, or else of its folders, such as
     plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS; without such words, all
-    files are training data. Files in several formats are copies of each other, so only one format
-    is used. Raises UserError if no table is selected.
+    files are training data. Of several formats, the one with the most bytes is used; others are
+    copies or metadata. Raises UserError if no table is selected.
+
+    Args:
+        sizes: {path: bytes} of all files.
     """
-    tables = [path for path in paths if table_suffix(path)]
-    tables = [path for path in tables if not DOCUMENTATION.fullmatch(path.name)]
-    tables = [path for path in tables if ".json" not in path.suffixes] or tables
+    tables = [path for path in sizes if table_suffix(path) and path.name not in METADATA]
     if not tables:
         cause = f"{address} has no files with {', '.join(TABLE_SUFFIXES)}"
         copy = f"--input={address.partition('@')[0]}@refs/convert/parquet"
         raise UserError(f"{cause}; the hub has a converted copy of most datasets: {copy}")
-    root, split, words = subset or "", split.lower(), {}
+    bytes_by_suffix: Counter[str] = Counter()
     for path in tables:
-        if path.is_relative_to(root):
-            parts = str(path.relative_to(root)).lower().split("/")
-            *folders, name = (set(re.split(r"[\W\d_]+", part)) for part in parts)
-            words[path] = name if name & SPLIT_NAMES else name.union(*folders)
-    known_splits = set().union(*words.values()) & SPLIT_NAMES
+        if path.is_relative_to(subset or ""):
+            bytes_by_suffix[table_suffix(path)] += sizes[path]
+    if not bytes_by_suffix:
+        raise _subset_error(tables, address, subset)
+    [(suffix, _)] = bytes_by_suffix.most_common(1)
+    tables = [path for path in tables if table_suffix(path) == suffix]
+    words = {path: _words_of(path) for path in tables if path.is_relative_to(subset or "")}
+    split, known_splits = split.lower(), set().union(*words.values()) & SPLIT_NAMES
     synonyms = [group for group in SPLIT_WORDS.values() if split in group]
     chosen = {split} if split in known_splits or not synonyms else synonyms[0]
-    selected = _of_first_format([path for path in words if words[path] & chosen])
-    unnamed = _of_first_format(words)
-    if split == "train" and not (selected or any(words[path] & SPLIT_NAMES for path in unnamed)):
-        selected = unnamed
-    if words and not selected:
+    selected = [path for path in words if words[path] & chosen]
+    if split == "train" and not known_splits:
+        selected = list(words)
+    if not selected:
         splits = ", ".join(sorted(known_splits)) or "train"
         raise UserError(f"{address} has no split {split}, only {splits} (--split, for --input)")
-    parents = {path.parent for path in selected or tables}
-    if not words or (subset is None and len(parents) > 1):
-        subsets = {str(path.parent if path.name in SPLIT_NAMES else path) for path in parents}
-        cause = f"{address} has several or no folders with subset {subset}"
-        raise UserError(f"{cause}; choose --subset from {', '.join(sorted(subsets)[:20])}")
+    if subset is None and len({path.parent for path in selected}) > 1:
+        raise _subset_error(tables, address, subset)
     return sorted(selected)
 
 
-def _of_first_format(tables):
-    """Returns those of the tables whose suffix is the first in TABLE_SUFFIXES that any has."""
-    suffix = min(map(table_suffix, tables), key=TABLE_SUFFIXES.index, default="")
-    return [path for path in tables if table_suffix(path) == suffix]
+def _words_of(path):
+    """Returns the words in the name of a file and, if none is that of a split, of its folders."""
+    *folders, name = (
+        # Digits can follow the name of a split, but are a part of other names.
+        set(re.split(r"[\W_]+", part)) | SPLIT_NAMES.intersection(re.split(r"[\W\d_]+", part))
+        for part in str(path).lower().split("/")
+    )
+    return name if name & SPLIT_NAMES else name.union(*folders)
+
+
+def _subset_error(tables, address, subset):
+    """Returns a UserError that lists the folders of tables, without those of splits."""
+    folders = {path.parent for path in tables}
+    subsets = {str(path.parent if path.name in SPLIT_NAMES else path) for path in folders}
+    cause = f"{address} has several or no folders with subset {subset}"
+    return UserError(f"{cause}; choose --subset from {', '.join(sorted(subsets)[:20])}")
 
 
 def find_commit(hub, repository, revision, repo_type):

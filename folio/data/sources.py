@@ -26,7 +26,7 @@ from folio.data.bpe import find_last_cut
 from folio.data.encoding import explain_encoding
 
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".json")
-TABLE_SUFFIXES = (  # .json is last, because repositories of datasets have other .json files
+TABLE_SUFFIXES = (
     ".parquet",
     ".arrow",
     *(suffix + packed for suffix in ROW_SUFFIXES for packed in ("", ".gz", ".zst")),

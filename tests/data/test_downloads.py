@@ -84,7 +84,7 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
     ("names", "subset", "split", "expected"),
     [
         ("b.jsonl a.jsonl README.md", None, "train", "a.jsonl b.jsonl"),
-        ("train.csv test.csv test.parquet", None, "test", "test.parquet"),
+        ("train.csv test.csv test.parquet", None, "test", "test.csv"),
         ("data/train-0-of-1.parquet data/validation-0-of-1.parquet", None, "validation",
          "data/validation-0-of-1.parquet"),
         ("en/train/0.parquet fr/train/0.parquet", "fr", "train", "fr/train/0.parquet"),
@@ -96,18 +96,22 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
         ("sample/10BT/0.parquet data/0.parquet", "sample/10BT", "train", "sample/10BT/0.parquet"),
         ("a/train/0.parquet b/train/0.parquet", "a", "train", "a/train/0.parquet"),
         ("info.jsonl train.csv validation.csv", None, "train", "train.csv"),
-        ("train.jsonl train.json test.parquet", None, "train", "train.jsonl"),
+        ("test.json train.json labels.csv", None, "train", "train.json"),
+        ("en/a.json fr/b.jsonl fr/c.jsonl", "en", "train", "en/a.json"),
+        ("test/en/0.csv train/en/0.csv", "test/en", "test", "test/en/0.csv"),
+        ("de-0.csv fr-1de3.csv", None, "de", "de-0.csv"),
+        ("v1.csv v2.csv", None, "v1", "v1.csv"),
         ("a.parquet test.jsonl dataset_info.json", None, "train", "a.parquet"),
         ("train/train.csv train/val.csv", None, "train", "train/train.csv"),
         ("a.parquet train_stats.json", None, "train", "a.parquet"),
         ("data.json dataset_infos.json", None, "train", "data.json"),
         ("train1.csv test1.csv evaluation.csv", None, "train", "train1.csv"),
-        ("csv/train.csv parquet/train.parquet", None, "train", "parquet/train.parquet"),
+        ("csv/train.csv parquet/train.parquet", None, "train", "csv/train.csv"),
     ],
 )  # fmt: skip
 def test_files_of_a_split(names, subset, split, expected):
-    paths = [PurePosixPath(name) for name in names.split()]
-    assert " ".join(map(str, select_tables(paths, "hf:a/b", subset, split))) == expected
+    sizes = dict.fromkeys(map(PurePosixPath, names.split()), 10)
+    assert " ".join(map(str, select_tables(sizes, "hf:a/b", subset, split))) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,14 +122,16 @@ def test_files_of_a_split(names, subset, split, expected):
         ("a/train/0.csv b/train/0.csv", None, "train", "subset None; choose --subset from a, b"),
         ("train/a/0.csv train/b/0.csv", None, "train", "choose --subset from train/a, train/b"),
         ("a/0.csv", "b", "train", "subset b; choose --subset from a"),
+        ("test.csv dev.csv metadata.jsonl", None, "train", "no split train, only dev, test"),
         ("a.csv test.csv", None, "train", "no split train, only test"),
         ("dev.csv test.csv", None, "train", "no split train, only dev, test .--split, for --input"),
         ("a.csv", None, "dev", "no split dev, only train "),
     ],
 )
 def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, message):
+    sizes = dict.fromkeys(map(PurePosixPath, names.split()), 10)
     with pytest.raises(UserError, match=message):
-        select_tables([PurePosixPath(name) for name in names.split()], "hf:a/b", subset, split)
+        select_tables(sizes, "hf:a/b", subset, split)
 
 
 def table(*texts):
