@@ -190,8 +190,8 @@ def find_corpus(name, settings) -> Corpus:
     if settings.val_input is not None:
         whole = dataclasses.replace(settings, max_tokens=None)
         val_sources = select_sources(name, settings.val_input, "validation", whole)
-    paths = {os.path.realpath(source.path) for source in sources}
-    for name in (s.name for s in val_sources if os.path.realpath(s.path) in paths):
+    paths = {os.path.realpath(source.name) for source in sources}
+    for name in (s.name for s in val_sources if os.path.realpath(s.name) in paths):
         raise UserError(f"{name} is in --input and in --val_input: leave it out of one")
     if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
         names = ", ".join(TABLE_SUFFIXES)

@@ -34,7 +34,7 @@ SPLIT_WORDS = {  # {split: words for it in names of files}
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
-METADATA = ("dataset_info.json", "dataset_infos.json")
+METADATA = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
 SPLIT_NAMES = set().union(*SPLIT_WORDS.values())
 MAX_CHARACTERS_PER_TOKEN = 6  # of a text; GPT-2's tokens have 4.5 in English
 
@@ -133,38 +133,46 @@ def select_tables(sizes, address, subset, split):
 
     The name of a split is a word in the name of a file, or else of its folders, such as
     plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS; without such words, all
-    files are training data. Of several formats, the one with the most bytes is used; others are
-    copies or metadata. Raises UserError if no table is selected.
+    files are training data. Files of a split in several formats are copies of each other, so only
+    one format is used; without such words, the one with the most bytes, because others are
+    metadata. Raises UserError if no table is selected.
 
     Args:
         sizes: {path: bytes} of all files.
     """
-    tables = [path for path in sizes if table_suffix(path) and path.name not in METADATA]
+    tables = [p for p in sizes if table_suffix(p) and not METADATA.fullmatch(p.name)]
     if not tables:
         cause = f"{address} has no files with {', '.join(TABLE_SUFFIXES)}"
         copy = f"--input={address.partition('@')[0]}@refs/convert/parquet"
         raise UserError(f"{cause}; the hub has a converted copy of most datasets: {copy}")
-    bytes_by_suffix: Counter[str] = Counter()
-    for path in tables:
-        if path.is_relative_to(subset or ""):
-            bytes_by_suffix[table_suffix(path)] += sizes[path]
-    if not bytes_by_suffix:
-        raise _subset_error(tables, address, subset)
-    [(suffix, _)] = bytes_by_suffix.most_common(1)
-    tables = [path for path in tables if table_suffix(path) == suffix]
     words = {path: _words_of(path) for path in tables if path.is_relative_to(subset or "")}
+    if not words:
+        raise _subset_error(tables, address, subset)
     split, known_splits = split.lower(), set().union(*words.values()) & SPLIT_NAMES
     synonyms = [group for group in SPLIT_WORDS.values() if split in group]
     chosen = {split} if split in known_splits or not synonyms else synonyms[0]
     selected = [path for path in words if words[path] & chosen]
-    if split == "train" and not known_splits:
-        selected = list(words)
+    if split == "train" and not selected:
+        selected = _tables_of_main_format({path: sizes[path] for path in words})
+        if any(words[path] & SPLIT_NAMES for path in selected):
+            selected = []
     if not selected:
         splits = ", ".join(sorted(known_splits)) or "train"
         raise UserError(f"{address} has no split {split}, only {splits} (--split, for --input)")
+    suffix = min(map(table_suffix, selected), key=TABLE_SUFFIXES.index)
+    selected = [path for path in selected if table_suffix(path) == suffix]
     if subset is None and len({path.parent for path in selected}) > 1:
-        raise _subset_error(tables, address, subset)
+        raise _subset_error(selected, address, subset)
     return sorted(selected)
+
+
+def _tables_of_main_format(sizes):
+    """Returns the tables, of {path: bytes}, in the format with the most bytes."""
+    num_bytes: Counter[str] = Counter()
+    for path, size in sizes.items():
+        num_bytes[table_suffix(path)] += size
+    [(suffix, _)] = num_bytes.most_common(1)
+    return [path for path in sizes if table_suffix(path) == suffix]
 
 
 def _words_of(path):

@@ -84,7 +84,11 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
     ("names", "subset", "split", "expected"),
     [
         ("b.jsonl a.jsonl README.md", None, "train", "a.jsonl b.jsonl"),
-        ("train.csv test.csv test.parquet", None, "test", "test.csv"),
+        ("train.csv test.csv test.parquet", None, "test", "test.parquet"),
+        ("test.parquet trees-1.jsonl trees-2.jsonl", None, "test", "test.parquet"),
+        ("data.csv data-2.csv metadata.jsonl", None, "train", "data-2.csv data.csv"),
+        ("data.arrow cache-1.arrow state.json", None, "train", "data.arrow"),
+        ("train.jsonl.gz test.jsonl", None, "train", "train.jsonl.gz"),
         ("data/train-0-of-1.parquet data/validation-0-of-1.parquet", None, "validation",
          "data/validation-0-of-1.parquet"),
         ("en/train/0.parquet fr/train/0.parquet", "fr", "train", "fr/train/0.parquet"),
@@ -103,10 +107,9 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
         ("v1.csv v2.csv", None, "v1", "v1.csv"),
         ("a.parquet test.jsonl dataset_info.json", None, "train", "a.parquet"),
         ("train/train.csv train/val.csv", None, "train", "train/train.csv"),
-        ("a.parquet train_stats.json", None, "train", "a.parquet"),
         ("data.json dataset_infos.json", None, "train", "data.json"),
         ("train1.csv test1.csv evaluation.csv", None, "train", "train1.csv"),
-        ("csv/train.csv parquet/train.parquet", None, "train", "csv/train.csv"),
+        ("csv/train.csv parquet/train.parquet", None, "train", "parquet/train.parquet"),
     ],
 )  # fmt: skip
 def test_files_of_a_split(names, subset, split, expected):
@@ -120,7 +123,7 @@ def test_files_of_a_split(names, subset, split, expected):
         ("a.txt b.py", None, "train", "hf:a/b has no .*jsonl.*=hf:a/b@refs/convert/parquet"),
         ("en/train.csv fr/train.csv", None, "train", "--subset from en, fr"),
         ("a/train/0.csv b/train/0.csv", None, "train", "subset None; choose --subset from a, b"),
-        ("train/a/0.csv train/b/0.csv", None, "train", "choose --subset from train/a, train/b"),
+        ("test/a/0.csv train/a/0.csv train/b/0.csv", None, "train", "from train/a, train/b$"),
         ("a/0.csv", "b", "train", "subset b; choose --subset from a"),
         ("test.csv dev.csv metadata.jsonl", None, "train", "no split train, only dev, test"),
         ("a.csv test.csv", None, "train", "no split train, only test"),
