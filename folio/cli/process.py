@@ -101,7 +101,7 @@ def _set_up_streams():
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's streams lack it
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    if not is_main():
+    if not is_main() or sys.stdout is None:  # >&- closes it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until exit
 
 

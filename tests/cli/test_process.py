@@ -86,6 +86,10 @@ def test_output_to_a_full_disk_is_an_error_in_one_line():
     assert result == (2, "-c: cannot write standard output: No space left on device\n")
 
 
+def test_a_closed_output_is_no_error():
+    assert shell("$PYTHON >&-", "process.run(lambda: sys.stdout.flush())") == (0, "")
+
+
 def test_a_missing_package_causes_no_traceback():
     lines = ["process.REQUIRED_PACKAGES = ('sys', 'no_such_package')", START]
     status, err = shell("$PYTHON", *lines)

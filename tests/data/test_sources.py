@@ -124,7 +124,7 @@ def test_damaged_file_is_named(name):
         ("csv", b'text\n"one', "row 1 is damaged (unexpected end of data; put a value with double"),
         ("tsv", b'id\ttext\n1\t"one\n2\ttwo"\n', "row 1 is damaged (its double quotes enclose"),
         ("tsv", b'text\tid\n"one\t1\n\t2\ntwo"\t3\n', "its double quotes enclose a tab"),
-        ("csv", b"text\n\xe9t\xe9\n", "cp1250 (été)"),
+        ("csv", b"text\n\xe9t\xe9\n", "cp1252 (été)"),
     ],
 )
 def test_an_invalid_row_is_refused(suffix, raw, part):
@@ -248,7 +248,8 @@ CHINESE = "清晨的河邊有一座老房子，男孩在窗前讀書。\n" * 400
             "gb18030",
             "--encoding=NAME: ",
         ),  # its first bytes are UTF-8, too
-        ("caf\xe9", "cp1252", "cp1250 (café)"),
+        ("caf\xe9", "cp1252", "cp1252 (café)"),
+        ("Träumen im Rücken der Straße\n" * 300, "cp1252", "cp1252 (Träumen Rücken"),
         (SPANISH, "cp1252", "--encoding=NAME: cp1252 (¿Qué ¡Válame ¿no"),
     ],
 )
