@@ -207,17 +207,20 @@ def converse(trained: TrainedModel, settings):
         import readline  # noqa: F401, gives input() a history
     print("empty line: continue; Ctrl-C: end the text; Ctrl-D: exit", file=sys.stderr)
     tokenizer, seed = trained.tokenizer, settings.seed
-    text = tokenizer.start
+    ids = tokenizer.encode_prompt(tokenizer.start)  # of the text that an empty prompt continues
     while True:
         try:
-            prompt = input("> " if sys.stdin.isatty() else "").rstrip("\r") or text
-            ids = tokenizer.encode_prompt(prompt, settings.allow_special)
+            if prompt := input("> " if sys.stdin.isatty() else "").rstrip("\r"):
+                ids = tokenizer.encode_prompt(prompt, settings.allow_special)
             completion = Completion("", ids, seed, tokenizer, settings.stop)  # prints no prompt
-            text, seed = prompt, seed + 1
+            seed += 1
             for _ in complete(trained, [completion], settings, stream=True):
                 print(completion.new_text(), end="", flush=True)
-                text = prompt + completion.text
+                ids = completion.prompt_ids + completion.ids
             print(completion.new_text())
+            if completion.stopped != "length":  # at a stop text or an end, which ids have, too
+                added = tokenizer.encode(completion.text, settings.allow_special)
+                ids = completion.prompt_ids + added.tolist()
         except UserError as error:  # a character that is not in the vocabulary
             print(error, file=sys.stderr)
         except process.Interrupted as interrupt:

@@ -46,8 +46,8 @@ def evaluate(run, final=False):
     """Returns the losses of both splits, or None after a stop signal.
 
     Keys: "train_loss" in nats per token; of the validation split "loss" in nats per token,
-    "perplexity", "val_windows", their number, and, if it is known, "bits_per_byte". A final
-    evaluation covers more of the validation split; see FINAL_VAL_SHARE.
+    "perplexity" and, if it is known, "bits_per_byte". "train_windows" and "val_windows" are the
+    numbers of windows. A final evaluation covers more of the validation split; see FINAL_VAL_SHARE.
     """
     train_loss = split_loss(run, "train", final)
     loss = split_loss(run, "val", final)
@@ -55,7 +55,8 @@ def evaluate(run, final=False):
         return None
     train_loss, loss = float(train_loss), float(loss)  # waits for a GPU only once
     losses = {"train_loss": train_loss, "loss": loss, "perplexity": math.exp(min(loss, 700))}
-    losses["val_windows"] = count_windows(run, "val", final)
+    for split in ("train", "val"):
+        losses[f"{split}_windows"] = count_windows(run, split, final)
     if bytes_per_token := val_bytes(run, losses["val_windows"]):
         losses["bits_per_byte"] = loss / math.log(2) / bytes_per_token
     return losses

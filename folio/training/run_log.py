@@ -129,7 +129,8 @@ class RunLog:
             print(f"peak memory: {peak:.2f} GiB")
         evaluations = (event for event in run.run_dir.read_events() if event["event"] == "val")
         events = [event for event in evaluations if "train_loss" in event]
-        same = [event for event in events if event.get("val_windows") == progress.val_windows]
+        windows = [(event.get("train_windows"), event.get("val_windows")) for event in events]
+        same = [event for event, own in zip(events, windows, strict=True) if own == windows[-1]]
         if minutes := minutes_for_all_steps(events, progress, settings):
             time = f"all steps would take about --minutes={minutes}"
             advice = "add --init_from=resume to continue with this model"

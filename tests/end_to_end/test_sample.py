@@ -279,6 +279,27 @@ def test_empty_line_continues_the_text(interact, capsys):
     assert out == f"{whole[7:27]}\n{whole[27:47]}\n\n"
 
 
+@pytest.mark.parametrize("flags", [[], ['--stop=["0", "1", "2", "a", "n", " "]']])
+def test_an_empty_line_continues_the_tokens_without_the_stop_text(interact, monkeypatch, flags):
+    rows = "".join(json.dumps({"text": f"{number} naïve 🦶"}) + "\n" for number in range(200))
+    Path("v.jsonl").write_text(rows)
+    prepare.main(["--input=v.jsonl", "--dataset=verse", "--tokenizer=bpe"])
+    train.main(tiny.flags(max_iters=3, overwrite=True))
+    made, real = [], sample.Completion
+
+    def make(*args):
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(sample, "Completion", make)
+    interact("", "", flags=flags)
+    first, second = made
+    assert first.prompt_ids == [first.tokenizer.end]
+    assert (first.stopped != "length") == bool(flags)
+    ids = first.tokenizer.encode(first.text).tolist() if flags else first.ids
+    assert second.prompt_ids == first.prompt_ids + ids
+
+
 def test_only_ctrl_c_ends_the_text_and_not_the_script(interact, interrupt):
     interrupt(1)
     out = interact("Shall I", Interrupted(signal.SIGINT), "thee").out

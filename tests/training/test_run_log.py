@@ -37,7 +37,8 @@ def test_console_and_log_have_a_line_for_each_event(verse, capsys):
         (0, "start"), (0, "val"), (0, "train"), (2, "train"), (3, "val"), (4, "train"), (6, "val"),
     ]  # fmt: skip
     common = {"step", "event", "loss", "lr", "tokens", "elapsed_s"}
-    of_evaluation = {"train_loss", "perplexity", "val_windows", "bits_per_byte", "best_step"}
+    of_evaluation = {"train_loss", "perplexity", "bits_per_byte", "best_step"}
+    of_evaluation |= {"train_windows", "val_windows"}
     assert events[0]["settings"]["log_interval"] == 2
     assert "out_dir" not in events[0]["settings"]
     assert set(events[2]) == common | {"tokens_per_s", "mfu", "grad_norm"}
@@ -194,8 +195,10 @@ def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch, cap
     assert "\nADVICE: --max_iters=8 --minutes=5\n" in capsys.readouterr().out
     train.main(tiny.flags(max_iters=6, init_from="resume"))
     train.main(tiny.flags(max_iters=9, init_from="resume", batch_size=2))
+    train.main(tiny.flags(max_iters=12, init_from="resume", batch_size=2, eval_iters=60))
+    train.main(tiny.flags(max_iters=15, init_from="resume", batch_size=2, eval_iters=70))
     steps = [[event["step"] for event in call.args[0]] for call in advise.call_args_list]
-    assert steps == [[0, 3], [0, 3, 6], [9]]
+    assert steps == [[0, 3], [0, 3, 6], [9], [12], [15]]  # the last two: of equal validation text
     times = [event["elapsed_s"] for event in tiny.log_events()]
     assert times == sorted(times)  # a resumed run continues the time
 
