@@ -132,10 +132,10 @@ def select_tables(sizes, address, subset, split):
     """Returns the sorted paths of the tables of a split, by the conventions of the hub.
 
     The name of a split is a word in the name of a file, or else of its folders, such as
-    plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS; without such words, all
-    files are training data. Files of a split in several formats are copies of each other, so only
-    one format is used; without such words, the one with the most bytes, because others are
-    metadata. Raises UserError if no table is selected.
+    plain_text/train-00000-of-00002.parquet, or a synonym in SPLIT_WORDS. Without such words, all
+    files in the format with the most bytes are training data; those in other formats are metadata.
+    Files of a split in several formats are copies of each other, so only one format is used. Raises
+    UserError if no table is selected.
 
     Args:
         sizes: {path: bytes} of all files.
