@@ -191,8 +191,8 @@ def find_corpus(name, settings) -> Corpus:
         whole = dataclasses.replace(settings, max_tokens=None)
         val_sources = select_sources(name, settings.val_input, "validation", whole)
     paths = {os.path.realpath(source.name) for source in sources}
-    for name in (s.name for s in val_sources if os.path.realpath(s.name) in paths):
-        raise UserError(f"{name} is in --input and in --val_input: leave it out of one")
+    if common := [s.name for s in val_sources if os.path.realpath(s.name) in paths]:
+        raise UserError(f"{common[0]} is in --input and in --val_input: leave it out of one")
     if settings.text_key != "text" and not any(s.suffix for s in sources + val_sources):
         names = ", ".join(TABLE_SUFFIXES)
         raise UserError(f"--text_key applies to tables only, whose names end with {names}")

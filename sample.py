@@ -218,7 +218,7 @@ def converse(trained: TrainedModel, settings):
                 print(completion.new_text(), end="", flush=True)
                 ids = completion.prompt_ids + completion.ids
             print(completion.new_text())
-            if completion.stopped != "length":  # at a stop text or an end, which ids have, too
+            if completion.stopped != "length":  # ids contain the stop text or the end token
                 added = tokenizer.encode(completion.text, settings.allow_special)
                 ids = completion.prompt_ids + added.tolist()
         except UserError as error:  # a character that is not in the vocabulary

@@ -118,7 +118,7 @@ def find_rarest(checkpoint, tokenizer):
     """Returns the token that the training text has least, and a description.
 
     It serves as end token for tokenizers that have none, because llama.cpp requires one. Raises
-    UserError if the dataset is missing or another one.
+    UserError if the dataset is missing, or is not that of the model.
     """
     with as_user_error("the end token is the rarest of the training text", UserError):
         data = load_dataset(checkpoint.settings.get("dataset", "openwebtext"))

@@ -151,15 +151,18 @@ def has_finished(folder, settings, fingerprint):
     earlier = RunDir(folder).load_newest(required=False, optimizers=False)
     if not earlier:
         return False
-    names = names_affecting(TrainConfig, "results") | {"init_from"}
-    names &= earlier.settings.keys()
+    names = names_affecting(TrainConfig, "results") & earlier.settings.keys()
     if settings.init_from != "scratch":  # its model is the default
         names -= MODEL_SETTINGS - changed_settings(settings).keys()
     refusal = f"{folder} contains a different run; choose a different --sweep_dir:"
     for name in sorted(names):
         old, new = earlier.settings[name], getattr(settings, name)
-        if new not in (old, "auto") and old not in RESUME_NAMES:  # which older releases saved
+        if new not in (old, "auto"):
             raise UserError(f"{refusal} {name} was {old!r}, now {new!r}")
+    old, new = earlier.settings.get("init_from", "resume"), settings.init_from
+    # Older releases saved "resume" for a run that was resumed.
+    if old not in RESUME_NAMES and os.path.realpath(old) != os.path.realpath(new):
+        raise UserError(f"{refusal} init_from was {old!r}, now {new!r}")
     if earlier.data != fingerprint:
         raise UserError(f"{refusal} the content of dataset {settings.dataset} has changed")
     events = RunDir(folder).read_events()

@@ -90,7 +90,7 @@ class RunDir:
             return self._load(self.best, optimizers)
         newest = self._load(self.last, optimizers)
         if os.path.isfile(self.best) and not os.path.samefile(self.best, self.last):
-            check_lfs(self.best)  # an error: a file that cannot be read is not lost
+            check_lfs(self.best)  # raises if it cannot be read: an evaluation would replace it
             with suppress(UserError):  # a damaged file
                 newest_at, best_at = newest.progress, self.load_best().progress
                 best_steps = best_at.step, best_at.evaluated_step
@@ -114,7 +114,7 @@ class RunDir:
             if resumed:
                 self.log_end_s = resumed.progress.elapsed_s
                 later = [e for e in self.read_events() if e["elapsed_s"] > self.log_end_s]
-                if any(event["event"] != "final" for event in later):  # else, nothing may follow
+                if any(event["event"] != "final" for event in later):  # it stays for now
                     self._cut_log()
                 return None
             paths = [path for path in self.files() if path.exists()]

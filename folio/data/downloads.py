@@ -111,7 +111,8 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
         sizes = {PurePosixPath(e.path): e.size for e in entries if hasattr(e, "size")}
     sources: list[Source] = []
     num_left = MAX_CHARACTERS_PER_TOKEN * (max_tokens or math.inf)
-    for path in select_tables(sizes, address, subset, split):
+    paths = select_tables(sizes, address, subset, split)
+    for path in paths:
         if num_left <= 0:
             break
         name = f"{repository}/{path}"
@@ -121,10 +122,11 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
             if size != listed:
                 raise OSError(f"{local_path} has {size:,} bytes instead of {listed:,}: delete it")
         sources.append(Source(Path(local_path), text_key, name, encoding))
-        for text, _ in sources[-1].read() if max_tokens else []:
-            num_left -= len(text)
-            if num_left <= 0:
-                break
+        if max_tokens and path != paths[-1]:
+            for text, _ in sources[-1].read():
+                num_left -= len(text)
+                if num_left <= 0:
+                    break
     return sources
 
 
@@ -145,24 +147,26 @@ def select_tables(sizes, address, subset, split):
         cause = f"{address} has no files with {', '.join(TABLE_SUFFIXES)}"
         copy = f"--input={address.partition('@')[0]}@refs/convert/parquet"
         raise UserError(f"{cause}; the hub has a converted copy of most datasets: {copy}")
-    words = {path: _words_of(path) for path in tables if path.is_relative_to(subset or "")}
+    root = subset or ""
+    words = {p: _words_of(p.relative_to(root)) for p in tables if p.is_relative_to(root)}
     if not words:
-        raise _subset_error(tables, address, subset)
+        raise _subset_error(f"{address} has no tables in {subset}", tables)
     split, known_splits = split.lower(), set().union(*words.values()) & SPLIT_NAMES
     synonyms = [group for group in SPLIT_WORDS.values() if split in group]
     chosen = {split} if split in known_splits or not synonyms else synonyms[0]
-    selected = [path for path in words if words[path] & chosen]
+    selected = [path for path in words if _words_of(path) & chosen]
     if split == "train" and not selected:
         selected = _tables_of_main_format({path: sizes[path] for path in words})
         if any(words[path] & SPLIT_NAMES for path in selected):
             selected = []
     if not selected:
         splits = ", ".join(sorted(known_splits)) or "train"
-        raise UserError(f"{address} has no split {split}, only {splits} (--split, for --input)")
+        advice = f"for --input, choose --split from {splits}"
+        raise UserError(f"{address} has no split {split}; {advice}")
     suffix = min(map(table_suffix, selected), key=TABLE_SUFFIXES.index)
     selected = [path for path in selected if table_suffix(path) == suffix]
     if subset is None and len({path.parent for path in selected}) > 1:
-        raise _subset_error(selected, address, subset)
+        raise _subset_error(f"{address} has several folders", selected)
     return sorted(selected)
 
 
@@ -185,11 +189,10 @@ def _words_of(path):
     return name if name & SPLIT_NAMES else name.union(*folders)
 
 
-def _subset_error(tables, address, subset):
+def _subset_error(cause, tables):
     """Returns a UserError that lists the folders of tables, without those of splits."""
     folders = {path.parent for path in tables}
     subsets = {str(path.parent if path.name in SPLIT_NAMES else path) for path in folders}
-    cause = f"{address} has several or no folders with subset {subset}"
     return UserError(f"{cause}; choose --subset from {', '.join(sorted(subsets)[:20])}")
 
 

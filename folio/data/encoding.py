@@ -17,7 +17,7 @@ FOREIGN_FORMATS = {  # {first bytes: what a file is}
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}  # {suffix: command that prints the content}
 MAX_NULS = 100  # in the first 8 kB of a text
 UTF_8_SHARE = 3 / 4  # of the bytes that are not ASCII; by chance, half of Big5's can be UTF-8
-USUAL = "cp1252"  # encoding of Western European languages
+PREFERRED = "cp1252"  # of encodings that read a text alike; that of Western European languages
 SAMPLE_BYTES = 2**16  # about as many show the encoding of a text
 
 
@@ -66,7 +66,8 @@ def find_encodings(raw):
     for match in charset_normalizer.from_bytes(raw, cp_exclusion=utf_16):
         words = dict.fromkeys(word for word in str(match).split() if not word.isascii())
         # Others can read the text in the same way, but later text differently.
-        encoding = USUAL if USUAL in match.could_be_from_charset else match.encoding
+        is_preferred = PREFERRED in match.could_be_from_charset
+        encoding = PREFERRED if is_preferred else match.encoding
         encodings.setdefault(tuple(words), encoding)
     counts = Counter(itertools.chain.from_iterable(encodings))  # of encodings that read a word
     found = {}

@@ -129,8 +129,7 @@ class RunLog:
             print(f"peak memory: {peak:.2f} GiB")
         evaluations = (event for event in run.run_dir.read_events() if event["event"] == "val")
         events = [event for event in evaluations if "train_loss" in event]
-        windows = [(event.get("train_windows"), event.get("val_windows")) for event in events]
-        same = [event for event, own in zip(events, windows, strict=True) if own == windows[-1]]
+        same = [event for event in events if cover_same_text(event, events[-1])]
         if minutes := minutes_for_all_steps(events, progress, settings):
             time = f"all steps would take about --minutes={minutes}"
             advice = "add --init_from=resume to continue with this model"
@@ -231,6 +230,12 @@ def hints(run):
         yield f"the first step ends after {tqdm.format_interval(wait_s)} or more"
 
 
+def cover_same_text(event, other):
+    """Whether two events of evaluations have as many windows. 0.2.0 did not log the training's."""
+    names = "train_windows", "val_windows"
+    return all(event.get(name, other.get(name)) == other.get(name) for name in names)
+
+
 def minutes_for_all_steps(evaluations, progress, settings):
     """Returns how many all steps take, or None unless most did not fit and the loss still fell."""
     if len(evaluations) < 2 or not progress.best_step == progress.step < settings.max_iters / 2:
@@ -265,8 +270,8 @@ def advice_on(evaluations, settings, epochs):
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
     is_falling = fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall)
-    is_open = epochs < MANY_PASSES and last["step"] <= settings.max_iters
-    if best["loss"] == last["loss"] and is_open and is_falling:
+    is_within = last["step"] <= settings.max_iters  # a resume can set fewer
+    if best["loss"] == last["loss"] and epochs < MANY_PASSES and is_within and is_falling:
         names = ["minutes", "max_iters", "lr_decay_iters"]
         if settings.minutes and last["step"] < settings.max_iters:  # the time has ended the run
             names = ["minutes"]

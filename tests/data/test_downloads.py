@@ -103,6 +103,7 @@ def test_shakespeare_is_downloaded_once(shakespeare, hub, capsys, gpt2_of_bytes)
         ("test.json train.json labels.csv", None, "train", "train.json"),
         ("en/a.json fr/b.jsonl fr/c.jsonl", "en", "train", "en/a.json"),
         ("test/en/0.csv train/en/0.csv", "test/en", "test", "test/en/0.csv"),
+        ("eval/0.csv train/0.csv", "eval", "train", "eval/0.csv"),
         ("de-0.csv fr-1de3.csv", None, "de", "de-0.csv"),
         ("v1.csv v2.csv", None, "v1", "v1.csv"),
         ("a.parquet test.jsonl dataset_info.json", None, "train", "a.parquet"),
@@ -122,13 +123,13 @@ def test_files_of_a_split(names, subset, split, expected):
     [
         ("a.txt b.py", None, "train", "hf:a/b has no .*jsonl.*=hf:a/b@refs/convert/parquet"),
         ("en/train.csv fr/train.csv", None, "train", "--subset from en, fr"),
-        ("a/train/0.csv b/train/0.csv", None, "train", "subset None; choose --subset from a, b"),
+        ("a/train/0.csv b/train/0.csv", None, "train", "folders; choose --subset from a, b"),
         ("test/a/0.csv train/a/0.csv train/b/0.csv", None, "train", "from train/a, train/b$"),
-        ("a/0.csv", "b", "train", "subset b; choose --subset from a"),
-        ("test.csv dev.csv metadata.jsonl", None, "train", "no split train, only dev, test"),
-        ("a.csv test.csv", None, "train", "no split train, only test"),
-        ("dev.csv test.csv", None, "train", "no split train, only dev, test .--split, for --input"),
-        ("a.csv", None, "dev", "no split dev, only train "),
+        ("a/0.csv", "b", "train", "no tables in b; choose --subset from a"),
+        ("test.csv dev.csv metadata.jsonl", None, "train", "--split from dev, test"),
+        ("a.csv test.csv", None, "train", "no split train; for --input, choose --split from test"),
+        ("dev.csv test.csv", None, "train", "--split from dev, test"),
+        ("a.csv", None, "dev", "no split dev; .* --split from train"),
     ],
 )
 def test_a_split_that_is_not_found_is_an_error_that_lists_the_others(names, subset, split, message):

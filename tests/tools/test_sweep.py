@@ -192,7 +192,8 @@ def test_a_run_that_started_from_another_model_is_a_different_run(verse):
     train.main(tiny.flags(out_dir="out-a", max_iters=1))
     train.main(tiny.flags(init_from="out-a/ckpt.pt", stop_at=3))
     train.main(tiny.flags(init_from="resume"))
-    assert sweep.has_finished("out", tiny.settings(init_from="out-a/ckpt.pt"), verse.fingerprint)
+    for name in ("out-a/ckpt.pt", "./out-a/ckpt.pt"):
+        assert sweep.has_finished("out", tiny.settings(init_from=name), verse.fingerprint)
     with pytest.raises(UserError, match="init_from was 'out-a/ckpt.pt', now 'scratch'"):
         sweep.has_finished("out", tiny.settings(), verse.fingerprint)
 

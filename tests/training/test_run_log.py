@@ -188,6 +188,12 @@ def test_advice_by_the_form_of_the_curves(train_losses, val_losses, epochs, text
     assert run_log.advice_on(evaluations[:2], settings, epochs) is None
 
 
+def test_evaluations_of_0_2_0_are_compared_by_the_validation_windows():
+    last = {"train_windows": 2, "val_windows": 3}
+    assert run_log.cover_same_text({"val_windows": 3}, last)
+    assert not run_log.cover_same_text({"val_windows": 4}, last)
+
+
 def test_advice_compares_evaluations_of_the_same_windows(verse, monkeypatch, capsys):
     advise = Mock(return_value=("ADVICE", {"max_iters": 8, "minutes": 5}))
     monkeypatch.setattr(run_log, "advice_on", advise)
