@@ -114,7 +114,8 @@ class RunDir:
             if resumed:
                 self.log_end_s = resumed.progress.elapsed_s
                 later = [e for e in self.read_events() if e["elapsed_s"] > self.log_end_s]
-                if any(event["event"] != "final" for event in later):  # it stays for now
+                # A final event alone stays until one is added: a finished run may add none.
+                if any(event["event"] != "final" for event in later):
                     self._cut_log()
                 return None
             paths = [path for path in self.files() if path.exists()]

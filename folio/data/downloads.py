@@ -34,7 +34,7 @@ SPLIT_WORDS = {  # {split: words for it in names of files}
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
 }
-METADATA = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
+METADATA = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")  # names of files
 SPLIT_NAMES = set().union(*SPLIT_WORDS.values())
 MAX_CHARACTERS_PER_TOKEN = 6  # of a text; GPT-2's tokens have 4.5 in English
 
@@ -99,7 +99,7 @@ def load_hub(address, subset, split, text_key, encoding="utf-8", max_tokens=None
         address: such as hf:ORG/NAME or hf:ORG/NAME@REVISION.
         subset: folder of the dataset, usually named after a configuration. None: the only one.
         split: "train" or another word in the names of the files or of their folders.
-        max_tokens: download only the first files, whose texts have about as many tokens or more.
+        max_tokens: download only the first files that together have about as many tokens or more.
             None: all.
     """
     repository, _, revision = address.removeprefix("hf:").partition("@")

@@ -65,10 +65,9 @@ def find_encodings(raw):
     utf_16 = ["utf_16", "utf_16_be", "utf_16_le"]  # which every short text can be
     for match in charset_normalizer.from_bytes(raw, cp_exclusion=utf_16):
         words = dict.fromkeys(word for word in str(match).split() if not word.isascii())
-        # Others can read the text in the same way, but later text differently.
+        # Encodings that read this part alike can differ in the rest of the text.
         is_preferred = PREFERRED in match.could_be_from_charset
-        encoding = PREFERRED if is_preferred else match.encoding
-        encodings.setdefault(tuple(words), encoding)
+        encodings.setdefault(tuple(words), PREFERRED if is_preferred else match.encoding)
     counts = Counter(itertools.chain.from_iterable(encodings))  # of encodings that read a word
     found = {}
     for own_words, encoding in encodings.items():

@@ -253,7 +253,7 @@ def _read_arrow(source):
     pyarrow = import_optional("pyarrow", source.name)
     from pyarrow import parquet
 
-    types = (pyarrow.ArrowException, ValueError, OverflowError)  # and those of dates
+    types = (pyarrow.ArrowException, ValueError, OverflowError)  # of columns with dates, too
     with as_user_error(f"{source.name} cannot be read", *types), open(source.path, "rb") as file:
         if source.suffix == ".parquet":
             table = parquet.ParquetFile(file)

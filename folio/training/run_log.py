@@ -270,8 +270,8 @@ def advice_on(evaluations, settings, epochs):
     earlier = evaluations[len(evaluations) // 2]
     train_fall, fall = (earlier[name] - last[name] for name in ("train_loss", "loss"))
     is_falling = fall >= max(MIN_LOSS_FALL_NATS, MIN_FALL_SHARE * train_fall)
-    is_within = last["step"] <= settings.max_iters  # a resume can set fewer
-    if best["loss"] == last["loss"] and epochs < MANY_PASSES and is_within and is_falling:
+    is_early = epochs < MANY_PASSES and last["step"] <= settings.max_iters  # a resume sets fewer
+    if best["loss"] == last["loss"] and is_early and is_falling:
         names = ["minutes", "max_iters", "lr_decay_iters"]
         if settings.minutes and last["step"] < settings.max_iters:  # the time has ended the run
             names = ["minutes"]
